@@ -25,6 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.bandwidth import measure
 from benchmarks.graph_timing import graph_us
+from parallel.numerics.fp8 import Fp8Matrix
+from parallel.numerics.kernels.fp8_tile import AnyWeight
 from parallel.plan import Span, leaf_columns
 from worker.kernels import grouped_experts, moe, pair_experts, routing
 from worker.kernels.grouped_experts import Tile, Tiles
@@ -82,20 +84,29 @@ _BLOCKS = ((1, (1,)), (8, (1, 16)), (32, (16,)), (128, (16, 32)), (512, (16, 32,
 @dataclass(frozen=True)
 class Layer:
     router: torch.Tensor
-    w13: torch.Tensor
-    w2: torch.Tensor
+    w13: AnyWeight
+    w2: AnyWeight
     exact: bool
     most_bytes: int = MOST_BYTES
 
     @classmethod
-    def create(cls, columns: int, exact: bool, most_bytes: int) -> Layer:
+    def create(cls, columns: int, exact: bool, most_bytes: int, *, fp8: bool = False) -> Layer:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(shape[-1] ** -0.5)
 
+        def experts(num_rows: int, num_columns: int) -> AnyWeight:
+            if not fp8:
+                return random(NUM_EXPERTS, num_rows, num_columns)
+            spans = [Span(0, num_rows)], Span(0, num_columns)
+            made = Fp8Matrix.empty([(128, 128)], *spans, torch.device("cuda"), NUM_EXPERTS)
+            made.values.copy_(random(NUM_EXPERTS, num_rows, num_columns) * 128)
+            made.scales.fill_(1 / 128)
+            return made
+
         return cls(
             random(NUM_EXPERTS, HIDDEN),
-            random(NUM_EXPERTS, 2 * columns, HIDDEN),
-            random(NUM_EXPERTS, HIDDEN, columns),
+            experts(2 * columns, HIDDEN),
+            experts(HIDDEN, columns),
             exact,
             most_bytes,
         )
@@ -143,7 +154,7 @@ def num_experts_hit(layers: Sequence[Layer], x: torch.Tensor) -> float:
 
 def _report(layers: Sequence[Layer], x: torch.Tensor, columns: int, us: float, tiles: Tiles, peak: float) -> None:
     num_tokens, hit = len(x), num_experts_hit(layers, x)
-    expert_bytes = hit * 3 * columns * HIDDEN * 2
+    expert_bytes = hit * 3 * columns * HIDDEN * (2 if isinstance(layers[0].w13, torch.Tensor) else 1)
     floor_us = expert_bytes / peak * 1e6
     tflops = num_tokens * TOP_K * 6 * columns * HIDDEN / us / 1e6
     print(
@@ -228,6 +239,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, nargs="+", default=[COLUMNS, COLUMNS // 2])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--exact", action="store_true", help="the kernels of exact numerics")
+    parser.add_argument("--fp8", action="store_true", help="experts in FP8, with scales of blocks of 128 x 128")
     parser.add_argument("--most-bytes", type=int, default=MOST_BYTES, help="of pairs' leaves at a time, with --exact")
     parser.add_argument("--sweep", action="store_true", help="time the candidates for the table of tiles")
     parser.add_argument("--serial", action="store_true", help="start no kernel before the one in front is done")
@@ -241,7 +253,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16, in graphs of")
     print(f"{NUM_LAYERS} layers; copies move {peak / 1e12:.2f} TB/s")
     for columns in args.columns:
-        layers = [Layer.create(columns, args.exact, args.most_bytes) for _ in range(NUM_LAYERS)]
+        layers = [Layer.create(columns, args.exact, args.most_bytes, fp8=args.fp8) for _ in range(NUM_LAYERS)]
         if args.sweep:
             start = time.monotonic()
             _compile(layers[0], args.tokens)

@@ -86,6 +86,13 @@ class TensorSpec:
     """The number that the model adds to the checkpoint's values, in fp32: 1 for the weights of Gemma's norms."""
 
     @property
+    def may_be_fp8(self) -> bool:
+        """Whether it is a matrix that stays in FP8 where a checkpoint has it so: not those that choose, as routers do,
+        nor those that have no cut or whose inputs come first."""
+        is_product = self.role in (Role.MATRIX, Role.QUERY_KEY, Role.ATTENTION_OUTPUT)
+        return is_product and self.cut is not None and len(self.shape) == 2
+
+    @property
     def elements(self) -> int:
         """All of them."""
         return prod(self.shape)
@@ -532,9 +539,12 @@ class LayerSpec:
     @cached_property
     def product_elements(self) -> Mapping[Fraction, Amounts]:
         """Elements of the tensors that tokens are multiplied with, by the share of the tokens."""
-        products = [tensor for tensor in self.tensors if len(tensor.shape) > 1 and tensor.role is not Role.BIAS]
-        shares = dict.fromkeys(tensor.share for tensor in products)
-        return {share: elements_of(tensor for tensor in products if tensor.share == share) for share in shares}
+        return _by_share(it for it in self.tensors if len(it.shape) > 1 and it.role is not Role.BIAS)
+
+    @cached_property
+    def fp8_elements(self) -> Mapping[Fraction, Amounts]:
+        """Elements of the tensors that may be in FP8, by the share of the tokens."""
+        return _by_share(it for it in self.tensors if it.may_be_fp8)
 
     def _norm(self, name: str, gguf_name: str) -> TensorSpec:
         names = f"{name}.weight", f"{gguf_name}.weight"
@@ -544,6 +554,13 @@ class LayerSpec:
 def tensors_of(*linears: Linear) -> tuple[TensorSpec, ...]:
     """The weights and biases of all `linears`, in order."""
     return tuple(tensor for linear in linears for tensor in linear.tensors)
+
+
+def _by_share(tensors: Iterable[TensorSpec]) -> Mapping[Fraction, Amounts]:
+    found: dict[Fraction, list[TensorSpec]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.share, []).append(tensor)
+    return {share: elements_of(those) for share, those in found.items()}
 
 
 def elements_of(tensors: Iterable[TensorSpec]) -> Amounts:

@@ -9,9 +9,13 @@ have no use.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from configs.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from configs.model_config import ModelConfig
+    from configs.schema import EngineConfig
 
 INPUT_SCALE = "input_scale"
 """End of the name of a scale of activations."""
@@ -36,6 +40,16 @@ class WeightScales(NamedTuple):
     def block(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Rows and columns of a block of a matrix of that shape."""
         return self.height or shape[0], self.width or shape[1]
+
+
+FP8_BLOCKS = WeightScales(128, 128)
+"""The scales of weights that are quantised while they are read."""
+
+
+def keeps_fp8(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether ranks have weights in FP8, once `device` is resolved. CPUs read them in `dtype`, and GPUs those of a
+    checkpoint too unless they are asked for: no GPU has run them yet."""
+    return config.device == "cuda" and config.quantization == "fp8"
 
 
 def read_weight_scales(said: Any, path: Path) -> WeightScales | None:

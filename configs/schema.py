@@ -1,7 +1,7 @@
 """The settings that a user may give: plain, frozen data. `args` of the Ray Serve config file is an `EngineConfig`.
 
 Values of `auto` (None where a number is meant) are decided once by `configs.resolve`, into a new object.
-Growth is visible: tests pin the list of settings in `tests/settings.txt`, at most 60.
+Growth is visible: tests pin the list of settings in `tests/settings.txt`, at most 61.
 """
 
 from __future__ import annotations
@@ -258,6 +258,10 @@ class EngineConfig(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights, activations and, unless `kv_cache.dtype` says otherwise, KV. auto: the checkpoint's on cuda,
     float32 on cpu."""
+    quantization: Literal["auto", "fp8"] = "auto"
+    """auto: weights are kept in `dtype`. fp8: those of linear layers and experts are kept in FP8 (e4m3) on cuda, as the
+    checkpoint has them or made so while they are read, with a scale for each 128 x 128 of them, which halves what a
+    step reads; on cpu they have the same values in `dtype`. No GPU has run fp8 yet."""
     numerics: Literal["auto", "fast", "exact"] = "auto"
     """exact: not one bit of a logit depends on the number of ranks, on what else runs, on chunks, prefix hits or
     preemption; what cannot be so is refused. fast: whatever is fastest. auto: exact on CPU, where it is no slower, if

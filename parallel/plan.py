@@ -15,6 +15,8 @@ from typing import NamedTuple
 from configs.kv_pages import PageBytes, dtype_bytes
 from configs.layers import Amounts, Axis, Columns, Cut, HeadGroups, elements_of
 from configs.model_config import ModelConfig, check_tensor_parallel_size
+from configs.quantization import keeps_fp8
+from configs.schema import EngineConfig
 
 _LARGEST_GRANULE = 128
 _VOCAB_GRANULE = 64
@@ -143,6 +145,14 @@ class ShardPlan:
             shards[rank].amount(layer.weight_elements)
             for layer, shards in zip(self.model.layers, self.layers, strict=True)
         )
+
+    def weight_bytes(self, rank: int, config: EngineConfig) -> int:
+        """Bytes of them, once `config` is resolved; in FP8 without the scales, which are less than a hundredth."""
+        element_bytes, fp8_elements = dtype_bytes(config.dtype), 0
+        if keeps_fp8(config, self.model):
+            for layer, shards in zip(self.model.layers, self.layers, strict=True):
+                fp8_elements += sum(map(shards[rank].amount, layer.fp8_elements.values()))
+        return self.weight_elements(rank) * element_bytes - fp8_elements * (element_bytes - 1)
 
     @property
     def weight_skew(self) -> float:

@@ -72,35 +72,40 @@ class StepCost:
         ranks: Iterable[int] | None = None,
         *,
         kv_element_bytes: int | None = None,
+        fp8: bool = False,
     ) -> StepCost:
         """The cost of `ranks`, None for all, where weights have elements of `element_bytes`.
 
         Args:
             kv_element_bytes: of keys and values; None: `element_bytes`.
+            fp8: whether those that may be in FP8 are.
         """
         model, kv_element_bytes = plan.model, kv_element_bytes or element_bytes
-        weights = layer_flops = vocab_rows = 0
+        weight_bytes = layer_flops = vocab_rows = 0
         routed: dict[Fraction, int] = {}
         flops_per_pair: dict[int | None, int] = {}
         bytes_per_token: dict[int | None, int] = {}
         for rank in range(plan.tp_size) if ranks is None else ranks:
             rows = plan.vocab[rank].size
             vocab_rows += rows
-            weights += plan.weight_elements(rank) - (0 if model.tie_word_embeddings else rows * model.hidden_size)
+            elements = plan.weight_elements(rank) - (0 if model.tie_word_embeddings else rows * model.hidden_size)
+            weight_bytes += elements * element_bytes
             for i, layer in enumerate(model.layers):
                 shard, mixer = plan.shard(i, rank), layer.mixer
                 for share, amounts in layer.product_elements.items():
                     elements = shard.amount(amounts)
+                    saved = (element_bytes - 1) * shard.amount(layer.fp8_elements.get(share, {})) if fp8 else 0
                     layer_flops += int(2 * share * elements)
+                    weight_bytes -= saved
                     if share != 1:
-                        routed[share] = routed.get(share, 0) + elements * element_bytes
+                        routed[share] = routed.get(share, 0) + elements * element_bytes - saved
                 pair, token = shard.amount(mixer.pair_flops), shard.amount(mixer.token_elements) * kv_element_bytes
                 # A chunk is as a window of its size, which it is at its end: the most that a query sees.
                 window = mixer.chunk if mixer.window is None else mixer.window
                 flops_per_pair[window] = flops_per_pair.get(window, 0) + pair
                 bytes_per_token[window] = bytes_per_token.get(window, 0) + token
         return cls(
-            weight_bytes=weights * element_bytes - sum(routed.values()),
+            weight_bytes=weight_bytes - sum(routed.values()),
             flops_per_token=layer_flops,
             flops_per_logits=2 * vocab_rows * model.hidden_size,
             attention=tuple(

@@ -21,6 +21,7 @@ from configs.checkpoint import resolve_model_path
 from configs.errors import CheckpointError
 from configs.load import load_app_config
 from configs.model_config import ModelConfig
+from configs.quantization import FP8_BLOCKS
 from configs.read_config import read_model_config
 from configs.rope import RopeConfig
 from configs.schema import EngineConfig
@@ -32,6 +33,8 @@ from tests.dense_model import dense_model
 from worker import dummy_weights
 from worker.dummy_weights import DummyCheckpoint
 from worker.models.decoder import Decoder
+from worker.quantised_weights import QuantisedCheckpoint
+from worker.staged_weights import tensors
 from worker.tp_worker import TPWorker
 from worker.weights import Checkpoint, expected_shapes
 
@@ -286,6 +289,29 @@ def test_only_config_json_is_needed(tmp_path: Path) -> None:
     assert progress[-1] == 1.0
     with pytest.raises(CheckpointError, match=r"neither \.safetensors nor \.gguf"):
         check_checkpoint(config.model_copy(update={"load_format": "auto"}), serves_text=False)
+
+
+@pytest.mark.parametrize("in_shape", [False, True])
+def test_random_weights_are_those_of_fp8_where_settings_or_the_shape_ask_for_it(tmp_path: Path, in_shape: bool) -> None:
+    path = _shape_dir(tmp_path)
+    model = replace(read_model_config(path), weight_scales=FP8_BLOCKS if in_shape else None)
+    config = EngineConfig(
+        model=str(path),
+        load_format="dummy",
+        quantization="auto" if in_shape else "fp8",
+        device="cpu",
+        dtype="float32",
+        attention={"prefill_backend": "torch_native", "decode_backend": "torch_native"},
+    )
+    plan, group = ShardPlan.create(model, 1), TensorParallelGroup.single()
+    worker = TPWorker(config=config, model=model, model_path=path, plan=plan, group=group)
+    worker.load()
+    assert worker.weight_bytes == 4 * plan.weight_elements(0)
+    expected, plain = (Decoder(model, plan, group, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2))
+    expected.load(QuantisedCheckpoint(DummyCheckpoint(model), model))
+    plain.load(DummyCheckpoint(model))
+    bits, of_fp8, of_plain = ([it.tolist() for it in tensors(each)] for each in (worker._decoder, expected, plain))
+    assert bits == of_fp8 != of_plain
 
 
 def test_a_directory_without_config_json_is_still_looked_at_for_a_gguf_file(tmp_path: Path) -> None:

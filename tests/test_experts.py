@@ -31,6 +31,7 @@ from configs.layers import Axis, MixtureOfExperts
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, ExactArithmetic, LayerContext
 from parallel.numerics.rank_sum import ExactSum
+from parallel.numerics.weight import TensorSource
 from parallel.plan import LayerShard, Span
 from tests.chain_dot import use_chain_dot
 from tests.test_models import on_ranks
@@ -167,7 +168,7 @@ FAMILIES["llama4"] = Family(
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 
 
-class Source:
+class Source(TensorSource):
     """A TensorSource over a block, by the names that its checkpoints have."""
 
     def __init__(self, block: torch.nn.Module, spec: MixtureOfExperts) -> None:

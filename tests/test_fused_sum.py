@@ -28,6 +28,7 @@ from parallel.linear import RowParallelLinear
 from parallel.numerics.arithmetic import FAST, LayerContext
 from parallel.numerics.kernels.tree_sum import add_norm_row, finish, sum_add_norm
 from parallel.numerics.tree import SumTree
+from parallel.numerics.weight import TensorSource
 from parallel.plan import LayerShard, Span
 from tests.rank_processes import Ranks, digest, part_of
 from worker.layers.norm import RMSNorm
@@ -392,7 +393,7 @@ def test_replays_that_begin_with_a_gather_may_hold_any_number_of_sums(ranks: Ran
     assert ranks.run(size, "symmetric_memory", steps, 1000, buckets, True, sizes=SIZES_OF_STEP) == [0] * size
 
 
-class Weights:
+class Weights(TensorSource):
     """A TensorSource of one seeded weight and bias."""
 
     def __init__(self, out_features: int, in_features: int) -> None:

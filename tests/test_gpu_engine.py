@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.make_checkpoint import write_checkpoint
 from cluster.engine.messages import FinishReason
+from configs.read_config import read_model_config
 from tests.gpu_engine import GpuEngine, write_shape
+from worker.dummy_weights import DummyCheckpoint
+from worker.quantised_weights import QuantisedCheckpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_PAGES = 300
@@ -256,6 +259,32 @@ def test_penalties_biases_and_masks_rule_what_is_drawn(shape: Path, size: int) -
         assert set(drawn) <= set(allowed)
         [answer] = engine.generate(prompts, max_tokens=2, num_logprobs=1, logprob_token_ids=(5, greedy[0]))
         assert list(answer.top[0]) == [greedy[0], 5]
+
+
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("size", SIZES[:3])
+def test_weights_in_fp8_answer_to_the_bit_as_the_same_ones_in_bf16(tmp_path: Path, size: int, model: str) -> None:
+    import torch
+
+    config = json.loads((write_shape(tmp_path, model) / "config.json").read_text())
+    config |= {"num_experts": 16} if "num_experts" in config else {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_model_config(tmp_path)
+    source, plain = QuantisedCheckpoint(DummyCheckpoint(shape), shape), {}
+    for name, tensor in shape.stored_tensors().items():
+        made = torch.empty(tensor.shape, dtype=torch.bfloat16, device="cuda")
+        source.read(name, made)
+        plain[name] = made.cpu()
+    save_file(plain, tmp_path / "model.safetensors")
+    settings = {"numerics": "exact", "scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 512}}
+
+    def answers(**changes: Any) -> list[tuple[list[int], list[float]]]:
+        sizes = {"num_pages": NUM_PAGES, "tensor_parallel_size": size}
+        with GpuEngine(tmp_path, **sizes, **settings, **changes) as engine:
+            found = engine.generate(_prompts(6), max_tokens=40, num_logprobs=1)
+            return [(it.tokens, it.logprobs) for it in found]
+
+    assert answers(load_format="dummy", quantization="fp8") == answers()
 
 
 @pytest.mark.parametrize("size", SIZES)

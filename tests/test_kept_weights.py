@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.errors import EngineError
+from configs.errors import ConfigError, EngineError
 from configs.model_config import ModelConfig
+from configs.quantization import FP8_BLOCKS
+from configs.rope import RopeConfig
+from configs.schema import EngineConfig
 from parallel.kept_memory import Keeper, KeptMemory
+from parallel.numerics.arithmetic import LayerContext
+from parallel.plan import ShardPlan
+from tests.dense_model import dense_model
 from tests.test_weight_change import CPU, FAMILIES, family_decoder, family_model
 from worker.dummy_weights import DummyCheckpoint
 from worker.kept_weights import KeptWeights, note_of
 from worker.models.decoder import Decoder
+from worker.quantised_weights import QuantisedCheckpoint
 from worker.staged_weights import StagedWeights, tensors
 
 
@@ -49,14 +56,14 @@ def test_weights_that_are_kept_are_those_that_were_read(
     plain.load(DummyCheckpoint(model))
     shares: list[float] = []
     weights = KeptWeights(next_one, kept)
-    assert not weights.find("a"), "nothing is kept yet"
+    assert not weights.find(DummyCheckpoint(model), "a"), "nothing is kept yet"
     KeptWeights(first, kept).load(source := DummyCheckpoint(model), "a", shares.append)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert bits(first) == bits(plain)
     assert len(set(addresses(first))) == len(first.layers) + 1, "a tensor was left behind"
-    assert not weights.find("b")
-    assert weights.find("a") == source.bytes_loaded
+    assert not weights.find(DummyCheckpoint(model), "b")
+    assert weights.find(DummyCheckpoint(model), "a") == source.bytes_loaded
     assert bits(next_one) == bits(plain)
     tensors(first)[0].view(-1).view(torch.uint8)[0] ^= 1
     assert bits(next_one) == bits(first) != bits(plain), "both use one memory"
@@ -71,11 +78,11 @@ def test_weights_that_waited_on_the_host_are_kept_like_others(tmp_path: Path, ke
     weights = KeptWeights(first, kept)
     weights.load_on_host(source := DummyCheckpoint(model), "a")
     assert not any(it.untyped_storage().nbytes() for it in tensors(first)), "the device has them"
-    assert not KeptWeights(next_one, kept).find("a"), "they wait"
+    assert not KeptWeights(next_one, kept).find(DummyCheckpoint(model), "a"), "they wait"
     weights.bring()
     assert bits(first) == bits(plain)
     assert len(set(addresses(first))) == len(first.layers) + 1, "a tensor was left behind"
-    assert KeptWeights(next_one, kept).find("a") == source.bytes_loaded
+    assert KeptWeights(next_one, kept).find(DummyCheckpoint(model), "a") == source.bytes_loaded
     assert bits(next_one) == bits(plain)
 
 
@@ -92,7 +99,7 @@ def test_weights_that_were_put_away_come_back_as_they_were(tmp_path: Path, kept:
         assert not any(it.untyped_storage().nbytes() for it in tensors(decoder)), "the device has them"
         weights.bring()
         assert bits(decoder) == before
-    assert KeptWeights(next_one, kept).find("a") == source.bytes_loaded
+    assert KeptWeights(next_one, kept).find(DummyCheckpoint(model), "a") == source.bytes_loaded
     assert bits(next_one) == before
 
 
@@ -103,7 +110,7 @@ def test_weights_that_are_not_as_they_were_are_not_used(tmp_path: Path, kept: Ke
     KeptWeights(first, kept).load(DummyCheckpoint(model), "a")
     tensors(first)[-1].view(-1).view(torch.uint8)[0] ^= 1
     with pytest.raises(EngineError, match="not as they were"):
-        KeptWeights(next_one, kept).find("a")
+        KeptWeights(next_one, kept).find(DummyCheckpoint(model), "a")
 
 
 @pytest.mark.parametrize("family", ["tied", "experts"])
@@ -117,8 +124,31 @@ def test_weights_that_were_exchanged_are_kept_in_the_place_of_the_old(
     weights.load(source := DummyCheckpoint(model), "a")
     new = StagedWeights(live, staged, DummyCheckpoint(model, "b"), source.bytes_loaded)
     weights.describe("")
-    assert not KeptWeights(next_one, kept).find("a"), "they are half old and half new"
+    assert not KeptWeights(next_one, kept).find(DummyCheckpoint(model), "a"), "they are half old and half new"
     new.take_over()
     weights.describe(note_of("b", source.bytes_loaded, new.memory))
-    assert KeptWeights(next_one, kept).find("b")
+    assert KeptWeights(next_one, kept).find(DummyCheckpoint(model), "b")
     assert bits(next_one) == bits(staged)
+
+
+@torch.inference_mode()
+def test_weights_in_fp8_are_kept_exchanged_and_counted(kept: KeptMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayerContext, "keeps_fp8", True)
+    sizes = {"hidden_size": 960, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 20, "vocab_size": 320}
+    sizes |= {"intermediate_size": 448, "num_hidden_layers": 2}
+    others = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope": RopeConfig(theta=1e4)}
+    model = dense_model(**sizes, **others, max_position_embeddings=64, dtype="bfloat16", weight_scales=FP8_BLOCKS)
+    first, staged, next_one = (new_decoder(model) for _ in range(3))
+    weights = KeptWeights(first, kept)
+    weights.load(source := QuantisedCheckpoint(DummyCheckpoint(model), model), "a")
+    config = EngineConfig(model="m", device="cuda", dtype="bfloat16", quantization="fp8")
+    assert source.bytes_loaded == pytest.approx(ShardPlan.create(model, 2).weight_bytes(1, config), rel=0.01)
+    weights.put_away()
+    weights.bring()
+    new = StagedWeights(first, staged, QuantisedCheckpoint(DummyCheckpoint(model, "b"), model), source.bytes_loaded)
+    new.take_over()
+    weights.describe(note_of("b", source.bytes_loaded, new.memory))
+    assert KeptWeights(next_one, kept).find(source, "b") == source.bytes_loaded
+    assert bits(next_one) == bits(staged)
+    with pytest.raises(ConfigError, match="FP8"):
+        StagedWeights(first, new_decoder(model), DummyCheckpoint(model), 0)

@@ -44,7 +44,9 @@ from attention.layer import AttentionLayer
 from attention.step_metadata import StepTensors
 from parallel.group import TensorParallelGroup
 from parallel.kernels.all_reduce_norm import STATE_WORDS, Peers, all_reduce_add_norm, gather, look_up
+from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.chain_gemm import chain_gemm
+from parallel.numerics.kernels.fp8_tile import plain
 from parallel.numerics.kernels.node_gemm import node_gemm
 from parallel.numerics.kernels.skinny_gemm import skinny_gemm
 from parallel.numerics.kernels.tree_sum import sum_add_norm, sum_subtrees
@@ -357,12 +359,33 @@ def _call_exact_products() -> None:
             )
         for bias, dtype in ((None, torch.bfloat16), (_bf16(1536), torch.bfloat16), (None, torch.float32)):
             chain_gemm(_bf16(num_rows, 4096), _bf16(1536, 4096), bias, out=torch.empty(num_rows, 1536, dtype=dtype))
+    _call_fp8_products()
     adds = ((1, 2), (0, 4), (5, 3))
     for size, weight_of in ((576, _bf16), (4096, _bf16), (2304, torch.empty)):
         for of_nodes in (adds, ()):
             sum_add_norm(torch.empty(4 if of_nodes else 1, 4, size), of_nodes, _bf16(4, size), weight_of(size), EPS)
         _call_all_reduce_add_norm(3, weight_of(size), counts=(1, 2, 1), adds=adds)
     sum_subtrees(torch.empty(6, 4, 4096), adds, (6,), out=_bf16(1, 4, 4096), places=(0, 1, 3, 5))
+
+
+def _call_fp8_products() -> None:
+    """Of a rank of one and of three, whose blocks are cut, with scales of blocks, of rows, and of blocks that no step
+    is made for."""
+    for block, first in (((128, 128), 0), ((128, 128), 64), ((1, 4096), 0), ((24, 40), 8)):
+        k = 4096
+        weight = Fp8Matrix.empty([block], [Span(0, 1536)], Span(first, first + k), torch.device("cpu"))
+        plain(weight, torch.bfloat16)
+        for num_rows in (1, 64, 128):
+            chain_gemm(_bf16(num_rows, k), weight, None, out=_bf16(num_rows, 1536))
+            for leaf in (512, 128):
+                nodes, out = ((0, k // leaf),), torch.empty(1, num_rows, 1536)
+                node_gemm(_bf16(num_rows, k), weight, leaf=leaf, nodes=_spans(*nodes), out=out)
+
+
+def _fp8_experts(num_experts: int, num_rows: int, num_columns: int) -> Fp8Matrix:
+    """Of a rank whose first column is in the middle of a block."""
+    columns = Span(64, 64 + num_columns)
+    return Fp8Matrix.empty([(128, 128)], [Span(0, num_rows)], columns, torch.device("cpu"), num_experts)
 
 
 def _call_mixture(
@@ -374,13 +397,14 @@ def _call_mixture(
     shared: bool,
     gated: bool = True,
     scoring: routing.Scoring = routing.SOFTMAX,
+    fp8: bool = False,
 ) -> None:
-    hidden = 2048
+    hidden, experts = 2048, _fp8_experts if fp8 else _bf16
     moe.mixture(
         _bf16(num_tokens, hidden),
         _bf16(num_experts + (shared and gated), hidden),
-        _bf16(num_experts, 2 * columns, hidden),
-        _bf16(num_experts, hidden, columns),
+        experts(num_experts, 2 * columns, hidden),
+        experts(num_experts, hidden, columns),
         top_k=top_k,
         normalise=not shared,
         round_to=torch.bfloat16,
@@ -394,14 +418,20 @@ def _call_mixture(
 
 
 def _call_exact_mixture(
-    num_tokens: int, leaf: int, nodes: tuple[tuple[int, int], ...], *, num_experts: int, top_k: int
+    num_tokens: int,
+    leaf: int,
+    nodes: tuple[tuple[int, int], ...],
+    *,
+    num_experts: int,
+    top_k: int,
+    fp8: bool = False,
 ) -> None:
-    hidden, columns = 2048, leaf * nodes[-1][1]
+    hidden, columns, experts = 2048, leaf * nodes[-1][1], _fp8_experts if fp8 else _bf16
     logits = moe.mixture(
         _bf16(num_tokens, hidden),
         _bf16(num_experts + 1, hidden),
-        _bf16(num_experts, 2 * columns, hidden),
-        _bf16(num_experts, hidden, columns),
+        experts(num_experts, 2 * columns, hidden),
+        experts(num_experts, hidden, columns),
         leaf=leaf,
         nodes=_spans(*nodes),
         top_k=top_k,
@@ -477,6 +507,7 @@ def _call_everything() -> None:
     # As many tokens for the experts as take each of the tiles.
     for num_tokens in (1, 16, 256, 1024, 8192):
         _call_mixture(num_tokens, 768, num_experts=128, top_k=8, shared=False)
+        _call_mixture(num_tokens, 768, num_experts=128, top_k=8, shared=False, fp8=True)
     for num_tokens in (1, 64):
         _call_mixture(num_tokens, 480, num_experts=60, top_k=4, shared=True)
         _call_mixture(num_tokens, 704, num_experts=64, top_k=6, shared=True, gated=False)
@@ -489,6 +520,7 @@ def _call_everything() -> None:
     # Qwen3-30B-A3B with all of the tiles, and Mixtral's leaves.
     for num_tokens in (1, 16, 256, 1024, 8192):
         _call_exact_mixture(num_tokens, 64, ((0, 12),), num_experts=128, top_k=8)
+        _call_exact_mixture(num_tokens, 64, ((0, 12),), num_experts=128, top_k=8, fp8=True)
     for num_tokens in (1, 8192):
         _call_exact_mixture(num_tokens, 512, ((0, 1), (1, 28)), num_experts=8, top_k=2)
     for num_ranks, size in itertools.product((2, 3, 4), (576, 4096)):

@@ -18,7 +18,7 @@ from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_log
 from parallel.group import TensorParallelGroup
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import FAST, LayerContext
-from parallel.numerics.weight import CpuWeight, CudaWeight
+from parallel.numerics.weight import CpuWeight, CudaWeight, TensorSource
 from parallel.plan import LayerShard, ShardPlan, Span
 from tests.dense_model import dense_model
 
@@ -31,7 +31,7 @@ def _context(span: Span, group: TensorParallelGroup) -> LayerContext:
     return LayerContext((LayerShard({Axis.MLP_COLUMNS: span}),) * group.size, group, FAST, **FP32)
 
 
-class Tensors:
+class Tensors(TensorSource):
     """A TensorSource over tensors in memory."""
 
     def __init__(self, **shapes: tuple[int, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,16 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from configs.layers import Axis, Columns, Cut, LayerSpec, Role, TensorSpec
+from configs.read_config import read_model_config
 from configs.rope import RopeConfig
+from configs.schema import EngineConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import AttentionCost, StepCost
 from tests.dense_model import dense_model
 from worker.peaks import measure_peaks
 from worker.weights import expected_shapes
 
+SHAPES = Path(__file__).resolve().parent.parent / "benchmarks/models"
 SHAPE: dict[str, int] = {
     "hidden_size": 192,
     "num_hidden_layers": 3,
@@ -53,6 +57,25 @@ def test_flops_are_those_that_pytorch_counts_in_transformers() -> None:
             model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
     flops, _ = GROUP.step(ints(100), ints(1), 1)
     assert flops == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
+def test_weights_in_fp8_count_one_byte_on_gpus_alone(name: str) -> None:
+    model = read_model_config(SHAPES / name)
+    plan = ShardPlan.create(model, 3)
+    saved = sum(it.elements for it in model.tensors() if it.may_be_fp8)
+    beside = 2 * 151936 * 4096 if name == "qwen3-8b" else 2 * 151936 * 2048 + 48 * 128 * 2048  # and norms
+    assert 0 < sum(it.elements for it in model.tensors()) - saved - beside < 1e6
+    plain, fp8 = StepCost.of(plan, 2), StepCost.of(plan, 2, fp8=True)
+    starts, lens = ints(*[0] * 5000), ints(*[1] * 5000)  # so many that every expert is hit
+    assert plain.step(starts, lens, 1)[1] - fp8.step(starts, lens, 1)[1] == pytest.approx(saved)
+    config = EngineConfig(model="m", device="cuda", dtype="bfloat16", quantization="fp8")
+    assert (
+        sum(plan.weight_bytes(rank, config) for rank in range(3))
+        == sum(map(plan.weight_elements, range(3))) * 2 - saved
+    )
+    on_cpu = config.model_copy(update={"device": "cpu"})
+    assert plan.weight_bytes(0, on_cpu) == 2 * plan.weight_elements(0)
 
 
 def test_a_step_reads_every_weight_but_the_embedding_and_the_cache_of_every_row() -> None:

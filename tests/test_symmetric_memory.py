@@ -24,6 +24,7 @@ from parallel.fused_sum import PeerSizes
 from parallel.group import Strategy, TensorParallelGroup
 from parallel.linear import RowParallelLinear
 from parallel.numerics.arithmetic import FAST, LayerContext
+from parallel.numerics.weight import TensorSource
 from parallel.plan import LayerShard, ShardPlan, Span
 from parallel.symmetric_memory import RecountedStore, _Registration
 from tests.dense_model import dense_model
@@ -178,7 +179,7 @@ def test_a_rank_leaves_a_graph_that_waits_for_one_that_is_gone_and_meets_another
     assert ranks.run(2, strategy, mixed_calls, 10) == [0, 0]
 
 
-class Tensors:
+class Tensors(TensorSource):
     """A TensorSource over seeded tensors."""
 
     def __init__(self, **shapes: tuple[int, int]) -> None:

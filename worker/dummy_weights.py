@@ -17,6 +17,7 @@ from configs.layers import Role
 from configs.model_config import ModelConfig
 from parallel.numerics.weight import as_matrix
 from parallel.plan import Span
+from worker.weights import AnyCheckpoint
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
@@ -47,7 +48,7 @@ _MEANS = {Role.NORM: 1.0, Role.QUERY_KEY_NORM: _GAINS[Role.QUERY_KEY], Role.BIAS
 _VECTOR_STD = 0.1
 
 
-class DummyCheckpoint:
+class DummyCheckpoint(AnyCheckpoint):
     """Stands for a checkpoint of `model` in `model.dtype`: the same bits as one that holds these values in files.
 
     A TensorSource and a context manager, as worker.weights.Checkpoint is.

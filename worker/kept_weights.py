@@ -17,10 +17,9 @@ from configs.errors import EngineError
 from parallel.kept_memory import WEIGHTS, KeptMemory, room_for
 from parallel.numerics.weight import TensorSource
 from parallel.plan import Span
-from worker.dummy_weights import DummyCheckpoint
 from worker.models.decoder import Decoder
 from worker.staged_weights import OnHost, bytes_of, copy, tensors
-from worker.weights import Checkpoint
+from worker.weights import AnyCheckpoint
 
 _LAYER, _REST = WEIGHTS
 
@@ -33,8 +32,21 @@ class _Note(msgspec.Struct):
     checksum: int
 
 
-class _Nothing:
-    """A source of tensors that holds none: they stay as they are."""
+class _Nothing(TensorSource):
+    """A source of tensors that holds none: they stay as they are.
+
+    Args:
+        like: knows which of them may be in FP8.
+    """
+
+    def __init__(self, like: TensorSource) -> None:
+        self._like = like
+
+    def scale_block(self, name: str) -> tuple[int, int] | None:
+        return self._like.scale_block(name)
+
+    def read_fp8(self, name: str, out: torch.Tensor, scales: torch.Tensor, *, rows: Span, columns: Span) -> None:
+        """Reads nothing."""
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
         """Reads nothing."""
@@ -50,9 +62,9 @@ class KeptWeights:
         self._on_host = OnHost()
         self._note = ""  # for those on the host, once they are kept again
 
-    def find(self, identity: str, on_progress: Callable[[float], None] | None = None) -> int:
+    def find(self, source: TensorSource, identity: str, on_progress: Callable[[float], None] | None = None) -> int:
         """Has the decoder use the weights that are kept, if they are those of `identity`. Returns their bytes; 0: there
-        are none, and the decoder has to be loaded.
+        are none, and the decoder has to be loaded. `source` is one that they might be read from, and are not.
 
         Raises:
             EngineError: they are not as they were. The decoder is of no use.
@@ -63,20 +75,18 @@ class KeptWeights:
         note = msgspec.json.decode(last.note, type=_Note)
         if note.identity != identity:
             return 0
-        self._load(_Nothing(), lambda name, old: self._kept.again(name, sum(self._room(old))), on_progress)
+        self._load(_Nothing(source), lambda name, old: self._kept.again(name, sum(self._room(old))), on_progress)
         if _checksum(self._blocks) != note.checksum:
             raise EngineError("the weights that were kept are not as they were")
         return note.num_bytes
 
-    def load(
-        self, source: Checkpoint | DummyCheckpoint, identity: str, on_progress: Callable[[float], None] | None = None
-    ) -> None:
+    def load(self, source: AnyCheckpoint, identity: str, on_progress: Callable[[float], None] | None = None) -> None:
         """Loads the decoder from `source`, whose weights are kept from now on."""
         self._load(source, self._filled, on_progress)
         self.describe(note_of(identity, source.bytes_loaded, self._blocks))
 
     def load_on_host(
-        self, source: Checkpoint | DummyCheckpoint, identity: str, on_progress: Callable[[float], None] | None = None
+        self, source: AnyCheckpoint, identity: str, on_progress: Callable[[float], None] | None = None
     ) -> None:
         """Loads the decoder from `source` into memory of the host, where its weights wait for `bring`."""
         self._each_part(source, lambda part, _: self._on_host.move(part), on_progress)

@@ -26,6 +26,7 @@ from configs.layers import Axis, Cut
 from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import Arithmetic, LayerContext
+from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.rank_sum import ExactSum
 from parallel.numerics.tree import SumTree
 from parallel.numerics.weight import ChainWeight
@@ -93,7 +94,7 @@ def check_steps(
     for weight in arithmetic.chains.values():
         for num_rows in sizes:
             if num_rows * len(weight) <= _MOST_ELEMENTS:
-                _check_columns(weight, num_rows)
+                _check_columns(weight, num_rows, decoder.dtype)
     for rank_sum in arithmetic.sums.values():
         for num_rows in sizes:
             if num_rows * rank_sum.out_features * sum(rank_sum.tree_for(num_rows).counts) <= _MOST_ELEMENTS:
@@ -133,10 +134,10 @@ def _step(tokens: npt.NDArray[np.int64], starts: Sequence[int], page_size: int) 
     )
 
 
-def _check_columns(weight: Tensor, num_rows: int) -> None:
+def _check_columns(weight: Tensor | Fp8Matrix, num_rows: int, dtype: torch.dtype) -> None:
     """Checks that a product's column is the same whichever columns a rank has."""
     random = torch.Generator(weight.device).manual_seed(0)
-    x = torch.randn(num_rows, weight.shape[1], generator=random, device=weight.device).to(weight.dtype)
+    x = torch.randn(num_rows, weight.shape[1], generator=random, device=weight.device).to(dtype)
     whole = ChainWeight(weight, None).in_fp32(x)
     for num_parts in (2, 3):
         columns = len(weight) // num_parts // 16 * 16

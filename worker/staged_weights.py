@@ -15,6 +15,7 @@ from itertools import chain
 
 import torch
 
+from configs.errors import ConfigError
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import Arithmetic
 from parallel.numerics.weight import TensorSource
@@ -33,7 +34,8 @@ _SPARE_BYTES = 2 << 30
 class StagedWeights:
     """The weights that `staged` loads, to take the place of those of `live`.
 
-    Raises from its making whatever the source raises; nothing is changed then.
+    Raises from its making whatever the source raises, and ConfigError where memory cannot be exchanged; nothing is
+    changed then.
 
     Args:
         staged: made as `live` was, and not loaded yet.
@@ -49,6 +51,11 @@ class StagedWeights:
         layers = iter(staged.layers)
         # After each layer, and at the end after what is in none.
         staged.load(source, (lambda _: self._on_host.move(next(layers, staged))) if self.is_on_host else None)
+        if _layout(staged) != _layout(live):
+            raise ConfigError(
+                "one of the weights that serve and the others has matrices in FP8 that the other has not, or scales of "
+                "others; graphs hold where they lie. Start anew, or serve with quantization=fp8, which takes both"
+            )
 
     def take_over(self) -> None:
         """Copies them over the live ones; no step is in flight. Returns when the device is done."""
@@ -168,6 +175,10 @@ def tensors(part: object) -> list[torch.Tensor]:
 
     visit(part)
     return found
+
+
+def _layout(decoder: Decoder) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(it.shape, it.dtype) for it in tensors(decoder)]
 
 
 def _may_hold_weights(it: object) -> bool:

@@ -21,6 +21,7 @@ from attention.registry import create_backend
 from configs.errors import ConfigError, EngineError, OutOfMemoryError
 from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
+from configs.quantization import keeps_fp8
 from configs.schema import EngineConfig, resolved
 from parallel.fused_sum import PeerSizes
 from parallel.group import TensorParallelGroup
@@ -38,11 +39,12 @@ from worker.models.decoder import Decoder
 from worker.peaks import Peaks, measure_peaks
 from worker.pending_step import PendingStep
 from worker.protocol import FrameKind, FrameLimits, StepFrame
+from worker.quantised_weights import QuantisedCheckpoint
 from worker.sampler import Sampler
 from worker.self_test import check_exactness, check_steps
 from worker.staged_weights import StagedWeights, free_pinned, has_room, own_stream
 from worker.step_layout import launch_bound_tokens
-from worker.weights import Checkpoint
+from worker.weights import AnyCheckpoint, Checkpoint
 
 _log = logging.getLogger(__name__)
 
@@ -162,7 +164,7 @@ class TPWorker:
             naming_the_rank(self._group.rank, self._device, "loading the weights"),
             self._open(self._model, self._model_path, self._config.revision) as checkpoint,
         ):
-            num_found = 0 if self._weights is None else self._weights.find(identity, on_progress)
+            num_found = 0 if self._weights is None else self._weights.find(checkpoint, identity, on_progress)
             if not num_found:
                 if must_find:
                     raise EngineError(f"nothing is left of rank {self._group.rank}'s weights, which came from memory")
@@ -231,7 +233,7 @@ class TPWorker:
 
         Raises:
             CheckpointError: the files are not what they should be.
-            ConfigError: keys and values in FP8 would have other factors, which graphs hold.
+            ConfigError: keys and values in FP8 would have other factors, or other weights be in FP8, which graphs hold.
             OutOfMemoryError: the node has no room for the shard.
             EngineError: the device failed, or has no room for a layer.
         """
@@ -492,15 +494,23 @@ class TPWorker:
     @property
     def _shard_bytes(self) -> int:
         """Bytes that this rank's weights take, about."""
-        return self._plan.weight_elements(self._group.rank) * self._dtype.itemsize
+        return self._plan.weight_bytes(self._group.rank, self._config)
 
     def _open(
         self, model: ModelConfig, checkpoint: Path | Mapping[str, torch.Tensor], revision: str | None
-    ) -> Checkpoint | DummyCheckpoint:
+    ) -> AnyCheckpoint:
+        found: AnyCheckpoint
+        is_dummy = False
         if not isinstance(checkpoint, Path):
-            return Checkpoint.of_tensors(checkpoint, model)
-        is_dummy = self._config.load_format == "dummy"
-        return DummyCheckpoint(model, revision) if is_dummy else Checkpoint.open(checkpoint, model)
+            found = Checkpoint.of_tensors(checkpoint, model)
+        elif is_dummy := self._config.load_format == "dummy":
+            found = DummyCheckpoint(model, revision)
+        else:
+            found = Checkpoint.open(checkpoint, model)
+        if self._config.quantization == "fp8" or (is_dummy and model.weight_scales is not None):
+            found = QuantisedCheckpoint(found, model)
+        found.keeps_fp8 = keeps_fp8(self._config, model)
+        return found
 
     def _new_runner(
         self,

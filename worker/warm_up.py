@@ -71,7 +71,7 @@ def _load_kernels(config: EngineConfig, model: ModelConfig, device: torch.device
 def _run_steps(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
     config = config.model_copy(update={"load_format": "dummy"})
     plan = ShardPlan.create(model, config.tensor_parallel_size, exact=config.is_exact)
-    needed = plan.weight_elements(0) * DTYPES[config.dtype].itemsize + _SPARE_BYTES
+    needed = plan.weight_bytes(0, config) + _SPARE_BYTES
     if device.type == "cuda" and free_bytes(device) < needed:
         raise EngineError(f"{device} has no {needed >> 20} MiB free")
     scheduler, page_size = config.scheduler, config.kv_cache.page_size

@@ -20,7 +20,8 @@ import torch
 from configs.errors import CheckpointError
 from configs.model_config import ModelConfig
 from configs.quantization import INPUT_SCALE, WeightScales
-from parallel.numerics.weight import as_matrix
+from parallel.numerics.fp8 import blocks_of, multiply
+from parallel.numerics.weight import TensorSource, as_matrix
 from parallel.plan import Span
 from worker.mxfp4 import read_matrices, stored_shapes
 from worker.safetensors_weights import SafetensorsFile
@@ -37,9 +38,6 @@ _IGNORED_NAMES = (
     # A GGUF file's frequency scaling, which configs.gguf_config has already turned into a RopeConfig.
     "rope_freqs.weight",
 )
-
-_ROWS_AT_ONCE = 1024
-"""Rows that are multiplied by scales of theirs at once, which bounds the memory for that."""
 
 
 class TensorFile(Protocol):
@@ -60,6 +58,28 @@ class TensorFile(Protocol):
 
     def close(self) -> None:
         """Closes the file."""
+
+
+class AnyCheckpoint(TensorSource, Protocol):
+    """A checkpoint, or what stands for one. A context manager; reads nothing after its end."""
+
+    keeps_fp8: bool = True
+    """Whether weights in FP8 may be had as they are."""
+
+    @property
+    def bytes_loaded(self) -> int:
+        """Bytes of the tensors filled so far, in the type they were filled in."""
+
+    def kv_scales(self) -> list[tuple[float, ...]]:
+        """Factors that the tensors of each layer's pool are divided by in FP8: keys and values."""
+
+    def __enter__(self) -> AnyCheckpoint:
+        """Returns itself."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Closes its files."""
 
 
 class _Memory:
@@ -85,7 +105,7 @@ class _Memory:
         """Nothing is open."""
 
 
-class Checkpoint:
+class Checkpoint(AnyCheckpoint):
     """All files of a checkpoint as one TensorSource. A context manager; reads nothing after `close`."""
 
     def __init__(self, files: Sequence[TensorFile], model: ModelConfig) -> None:
@@ -142,9 +162,27 @@ class Checkpoint:
         elif out.numel() > 0:
             self._owner[name].read(name, out.view(expected), rows, columns)
             if (scales := self._model.weight_scales) is not None and name + scales.suffix in self._owner:
-                whole = Span(0, shape[1]) if columns is None else columns
-                self._multiply(name + scales.suffix, scales.block(shape), out.view(expected), rows, whole)
+                block, whole = scales.block(shape), Span(0, shape[1]) if columns is None else columns
+                of_blocks = torch.empty(blocks_of(rows, block[0]).size, blocks_of(whole, block[1]).size)
+                self._read_scales(name + scales.suffix, block, of_blocks, rows, whole)
+                multiply(out.view(expected), of_blocks, block, rows, whole)
         self._bytes_loaded += out.nbytes
+
+    def scale_block(self, name: str) -> tuple[int, int] | None:
+        """Does what TensorSource says."""
+        kind = self._model.weight_scales
+        if kind is None or not self.keeps_fp8 or name + kind.suffix not in self._owner:
+            return None
+        return kind.block(self._owner[name].shapes()[name])
+
+    def read_fp8(self, name: str, out: torch.Tensor, scales: torch.Tensor, *, rows: Span, columns: Span) -> None:
+        """Does what TensorSource says."""
+        kind, file = self._model.weight_scales, self._owner[name]
+        assert kind is not None, "there are no scales"
+        shape = file.shapes()[name]
+        file.read(name, out, rows, columns)
+        self._read_scales(name + kind.suffix, kind.block(shape), scales, rows, columns)
+        self._bytes_loaded += out.nbytes + scales.nbytes
 
     def kv_scales(self) -> list[tuple[float, ...]]:
         """Factors that the tensors of each layer's pool are divided by in FP8: keys and values. 1 where nothing says.
@@ -168,23 +206,16 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _multiply(self, name: str, block: tuple[int, int], out: torch.Tensor, rows: Span, columns: Span) -> None:
-        """Multiplies `out`, rows and columns of a matrix in blocks, by their scales: in fp32, rounded once."""
-        height, width = block
-        down = Span(rows.start // height, -(-rows.stop // height))
-        across = Span(columns.start // width, -(-columns.stop // width))
-        file, scales = self._owner[name], torch.empty(down.size, across.size)
+    def _read_scales(
+        self, name: str, block: tuple[int, int], out: torch.Tensor, rows: Span, columns: Span
+    ) -> torch.Tensor:
+        """Fills `out` with the scales of all blocks that rows and columns are in."""
+        file = self._owner[name]
         if prod(file.shapes()[name]) == 1:
-            file.read(name, scales.view(1), Span(0, 1), None)  # one for the whole matrix may have any shape
+            file.read(name, out.view(1), Span(0, 1), None)  # one for the whole matrix may have any shape
         else:
-            file.read(name, scales, down, across)
-        scales = scales.to(out.device)
-        block_of = torch.arange(columns.start, columns.stop, device=out.device) // width - across.start
-        for start in range(rows.start, rows.stop, _ROWS_AT_ONCE):
-            stop = min(start + _ROWS_AT_ONCE, rows.stop)
-            row_of = torch.arange(start, stop, device=out.device) // height - down.start
-            part = out[start - rows.start : stop - rows.start]
-            part.copy_(part.float() * scales[row_of][:, block_of])
+            file.read(name, out, blocks_of(rows, block[0]), blocks_of(columns, block[1]))
+        return out
 
     def _kv_scale(self, prefix: str, names: Sequence[str]) -> float:
         name = next((prefix + name for name in names if prefix + name in self._owner), None)

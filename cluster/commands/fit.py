@@ -71,7 +71,7 @@ def fits(model: ModelConfig, config: EngineConfig, sizes: Iterable[int], memory_
     found = []
     for size in sizes:
         plan = ShardPlan.create(model, size)
-        weights = max(plan.weight_elements(rank) for rank in range(size)) * dtype_bytes(config.dtype)
+        weights = max(plan.weight_bytes(rank, config) for rank in range(size))
         found.append(Fit(size, weights, _kv_tokens(plan, config, memory_bytes - used - weights)))
     return found
 

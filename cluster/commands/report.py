@@ -23,6 +23,7 @@ from configs.kv_pages import WindowPool, bytes_per_token, dtype_bytes, pages_wit
 from configs.layers import Axis, HeadGroups
 from configs.load import AppConfig, all_settings
 from configs.model_config import ModelConfig
+from configs.quantization import keeps_fp8
 from configs.read_config import read_model_config
 from configs.resolve import Decision, HostFacts, ResolvedConfig, asks_for_gpus, resolve
 from configs.schema import EngineConfig, resolved
@@ -144,7 +145,7 @@ def _heads(model: ModelConfig) -> str:
 
 
 def _rank_table(plan: ShardPlan, config: EngineConfig) -> Table:
-    element_bytes, token_bytes = dtype_bytes(config.dtype), _kv_bytes_per_token(plan, config)
+    token_bytes = _kv_bytes_per_token(plan, config)
     table = Table(box=None, pad_edge=False, header_style="")
     axes = list(dict.fromkeys(axis for shards in plan.layers for axis in shards[0].spans))
     for title in ("rank", *axes, Axis.VOCABULARY, "weights", "KV per token"):
@@ -155,7 +156,7 @@ def _rank_table(plan: ShardPlan, config: EngineConfig) -> Table:
             str(rank),
             *(_range(shard[axis].size for shard in shards if axis in shard.spans) for axis in axes),
             str(plan.vocab[rank].size),
-            f"{plan.weight_elements(rank) * element_bytes / _MIB:.0f} MiB",
+            f"{plan.weight_bytes(rank, config) / _MIB:.0f} MiB",
             f"{token_bytes[rank] / 1024:.1f} KiB",
         )
     return table
@@ -176,11 +177,14 @@ def _range(sizes: Iterable[int]) -> str:
 
 
 def _memory_lines(plan: ShardPlan, config: EngineConfig) -> list[str]:
-    element_bytes = dtype_bytes(config.dtype)
-    weights = [plan.weight_elements(rank) * element_bytes for rank in range(plan.tp_size)]
+    element_bytes, fp8 = dtype_bytes(config.dtype), keeps_fp8(config, plan.model)
+    weights = [plan.weight_bytes(rank, config) for rank in range(plan.tp_size)]
     kv, window_pool = config.kv_cache, WindowPool.of(config, plan.model)
     fullest = max((plan.kv_page_bytes(rank, kv.page_size, config.kv_dtype) for rank in range(plan.tp_size)), key=sum)
-    unused = sum(int((1 - tensor.share) * tensor.elements) for tensor in plan.model.tensors()) * element_bytes
+    unused = sum(
+        int((1 - it.share) * it.elements) * (1 if fp8 and it.may_be_fp8 else element_bytes)
+        for it in plan.model.tensors()
+    )
     active = f"; a token uses {(sum(weights) - unused) / _MIB:.0f} MiB of them" if unused else ""
     lines = [
         f"weights    {sum(weights) / _MIB:.0f} MiB in all, {max(weights) / _MIB:.0f} MiB on the fullest rank{active}"

@@ -36,7 +36,7 @@ def system_fingerprint(
         return f"lockstep-{VERSION}-tp{config.tensor_parallel_size}-{_digest(str(spec.model), settings + version)}"
     is_dummy = config.load_format == "dummy"
     weights = f"dummy{config.revision or ''}" if is_dummy else version if in_memory else _weights(spec.model_path)
-    types = (config.dtype, config.kv_dtype, config.device)
+    types = (config.dtype, config.quantization, config.kv_dtype, config.device)
     where = sorted(set(platforms))  # most often one, whatever the number of ranks
     return f"lockstep-{VERSION}-exact-{_digest(str(CONTRACT), str(spec.model), weights, *types, *where)}"
 

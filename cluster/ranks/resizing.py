@@ -28,7 +28,7 @@ from cluster.ranks.host import host_facts
 from cluster.ranks.rank import CUDA_ENVIRONMENT
 from cluster.ranks.rank_group import GroupMemory, RankGroup
 from configs.errors import ConfigError, EngineError, LockstepError
-from configs.kv_pages import WindowPool, dtype_bytes, pool_bytes
+from configs.kv_pages import WindowPool, pool_bytes
 from configs.resolve import resolve
 from configs.schema import EngineConfig
 from worker.cgroup import available_bytes
@@ -134,7 +134,7 @@ def _load(new: RankGroup, old: RankGroup) -> None:
         check_devices(new, old)
     node, container = int(psutil.virtual_memory().available), available_bytes()
     free = node if container is None else min(node, container)
-    needed = sum(map(new.plan.weight_elements, range(new.size))) * dtype_bytes(new.config.dtype)
+    needed = sum(new.plan.weight_bytes(rank, new.config) for rank in range(new.size))
     if needed > free and not on_gpus:
         raise ConfigError(
             f"the weights of {new.size} ranks take {needed / _GIB:.2f} GiB beside those that serve, and "
@@ -157,13 +157,13 @@ def check_devices(new: RankGroup, old: RankGroup) -> None:
     """Raises ConfigError where a GPU that a new rank takes over cannot hold the weights of both ranks, which it has to
     until the old one goes, and the new rank's keys and values of one sequence of `max_model_len`."""
     config, max_model_len = new.config, old.pool.max_model_len
-    page_size, weight_bytes = config.kv_cache.page_size, dtype_bytes(config.dtype)
+    page_size = config.kv_cache.page_size
     window_pool = None if old.pool.num_window_pages is None else WindowPool.of(config, old.model)
     for rank, room in zip(range(new.size), old.room_bytes, strict=False):
-        elements = old.plan.weight_elements(rank), new.plan.weight_elements(rank)
+        weights = old.plan.weight_bytes(rank, config) + new.plan.weight_bytes(rank, config)
         page = new.plan.kv_page_bytes(rank, page_size, config.kv_dtype)
         pool = pool_bytes(-(-max_model_len // page_size), page, window_pool)
-        if (needed := sum(elements) * weight_bytes + pool) > room:
+        if (needed := weights + pool) > room:
             raise ConfigError(
                 f"{old.devices[rank]} has {room / _GIB:.2f} GiB, and holds the weights of rank {rank} of {old.size} "
                 f"and of {new.size} until those of before have gone; with max_model_len={max_model_len} that takes "

@@ -8,6 +8,7 @@ one it is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from configs.layers import Axis, Columns, Cut, HeadGroups, Linear
 from parallel.group import TensorParallelGroup
+from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.rank_sum import CudaExactSum, ExactSum, FastSum, RankSum
 from parallel.numerics.tree import SumTree
 from parallel.numerics.weight import ChainWeight, CpuLeaves, CpuWeight, CudaWeight, NodeWeight, TensorSource, Weight
@@ -38,13 +40,15 @@ class Arithmetic(ABC):
     """Makes the weights and the sums of one rank's layers."""
 
     def __init__(self) -> None:
-        self.chains: dict[tuple[int, ...], Tensor] = {}
+        self.chains: dict[tuple[int, ...], Tensor | Fp8Matrix] = {}
         """The first of each shape of exact weights on a GPU with all of their inputs."""
         self.sums: dict[tuple[TensorParallelGroup, int, SumTree, int | None], ExactSum] = {}
         """The exact sums over ranks that are unlike one another: by outputs, tree, and width of a leaf."""
 
-    def weight(self, weight: Tensor, bias: Tensor | None) -> Weight:
+    def weight(self, weight: Tensor | Fp8Matrix, bias: Tensor | None) -> Weight:
         """A weight [out_features, in_features] with all of its inputs, whose memory it takes, and a bias or None."""
+        if isinstance(weight, Fp8Matrix):
+            return ChainWeight(weight, bias)
         return CudaWeight(weight, bias) if weight.is_cuda else CpuWeight(weight, bias)
 
     @abstractmethod
@@ -52,7 +56,7 @@ class Arithmetic(ABC):
         """The one of the two that computes so."""
 
     @abstractmethod
-    def part(self, weight: Tensor, cut: Cut, context: LayerContext) -> Weight:
+    def part(self, weight: Tensor | Fp8Matrix, cut: Cut, context: LayerContext) -> Weight:
         """A weight [out_features, this rank's inputs], cut so, whose products are parts of `rank_sum`'s."""
 
     @abstractmethod
@@ -78,7 +82,7 @@ class FastArithmetic(Arithmetic):
     def choose(self, *, fast: _T, exact: _T) -> _T:
         return fast
 
-    def part(self, weight: Tensor, cut: Cut, context: LayerContext) -> Weight:
+    def part(self, weight: Tensor | Fp8Matrix, cut: Cut, context: LayerContext) -> Weight:
         return self.weight(weight, None)
 
     def leaves(self, cut: Cut, context: LayerContext) -> Leaves:
@@ -106,15 +110,17 @@ class ExactArithmetic(Arithmetic):
     def choose(self, *, fast: _T, exact: _T) -> _T:
         return exact
 
-    def weight(self, weight: Tensor, bias: Tensor | None) -> Weight:
-        if not weight.is_cuda:
+    def weight(self, weight: Tensor | Fp8Matrix, bias: Tensor | None) -> Weight:
+        if isinstance(weight, Tensor) and not weight.is_cuda:
             return CpuWeight(weight, bias)
         self.chains.setdefault(tuple(weight.shape), weight)
         return ChainWeight(weight, bias)
 
-    def part(self, weight: Tensor, cut: Cut, context: LayerContext) -> Weight:
+    def part(self, weight: Tensor | Fp8Matrix, cut: Cut, context: LayerContext) -> Weight:
         leaves = self.leaves(cut, context)
-        return (NodeWeight if weight.is_cuda else CpuLeaves)(weight, leaves.width, leaves.nodes)
+        if isinstance(weight, Fp8Matrix) or weight.is_cuda:
+            return NodeWeight(weight, leaves.width, leaves.nodes)
+        return CpuLeaves(weight, leaves.width, leaves.nodes)
 
     def leaves(self, cut: Cut, context: LayerContext) -> Leaves:
         width, tree = context.tree(cut)
@@ -182,22 +188,48 @@ class LayerContext:
             prefix: of the checkpoint's names.
             linears: rows of all of them are cut, or columns of the only one.
         """
+        names = [f"{prefix}{linear.name}.weight" for linear in linears]
         spans = [self.shard.span_of(linear.cut) for linear in linears]
         first = linears[0]
+        rows = [
+            Span(it.first_row + span.start, it.first_row + span.stop) for it, span in zip(linears, spans, strict=True)
+        ]
+        columns = None
         if first.cut.dim == 1:
-            weight = self.empty(first.out_features, spans[0].size)
-            source.read(f"{prefix}{first.name}.weight", weight, columns=spans[0])
+            rows, columns = [Span(0, first.out_features)], spans[0]
+        weight = self._read(source, names, rows, columns, first.in_features)
+        if columns is not None:
             return self.arithmetic.part(weight, first.cut, self)
-        weight = self.empty(sum(span.size for span in spans), first.in_features)
         bias = self.empty(len(weight)) if first.bias else None
-        end = 0
-        for linear, span in zip(linears, spans, strict=True):
-            begin, end = end, end + span.size
-            span = Span(linear.first_row + span.start, linear.first_row + span.stop)
-            source.read(f"{prefix}{linear.name}.weight", weight[begin:end], rows=span)
-            if bias is not None:
-                source.read(f"{prefix}{linear.name}.bias", bias[begin:end], rows=span)
+        if bias is not None:
+            for linear, span, part in zip(linears, rows, torch.split(bias, [it.size for it in rows]), strict=True):
+                source.read(f"{prefix}{linear.name}.bias", part, rows=span)
         return self.arithmetic.weight(weight, bias)
+
+    @property
+    def keeps_fp8(self) -> bool:
+        """Whether weights in FP8 stay so: CPUs have no products with them, and read them in the activations' type."""
+        return self.device.type == "cuda"
+
+    def fp8_blocks(self, source: TensorSource, names: Sequence[str]) -> list[tuple[int, int]] | None:
+        """Rows and columns of the blocks of each of some matrices, where together they are to stay in FP8."""
+        found = [source.scale_block(name) for name in names if self.keeps_fp8]
+        blocks = [block for block in found if block is not None]
+        return blocks if len(blocks) == len(names) and len({width for _, width in blocks}) == 1 else None
+
+    def _read(
+        self, source: TensorSource, names: Sequence[str], rows: Sequence[Span], columns: Span | None, in_features: int
+    ) -> Tensor | Fp8Matrix:
+        """Rows of each of `names` below one another, or columns of the only one."""
+        taken, blocks = columns or Span(0, in_features), self.fp8_blocks(source, names)
+        if blocks is not None:
+            in_fp8 = Fp8Matrix.empty(blocks, rows, taken, self.device)
+            in_fp8.read(source, names, rows, taken)
+            return in_fp8
+        weight = self.empty(sum(span.size for span in rows), taken.size)
+        for name, span, part in zip(names, rows, torch.split(weight, [it.size for it in rows]), strict=True):
+            source.read(name, part, rows=span if columns is None else None, columns=columns)
+        return weight
 
 
 def most_nodes(plan: ShardPlan) -> int:

@@ -8,8 +8,13 @@ from typing import Protocol
 
 import torch
 
+from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.cpu_products import TILE, node_products, pack, pack_in_place, product
 from parallel.plan import Span
+
+_MOST_FP8_ROWS = 128
+"""Rows of a product with a weight in FP8 above which the weight is made plain first, which takes the time of reading
+and writing it, and then is as fast as a plain one. benchmarks/fp8_gemm.py measures both."""
 
 
 class TensorSource(Protocol):
@@ -20,6 +25,15 @@ class TensorSource(Protocol):
 
         Rows and columns are those of `as_matrix`, of tensor and `out` alike.
         """
+
+    def scale_block(self, name: str) -> tuple[int, int] | None:
+        """Rows and columns of the blocks of a matrix that have a scale each, where it may be read in FP8."""
+        return None
+
+    def read_fp8(self, name: str, out: torch.Tensor, scales: torch.Tensor, *, rows: Span, columns: Span) -> None:
+        """Fills `out` with rows and columns of a matrix in e4m3, and `scales` with the fp32 ones of all blocks that
+        they are in."""
+        raise AssertionError(f"{name} is not to be had in FP8")
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, ...]:
@@ -73,18 +87,18 @@ class CudaWeight:
 
 
 class ChainWeight:
-    """A weight of exact numerics on a GPU, where `use_chain_cublas` was called: each output is one ascending chain.
+    """A weight on a GPU of exact numerics, where `use_chain_cublas` was called and each output is one ascending chain;
+    or in FP8, of any.
 
     Args:
         weight: [out_features, in_features] on a GPU. Shared, not copied.
         bias: [out_features] or None.
     """
 
-    __slots__ = ("_bias", "_transposed", "_weight")
+    __slots__ = ("_bias", "_weight")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None) -> None:
         self._weight = weight
-        self._transposed = weight.t()
         self._bias = bias
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -96,13 +110,18 @@ class ChainWeight:
     def _product(self, x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
         from parallel.numerics.kernels.chain_gemm import chain_gemm, cublas_is_chain, cublas_is_faster
 
-        if cublas_is_chain(x, self._bias, dtype) and cublas_is_faster(len(x), len(self._weight)):
+        weight = _for_rows(self._weight, x)
+        if (
+            isinstance(weight, torch.Tensor)
+            and cublas_is_chain(x, self._bias, dtype)
+            and cublas_is_faster(len(x), len(weight))
+        ):
             if self._bias is not None:
-                return torch.addmm(self._bias, x, self._transposed, out=out)
-            return torch.mm(x, self._transposed, out_dtype=dtype, out=out)
+                return torch.addmm(self._bias, x, weight.t(), out=out)
+            return torch.mm(x, weight.t(), out_dtype=dtype, out=out)
         if out is None:
-            out = torch.empty(len(x), len(self._weight), dtype=dtype, device=x.device)
-        return chain_gemm(x, self._weight, self._bias, out=out)
+            out = torch.empty(len(x), len(weight), dtype=dtype, device=x.device)
+        return chain_gemm(x, weight, self._bias, out=out)
 
 
 class NodeWeight:
@@ -113,7 +132,7 @@ class NodeWeight:
 
     __slots__ = ("_nodes", "_weight", "_width")
 
-    def __init__(self, weight: torch.Tensor, width: int, nodes: Sequence[Span]) -> None:
+    def __init__(self, weight: torch.Tensor | Fp8Matrix, width: int, nodes: Sequence[Span]) -> None:
         self._weight = weight
         self._nodes = tuple(nodes)
         self._width = width
@@ -127,7 +146,7 @@ class NodeWeight:
         nodes = self._nodes
         if len(out) != len(nodes):
             nodes = subtrees(nodes, self._width, len(x), num_columns)
-        return node_gemm(x, self._weight, leaf=self._width, nodes=nodes, out=out)
+        return node_gemm(x, _for_rows(self._weight, x), leaf=self._width, nodes=nodes, out=out)
 
     in_fp32 = __call__
 
@@ -184,6 +203,15 @@ class CpuLeaves:
         return out
 
     in_fp32 = __call__
+
+
+def _for_rows(weight: torch.Tensor | Fp8Matrix, x: torch.Tensor) -> torch.Tensor | Fp8Matrix:
+    """The weight as it is best multiplied with the rows of `x`: there are as many bits of either."""
+    if isinstance(weight, torch.Tensor) or len(x) <= _MOST_FP8_ROWS:
+        return weight
+    from parallel.numerics.kernels.fp8_tile import plain  # a CPU install has no Triton
+
+    return plain(weight, x.dtype)
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:

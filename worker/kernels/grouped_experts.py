@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.pages import has_dependent_launch
+from parallel.numerics.kernels.fp8_tile import AnyWeight, pieces_of, plain_tile, scales_of
 from worker.kernels.routing import (
     SOFTMAX,
     Routes,
@@ -35,9 +36,9 @@ def silu_and_mul(gate, up):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _grouped_gate_up_kernel(
-    hidden_ptr, x_ptr, w13_ptr, factors_ptr, pairs_ptr, counts_ptr, num_tokens, num_experts, x_stride, width, size,
-    TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    hidden_ptr, x_ptr, w13_ptr, scales_ptr, blocks_ptr, factors_ptr, pairs_ptr, counts_ptr, num_tokens, num_experts,
+    x_stride, width, size, FORMAT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """hidden[pair] of a block of pairs of one expert, BLOCK_N columns of it.
 
@@ -56,9 +57,11 @@ def _grouped_gate_up_kernel(
     pair = tl.load(pairs_ptr + expert * num_tokens + places, mask=places < count, other=0)
     columns = tl.program_id(0) % num_column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     x_rows = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_stride
-    rows = tl.minimum(columns, width - 1).to(tl.int64)[:, None] * size
-    w_gate = w13_ptr + expert * (2 * width * size) + rows
+    rows = tl.minimum(columns, width - 1)
+    w_gate = w13_ptr + expert * (2 * width * size) + rows.to(tl.int64)[:, None] * size
     w_up = w_gate + width.to(tl.int64) * size
+    gate_scales = scales_of(scales_ptr, blocks_ptr, rows, FORMAT)
+    up_scales = scales_of(scales_ptr, blocks_ptr, rows + width, FORMAT)
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in tl.range(0, tl.cdiv(size, BLOCK_K), num_stages=STAGES):
@@ -69,6 +72,8 @@ def _grouped_gate_up_kernel(
             x = tl.load(x_rows + k, mask=k < size, other=0.0)
             g = tl.load(w_gate + k, mask=k < size, other=0.0)
             u = tl.load(w_up + k, mask=k < size, other=0.0)
+        g = plain_tile(g, gate_scales, expert, step * BLOCK_K, k, x.dtype, FORMAT)
+        u = plain_tile(u, up_scales, expert, step * BLOCK_K, k, x.dtype, FORMAT)
         gate = tl.dot(x, g.T, gate, input_precision="ieee")
         up = tl.dot(x, u.T, up, input_precision="ieee")
     let_next_start(DEPENDENT)
@@ -81,9 +86,10 @@ def _grouped_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs", "first_column"])
 def _grouped_down_kernel(
-    y_ptr, hidden_ptr, w2_ptr, weights_ptr, pairs_ptr, counts_ptr, num_tokens, num_pairs, num_experts, width, size,
-    first_column, num_columns, LEAF: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, EVICTION: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    y_ptr, hidden_ptr, w2_ptr, scales_ptr, blocks_ptr, weights_ptr, pairs_ptr, counts_ptr, num_tokens, num_pairs,
+    num_experts, width, size, first_column, num_columns, FORMAT: tl.constexpr, LEAF: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    EVICTION: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """y[pair] = weight * (w2[expert] @ hidden[pair]) of a block of pairs of one expert, BLOCK_N columns of it.
 
@@ -103,8 +109,9 @@ def _grouped_down_kernel(
     columns = tl.program_id(0) % num_column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     stored = (places < count)[:, None] & (columns < num_columns)[None, :]
     hidden_rows = hidden_ptr + pair.to(tl.int64)[:, None] * width
-    rows = tl.minimum(first_column + columns, size - 1).to(tl.int64)[:, None] * width
-    w_rows = w2_ptr + expert * width * size + rows
+    rows = tl.minimum(first_column + columns, size - 1)
+    w_rows = w2_ptr + expert * width * size + rows.to(tl.int64)[:, None] * width
+    w_scales = scales_of(scales_ptr, blocks_ptr, rows, FORMAT)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     num_steps = tl.cdiv(width, BLOCK_K)
     if LEAF is not None:
@@ -114,16 +121,18 @@ def _grouped_down_kernel(
     for step in tl.range(0, num_steps, num_stages=STAGES):
         if LEAF is None:
             stop_k = width
-            k = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+            first_k = step * BLOCK_K
         else:
             leaf = step // leaf_steps
             stop_k = (leaf + 1) * LEAF
-            k = leaf * LEAF + step % leaf_steps * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+            first_k = leaf * LEAF + step % leaf_steps * BLOCK_K
+        k = first_k + tl.arange(0, BLOCK_K)[None, :]
         if EVEN_K:
             h, w = tl.load(hidden_rows + k), tl.load(w_rows + k, eviction_policy=EVICTION)
         else:
             h = tl.load(hidden_rows + k, mask=k < stop_k, other=0.0)
             w = tl.load(w_rows + k, mask=k < stop_k, other=0.0, eviction_policy=EVICTION)
+        w = plain_tile(w, w_scales, expert, first_k, k, h.dtype, FORMAT)
         acc = tl.dot(h, w.T, acc, input_precision="ieee")
         if LEAF is not None:
             leaf_ends = step % leaf_steps == leaf_steps - 1
@@ -185,9 +194,7 @@ class Tokens:
         return self.logits.shape[2] > self.num_experts
 
 
-def grouped_gate_up(
-    tokens: Tokens, counts: torch.Tensor, w13: torch.Tensor, tiles: Tiles
-) -> tuple[Routes, torch.Tensor]:
+def grouped_gate_up(tokens: Tokens, counts: torch.Tensor, w13: AnyWeight, tiles: Tiles) -> tuple[Routes, torch.Tensor]:
     """The routes, for which `counts` are as `route` wants them, and of every pair what its expert's down product takes
     [num_pairs, width]; undefined for padding tokens."""
     routes = route(
@@ -204,12 +211,15 @@ def grouped_gate_up(
     num_tokens, (_, two_widths, size) = len(tokens.x), w13.shape
     width, dependent = two_widths // 2, has_dependent_launch(w13.device)
     num_blocks = max_blocks(num_tokens, tokens.top_k, tokens.num_experts, tiles.block_m)
-    hidden = torch.empty((num_tokens * tokens.top_k, width), dtype=w13.dtype, device=w13.device)
+    hidden = torch.empty((num_tokens * tokens.top_k, width), dtype=tokens.x.dtype, device=w13.device)
     tile = tiles.gate_up
+    values, scales, blocks, block_k, weight_format = pieces_of(w13, tile.block_k)
     _grouped_gate_up_kernel[(num_blocks * triton.cdiv(width, tile.block_n),)](
         hidden,
         tokens.x,
-        w13,
+        values,
+        scales,
+        blocks,
         routes.weights if tokens.scoring.scales_input else None,
         routes.pairs,
         routes.counts,
@@ -218,12 +228,13 @@ def grouped_gate_up(
         tokens.x.stride(0),
         width,
         size,
+        FORMAT=weight_format,
         TOP_K=tokens.top_k,
         BLOCK_E=triton.next_power_of_2(tokens.num_experts),
         BLOCK_M=tiles.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        EVEN_K=size % tile.block_k == 0,
+        BLOCK_K=block_k,
+        EVEN_K=size % block_k == 0,
         STAGES=tile.num_stages,
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
@@ -235,7 +246,7 @@ def grouped_gate_up(
 
 def grouped_down(
     hidden: torch.Tensor,
-    w2: torch.Tensor,
+    w2: AnyWeight,
     routes: Routes,
     tiles: Tiles,
     y: torch.Tensor,
@@ -250,10 +261,13 @@ def grouped_down(
     tile, dependent = tiles.down, has_dependent_launch(y.device)
     num_blocks = max_blocks(num_tokens, top_k, num_experts, tiles.block_m)
     block_k = fitting(tile.block_k, width) if leaf is None else fitting_leaf(tile.block_k, leaf)
+    values, scales, blocks, block_k, weight_format = pieces_of(w2, block_k, leaf or 0)
     _grouped_down_kernel[(num_blocks * triton.cdiv(num_columns, tile.block_n),)](
         y,
         hidden,
-        w2,
+        values,
+        scales,
+        blocks,
         routes.weights,
         routes.pairs,
         routes.counts,
@@ -264,6 +278,7 @@ def grouped_down(
         size,
         first_column,
         num_columns,
+        FORMAT=weight_format,
         LEAF=leaf,
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_M=tiles.block_m,

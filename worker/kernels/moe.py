@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.pages import has_dependent_launch
+from parallel.numerics.kernels.fp8_tile import AnyWeight
 from parallel.numerics.kernels.node_gemm import add_leaf, border, pack_parts
 from parallel.plan import Span
 from worker.kernels.grouped_experts import (
@@ -143,8 +144,8 @@ def choose_tiles(num_tokens: int, top_k: int, num_experts: int, *, exact: bool =
 def mixture(
     x: torch.Tensor,
     router: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: AnyWeight,
+    w2: AnyWeight,
     *,
     top_k: int,
     normalise: bool,
@@ -168,9 +169,9 @@ def mixture(
     Args:
         x: [num_tokens, size], elements of a row side by side, rows any distance apart.
         router: [num_experts, size] of x's dtype, contiguous; with a gate of the shared expert one row more.
-        w13: [num_experts, 2 * width, size] of x's dtype, contiguous: this rank's gate rows of each expert, then its up
-            rows. The width may be 0.
-        w2: [num_experts, size, width] of x's dtype, contiguous.
+        w13: [num_experts, 2 * width, size] of x's dtype, contiguous, or in FP8: this rank's gate rows of each expert,
+            then its up rows. The width may be 0.
+        w2: [num_experts, size, width] of x's dtype, contiguous, or in FP8.
         normalise: divide a token's weights by their sum.
         round_to: dtype to which the weights are rounded last.
         out: [num_tokens, size] of x's dtype, contiguous; with leaves [len(nodes), num_tokens, size] fp32; written.
@@ -211,8 +212,8 @@ def mixture(
 def _sum_groups(
     tokens: Tokens,
     counts: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: AnyWeight,
+    w2: AnyWeight,
     leaf: int | None,
     nodes: tuple[Span, ...],
     tiles: Tiles,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.pages import has_dependent_launch
+from parallel.numerics.kernels.fp8_tile import AnyWeight, pieces_of, plain_tile, scales_of
 from parallel.numerics.kernels.node_gemm import add_leaf, border, cut_nodes, pack_parts
 from parallel.numerics.kernels.tree_sum import sum_subtrees
 from parallel.numerics.tree import additions_of
@@ -35,12 +36,12 @@ _MAX_CUTS = 4
 
 @triton.jit(do_not_specialize=["first_slot", "part_stride"])
 def _pair_gate_up_kernel(
-    hidden_ptr, experts_ptr, weights_ptr, x_ptr, w13_ptr, bias_ptr, logits_ptr, slots_ptr, first_slot, num_experts,
-    logits_stride, part_stride, x_stride, width, size, PARTS: tl.constexpr, TOP_K: tl.constexpr,
-    NORMALISE: tl.constexpr, WEIGHT_SCALE: tl.constexpr, ROUND_TO: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
-    SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
-    SCALES_INPUT: tl.constexpr, DEPENDENT: tl.constexpr,
+    hidden_ptr, experts_ptr, weights_ptr, x_ptr, w13_ptr, scales_ptr, blocks_ptr, bias_ptr, logits_ptr, slots_ptr,
+    first_slot, num_experts, logits_stride, part_stride, x_stride, width, size, FORMAT: tl.constexpr,
+    PARTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, WEIGHT_SCALE: tl.constexpr,
+    ROUND_TO: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr, EXACT: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr, SCALES_INPUT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """hidden[pair] = silu(w13[expert, :width] @ x[token]) * (w13[expert, width:] @ x[token]), and who the expert is.
 
@@ -66,9 +67,11 @@ def _pair_gate_up_kernel(
             tl.store(experts_ptr + pair, expert)
             tl.store(weights_ptr + pair, (weight * WEIGHT_SCALE).to(ROUND_TO).to(tl.float32))
         columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        rows = tl.minimum(columns, width - 1).to(tl.int64)[:, None] * size
-        w_gate = w13_ptr + expert.to(tl.int64) * (2 * width * size) + rows
+        rows = tl.minimum(columns, width - 1)
+        w_gate = w13_ptr + expert.to(tl.int64) * (2 * width * size) + rows.to(tl.int64)[:, None] * size
         w_up = w_gate + width.to(tl.int64) * size
+        gate_scales = scales_of(scales_ptr, blocks_ptr, rows, FORMAT)
+        up_scales = scales_of(scales_ptr, blocks_ptr, rows + width, FORMAT)
         x_row = x_ptr + token * x_stride
         if EXACT:
             # Copies of the row would all be read from one place in the L2 cache, by every program.
@@ -88,6 +91,10 @@ def _pair_gate_up_kernel(
                 x = tl.load(x_row + k, mask=(k < size) & is_row if EXACT else k < size, other=0.0)
                 g = tl.load(w_gate + k, mask=k < size, other=0.0, eviction_policy="evict_first")
                 u = tl.load(w_up + k, mask=k < size, other=0.0, eviction_policy="evict_first")
+            # A sum in registers takes elements that nobody rounds.
+            dtype: tl.constexpr = x.dtype if EXACT else tl.float32
+            g = plain_tile(g, gate_scales, expert.to(tl.int64), step * BLOCK_K, k, dtype, FORMAT)
+            u = plain_tile(u, up_scales, expert.to(tl.int64), step * BLOCK_K, k, dtype, FORMAT)
             if EXACT:
                 gate = tl.dot(x, g.T, gate, input_precision="ieee")
                 up = tl.dot(x, u.T, up, input_precision="ieee")
@@ -109,10 +116,10 @@ def _pair_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["first_slot", "part_stride", "low", "high"])
 def _pair_down_kernel(
-    out_ptr, hidden_ptr, w2_ptr, experts_ptr, weights_ptr, shared_ptr, logits_ptr, slots_ptr, first_slot, num_experts,
-    logits_stride, part_stride, low, high, width, size, PARTS: tl.constexpr, GATED: tl.constexpr, LEAF: tl.constexpr,
-    DEPTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    out_ptr, hidden_ptr, w2_ptr, scales_ptr, blocks_ptr, experts_ptr, weights_ptr, shared_ptr, logits_ptr, slots_ptr,
+    first_slot, num_experts, logits_stride, part_stride, low, high, width, size, FORMAT: tl.constexpr,
+    PARTS: tl.constexpr, GATED: tl.constexpr, LEAF: tl.constexpr, DEPTH: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out[token] = sum over its pairs of weight * (w2[expert] @ hidden[pair]), and the shared expert, perhaps gated.
 
@@ -122,7 +129,8 @@ def _pair_down_kernel(
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     follow(DEPENDENT)
     live = is_live(slots_ptr, token, True, first_slot)
-    rows = tl.minimum(columns, size - 1).to(tl.int64)[:, None] * width
+    rows = tl.minimum(columns, size - 1)
+    w_scales = scales_of(scales_ptr, blocks_ptr, rows, FORMAT)
     if LEAF is None:
         steps = tl.cdiv(width, BLOCK_K)  # for one pair
         num_steps = TOP_K * steps
@@ -141,14 +149,17 @@ def _pair_down_kernel(
     for step in tl.range(0, tl.where(live, num_steps, 0), num_stages=STAGES):
         if LEAF is None:
             pair = token * TOP_K + step // steps
-            k = (step % steps) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-            present = k < width
+            first_k = (step % steps) * BLOCK_K
+            stop_k = width
         else:
             leaf = first + step // (TOP_K * steps)
             pair = token * TOP_K + step // steps % TOP_K
-            k = leaf * LEAF + step % steps * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-            present = k < (leaf + 1) * LEAF
-        w_rows = w2_ptr + tl.load(experts_ptr + pair).to(tl.int64) * width * size + rows
+            first_k = leaf * LEAF + step % steps * BLOCK_K
+            stop_k = (leaf + 1) * LEAF
+        k = first_k + tl.arange(0, BLOCK_K)[None, :]
+        present = k < stop_k
+        expert = tl.load(experts_ptr + pair).to(tl.int64)
+        w_rows = w2_ptr + expert * width * size + rows.to(tl.int64)[:, None] * width
         h_row = hidden_ptr + pair * width
         if LEAF is not None:
             h = tl.load(h_row + k, mask=is_row if EVEN_K else present & is_row, other=0.0)
@@ -160,6 +171,7 @@ def _pair_down_kernel(
             w = tl.load(w_rows + k, eviction_policy="evict_first")
         else:
             w = tl.load(w_rows + k, mask=present, other=0.0, eviction_policy="evict_first")
+        w = plain_tile(w, w_scales, expert, first_k, k, tl.float32 if LEAF is None else h.dtype, FORMAT)
         if LEAF is None:
             acc += w.to(tl.float32) * (h.to(tl.float32) * tl.load(weights_ptr + pair))
         else:
@@ -184,8 +196,8 @@ def _pair_down_kernel(
 
 def sum_pairs(
     tokens: Tokens,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: AnyWeight,
+    w2: AnyWeight,
     leaf: int | None,
     nodes: tuple[Span, ...],
     tiles: Tiles,
@@ -202,12 +214,15 @@ def sum_pairs(
     else:
         parts = parts or cut_nodes(nodes, min(triton.cdiv(_ENOUGH_PROGRAMS, num_tokens * blocks_n), _MAX_CUTS))
         block_k = fitting_leaf(tile.block_k, leaf)
+    values, scales, blocks, block_k, weight_format = pieces_of(w2, block_k, leaf or 0)
     sums = out if parts == nodes else torch.empty((len(parts), num_tokens, size), device=out.device)
     low, high, depth = pack_parts(parts) if parts else (0, 0, 0)
     _pair_down_kernel[(num_tokens, blocks_n, len(parts) or 1)](
         sums,
         hidden,
-        w2,
+        values,
+        scales,
+        blocks,
         experts,
         weights,
         tokens.shared,
@@ -216,6 +231,7 @@ def sum_pairs(
         high,
         width,
         size,
+        FORMAT=weight_format,
         PARTS=len(tokens.logits),
         GATED=tokens.has_shared_gate,
         LEAF=leaf,
@@ -235,13 +251,14 @@ def sum_pairs(
 
 
 def pair_gate_up(
-    tokens: Tokens, w13: torch.Tensor, tile: Tile, *, exact: bool
+    tokens: Tokens, w13: AnyWeight, tile: Tile, *, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes for every pair the input of its expert's down product [num_pairs, width], the expert [num_pairs] int32,
     and its weight [num_pairs] fp32; undefined for padding tokens."""
     num_pairs, width = len(tokens.x) * tokens.top_k, w13.shape[1] // 2
     size, device, dependent = w13.shape[2], w13.device, has_dependent_launch(w13.device)
-    hidden = torch.empty((num_pairs, width), dtype=w13.dtype, device=device)
+    values, scales, blocks, block_k, weight_format = pieces_of(w13, tile.block_k)
+    hidden = torch.empty((num_pairs, width), dtype=tokens.x.dtype, device=device)
     experts = torch.empty(num_pairs, dtype=torch.int32, device=device)
     weights = torch.empty(num_pairs, dtype=torch.float32, device=device)
     _pair_gate_up_kernel[(num_pairs, triton.cdiv(width, tile.block_n))](
@@ -249,12 +266,15 @@ def pair_gate_up(
         experts,
         weights,
         tokens.x,
-        w13,
+        values,
+        scales,
+        blocks,
         tokens.scoring.bias,
         *tokens.places,
         tokens.x.stride(0),
         width,
         size,
+        FORMAT=weight_format,
         PARTS=len(tokens.logits),
         TOP_K=tokens.top_k,
         NORMALISE=tokens.normalise,
@@ -262,8 +282,8 @@ def pair_gate_up(
         ROUND_TO=TRITON_DTYPES[tokens.round_to],
         BLOCK_E=triton.next_power_of_2(tokens.num_experts),
         BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        EVEN_K=size % tile.block_k == 0,
+        BLOCK_K=block_k,
+        EVEN_K=size % block_k == 0,
         STAGES=tile.num_stages,
         EXACT=exact,
         **tokens.scoring.constants,

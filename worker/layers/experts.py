@@ -17,6 +17,7 @@ from configs.errors import ConfigError
 from configs.layers import Axis, Cut, MixtureOfExperts
 from parallel.fused_sum import PartialSum
 from parallel.numerics.arithmetic import LayerContext
+from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.cpu_products import TILE, Mixture, mixed_products, pack
 from parallel.numerics.weight import CpuWeight, TensorSource
 from parallel.plan import Span
@@ -115,16 +116,35 @@ class CudaExperts(Experts):
         # fp32 from the product on, since bf16 logits often tie, and then choose other experts.
         self._router = self._empty_router(context.dtype, context.device)
         self._context = context
-        self._w13: torch.Tensor | None = None
-        self._w2: torch.Tensor | None = None
+        self._w13: torch.Tensor | Fp8Matrix | None = None
+        self._w2: torch.Tensor | Fp8Matrix | None = None
 
     def load(self, source: TensorSource, prefix: str) -> None:
         spec, width = self._spec, self._columns.size
+        self._load_router(source, prefix, self._router)
+        if self._load_fp8(source, prefix):
+            return
         self._w13 = self._context.empty(spec.num_experts, 2 * width, spec.hidden_size)
         self._w2 = self._context.empty(spec.num_experts, spec.hidden_size, width)
-        self._load_router(source, prefix, self._router)
         for i, (gate_up, down) in enumerate(zip(self._w13, self._w2, strict=True)):
             self._read_expert(source, prefix, i, gate_up, down)
+
+    def _load_fp8(self, source: TensorSource, prefix: str) -> bool:
+        """Reads the experts if all of them are to stay in FP8."""
+        columns, whole = self._columns, Span(0, self._spec.hidden_size)
+        into = [[f"{prefix}{it.name}.weight" for it in expert.gate_up] for expert in self._experts]
+        out_of = [f"{prefix}{expert.down.name}.weight" for expert in self._experts]
+        into_blocks = self._context.fp8_blocks(source, [name for names in into for name in names])
+        out_of_blocks = self._context.fp8_blocks(source, out_of)
+        if not into_blocks or not out_of_blocks or not columns.size:
+            return False
+        size, device = len(out_of), self._context.device
+        self._w13 = w13 = Fp8Matrix.empty(into_blocks[:2], [columns, columns], whole, device, size)
+        self._w2 = w2 = Fp8Matrix.empty(out_of_blocks[:1], [whole], columns, device, size)
+        for i, (names, name) in enumerate(zip(into, out_of, strict=True)):
+            w13.read(source, names, [columns, columns], whole, i)
+            w2.read(source, [name], [whole], columns, i)
+        return True
 
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
         return self.rank_sum.for_norm(len(x), lambda out: self.partial(x, padding, out))

@@ -216,7 +216,7 @@ class TorchRotation:
         pool.set_kv(layer.layer_id, out_cache_loc, torch.cat((latent, k_rope), dim=1))
 
 
-class RotaryHalves:
+class RotaryHalves(TensorSource):
     """A checkpoint whose rotary rows come in halves, as RotaryEmbedding has them, not as pairs of neighbours.
 
     Args:
@@ -228,6 +228,13 @@ class RotaryHalves:
         self._source = source
         self._heads = heads
         self._rotary_dim = rotary_dim
+
+    def scale_block(self, name: str) -> tuple[int, int] | None:
+        """Rows in another order are not read in FP8: several of them share a scale."""
+        return None if name in self._heads else self._source.scale_block(name)
+
+    def read_fp8(self, name: str, out: torch.Tensor, scales: torch.Tensor, *, rows: Span, columns: Span) -> None:
+        self._source.read_fp8(name, out, scales, rows=rows, columns=columns)
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
         """Reads what the source has, with the rows of each head in order."""

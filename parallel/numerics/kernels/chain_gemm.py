@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from parallel.numerics.kernels.fp8_tile import AnyWeight
 from parallel.numerics.kernels.node_gemm import FEW_ROWS, Tile, tree_gemm
 from parallel.plan import Span
 
@@ -17,6 +18,8 @@ from parallel.plan import Span
 # 320).
 _FEW = Tile(16, 16, 128, 2, 6)
 _FEW_WIDE = Tile(16, 32, 128, 2, 6)
+# Chosen by reckoning, to have as many bytes on their way; `python -m benchmarks.fp8_gemm --sweep` tries others.
+_FEW_FP8 = Tile(16, 16, 128, 2, 12)
 _SOME = Tile(64, 32, 64, 4, 6)
 _MANY = Tile(128, 128, 64, 8, 4)
 _SOME_ROWS = 256
@@ -54,13 +57,13 @@ def cublas_is_faster(num_rows: int, out_features: int) -> bool:
 
 
 def chain_gemm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor, tile: Tile | None = None
+    x: torch.Tensor, weight: AnyWeight, bias: torch.Tensor | None, *, out: torch.Tensor, tile: Tile | None = None
 ) -> torch.Tensor:
     """x @ weight.T as ascending chains in fp32, to which `bias` is added in fp32, rounded once. One kernel.
 
     Args:
         x: [num_rows, in_features] bf16 or fp16, elements of a row side by side, rows any distance apart.
-        weight: [out_features, in_features] of x's dtype, contiguous.
+        weight: [out_features, in_features] of x's dtype, contiguous; or in FP8.
         bias: [out_features] or None.
         out: [num_rows, out_features], contiguous, any float dtype; written.
         tile: for measurements; chosen by the number of rows by default.
@@ -70,7 +73,8 @@ def chain_gemm(
     """
     num_rows, in_features = x.shape
     if tile is None:
-        few = _FEW if len(weight) <= _WIDE else _FEW_WIDE
+        narrow = _FEW if isinstance(weight, torch.Tensor) else _FEW_FP8
+        few = narrow if len(weight) <= _WIDE else _FEW_WIDE
         tile = few if num_rows <= FEW_ROWS else _SOME if num_rows <= _SOME_ROWS else _MANY
     tree_gemm(x, weight, bias, leaf=in_features, parts=(Span(0, 1),), out=out, tile=tile)
     return out

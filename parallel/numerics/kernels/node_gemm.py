@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from parallel.numerics.kernels.fp8_tile import AnyWeight, pieces_of, plain_tile, scales_of
 from parallel.numerics.kernels.tree_sum import append, sum_subtrees
 from parallel.numerics.tree import additions_of, cut
 from parallel.plan import Span
@@ -118,9 +119,10 @@ def border(low, high, i):
 
 @triton.jit(do_not_specialize=["M", "low", "high"])
 def _tree_gemm_kernel(
-    out_ptr, x_ptr, w_ptr, bias_ptr, low, high, M, N, K, x_stride, LEAF: tl.constexpr, DEPTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, DESCRIBED: tl.constexpr,
-    ONE_BLOCK: tl.constexpr, EVICTION: tl.constexpr, STAGES: tl.constexpr,
+    out_ptr, x_ptr, w_ptr, scales_ptr, blocks_ptr, bias_ptr, low, high, M, N, K, x_stride, FORMAT: tl.constexpr,
+    LEAF: tl.constexpr, DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, DESCRIBED: tl.constexpr, ONE_BLOCK: tl.constexpr, EVICTION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)
     first, stop = border(low, high, part), border(low, high, part + 1)
@@ -133,13 +135,15 @@ def _tree_gemm_kernel(
     if not DESCRIBED:
         x_rows = x_ptr + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * x_stride
         w_rows = w_ptr + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * K
+    w_scales = scales_of(scales_ptr, blocks_ptr, tl.minimum(columns, N - 1), FORMAT)
     steps: tl.constexpr = (LEAF + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     waiting = (acc,) * DEPTH
     # One loop over all leaves: loads of the next leaf are under way while this one ends.
     for step in tl.range(first * steps, stop * steps, num_stages=STAGES):
         leaf = step // steps
-        k = leaf * LEAF + step % steps * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        first_k = leaf * LEAF + step % steps * BLOCK_K
+        k = first_k + tl.arange(0, BLOCK_K)[None, :]
         if DESCRIBED:
             x = x_ptr.load([block_m * BLOCK_M, step * BLOCK_K])
             w = w_ptr.load([block_n * BLOCK_N, step * BLOCK_K])
@@ -150,6 +154,7 @@ def _tree_gemm_kernel(
             present = k < tl.minimum((leaf + 1) * LEAF, K)
             x = tl.load(x_rows + k, mask=present & is_row, other=0.0)
             w = tl.load(w_rows + k, mask=present, other=0.0, eviction_policy=EVICTION)
+        w = plain_tile(w, w_scales, 0, first_k, k, x.dtype, FORMAT)
         acc = tl.dot(x, w.T, acc, input_precision="ieee")
         if step % steps == steps - 1:
             waiting, acc = add_leaf(waiting, acc, leaf - first, stop - first, DEPTH)
@@ -162,7 +167,7 @@ def _tree_gemm_kernel(
 
 def tree_gemm(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: AnyWeight,
     bias: torch.Tensor | None,
     *,
     leaf: int,
@@ -174,7 +179,7 @@ def tree_gemm(
 
     Args:
         x: [num_rows, in_features], elements of a row side by side, rows any distance apart.
-        weight: [out_features, in_features] of x's dtype, contiguous.
+        weight: [out_features, in_features] of x's dtype, contiguous; or in FP8.
         bias: [out_features] or None; added in fp32.
         leaf: columns of a leaf; the last one may have fewer.
         parts: of at most 32 leaves each, one after the other from leaf 0 to the last.
@@ -186,14 +191,17 @@ def tree_gemm(
     out_features = len(weight)
     low, high, depth = pack_parts(parts)
     blocks_m = triton.cdiv(num_rows, tile.block_m)
-    even = leaf % tile.block_k == 0 and in_features % leaf == 0
+    values, scales, blocks, block_k, weight_format = pieces_of(weight, tile.block_k, leaf if leaf < in_features else 0)
+    even = leaf % block_k == 0 and in_features % leaf == 0
     # Blocks that the copy engine reads need no addresses in registers, which are the tree's.
     described = even and tile.block_m >= _DESCRIBED_ROWS and x.stride(0) % 8 == 0
-    described = described and (x.data_ptr() | weight.data_ptr()) % 16 == 0
+    described = described and (x.data_ptr() | values.data_ptr()) % 16 == 0 and in_features * values.itemsize % 16 == 0
     _tree_gemm_kernel[(blocks_m * triton.cdiv(out_features, tile.block_n), len(parts))](
         out,
-        TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]) if described else x,
-        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]) if described else weight,
+        TensorDescriptor.from_tensor(x, [tile.block_m, block_k]) if described else x,
+        TensorDescriptor.from_tensor(values, [tile.block_n, block_k]) if described else values,
+        scales,
+        blocks,
         bias,
         low,
         high,
@@ -201,11 +209,12 @@ def tree_gemm(
         out_features,
         in_features,
         x.stride(0),
+        FORMAT=weight_format,
         LEAF=leaf,
         DEPTH=depth,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
+        BLOCK_K=block_k,
         EVEN_K=even,
         DESCRIBED=described,
         ONE_BLOCK=blocks_m == 1,
@@ -219,7 +228,7 @@ def tree_gemm(
 
 def node_gemm(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: AnyWeight,
     *,
     leaf: int,
     nodes: tuple[Span, ...],
@@ -232,7 +241,7 @@ def node_gemm(
     Args:
         x: [num_rows, in_features], this rank's leaves; rows any distance apart. fp32 is multiplied without tensor
             cores.
-        weight: [out_features, in_features] of x's dtype, contiguous.
+        weight: [out_features, in_features] of x's dtype, contiguous; or in FP8.
         leaf: columns of a leaf; only the rank's last one may have fewer.
         nodes: the leaves below each; one after the other, from the rank's first leaf (whatever its number) to its last.
         out: [len(nodes), num_rows, out_features] fp32, contiguous; written.
@@ -251,7 +260,7 @@ def node_gemm(
     sums = out
     if parts != nodes:
         sums = torch.empty((len(parts), num_rows, out_features), dtype=torch.float32, device=x.device)
-    if tile is None and is_by_cublas(x, leaf, len(parts)):
+    if tile is None and isinstance(weight, torch.Tensor) and is_by_cublas(x, leaf, len(parts)):
         of_leaves = weight.unflatten(1, (-1, leaf)).permute(1, 2, 0)
         torch.bmm(x.unflatten(1, (-1, leaf)).transpose(0, 1), of_leaves, out_dtype=torch.float32, out=sums)
     else:

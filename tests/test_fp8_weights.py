@@ -1,0 +1,318 @@
+"""Weights that stay in FP8: products and loads have the bits of the same weights read in the activations' type.
+
+In Triton's interpreter, whose dot is made an ascending chain, and in bf16 on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+pytest.importorskip("triton", reason="a CPU install has no Triton")
+
+from configs.model_config import ModelConfig
+from configs.quantization import FP8_BLOCKS, WeightScales
+from configs.rope import RopeConfig
+from parallel.group import TensorParallelGroup
+from parallel.numerics.arithmetic import LayerContext
+from parallel.numerics.fp8 import FP8, Fp8Matrix, blocks_of, multiply
+from parallel.numerics.kernels.chain_gemm import use_chain_cublas
+from parallel.numerics.kernels.fp8_tile import plain
+from parallel.numerics.weight import ChainWeight, NodeWeight, TensorSource
+from parallel.plan import Span
+from tests.chain_dot import use_chain_dot
+from tests.dense_model import dense_model
+from tests.test_models import Case, Rank, on_ranks
+from worker.dummy_weights import DummyCheckpoint
+from worker.kernels.moe import mixture
+from worker.quantised_weights import QuantisedCheckpoint
+from worker.staged_weights import tensors
+from worker.weights import Checkpoint
+
+ROWS = WeightScales(1, 0, "_scale")
+MATRIX = WeightScales(0, 0, "_scale")
+SMALL = WeightScales(16, 12)  # no step's multiple
+KINDS = [FP8_BLOCKS, ROWS, MATRIX, SMALL]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where the kernels run: interpreted on CPU tensors, or compiled for a GPU."""
+    if request.param == "cpu":
+        request.getfixturevalue("interpreter")
+        use_chain_dot(monkeypatch)
+    else:
+        use_chain_cublas()
+    return torch.device(request.param)
+
+
+class Matrices(TensorSource):
+    """Two random matrices `a` and `b` in FP8."""
+
+    def __init__(self, height: int, width: int, kind: WeightScales) -> None:
+        random = torch.Generator().manual_seed(height + width)
+        self.block = kind.block((height, width))
+        self.values, self.scales = {}, {}
+        for name in "ab":
+            self.values[name] = (torch.randn(height, width, generator=random) * 8).to(FP8)
+            shape = (-(-height // self.block[0]), -(-width // self.block[1]))
+            self.scales[name] = torch.rand(shape, generator=random) + 0.1
+
+    def read_fp8(self, name: str, out: Tensor, scales: Tensor, *, rows: Span, columns: Span) -> None:
+        out.copy_(self.values[name][slice(*rows), slice(*columns)])
+        down, across = blocks_of(rows, self.block[0]), blocks_of(columns, self.block[1])
+        scales.copy_(self.scales[name][slice(*down), slice(*across)])
+
+    def part(self, rows: Sequence[Span], columns: Span, device: torch.device) -> Fp8Matrix:
+        """Rows of `a`, and of `b` below them."""
+        made = Fp8Matrix.empty([self.block] * len(rows), rows, columns, device)
+        made.read(self, "ab"[: len(rows)], rows, columns)
+        return made
+
+    def plain_part(self, rows: Sequence[Span], columns: Span, device: torch.device) -> Tensor:
+        """The same in the activations' type, as a checkpoint is read."""
+        made = []
+        for name, span in zip("ab", rows, strict=False):
+            part = self.values[name][slice(*span), slice(*columns)].to(_dtype(device))
+            scales = self.scales[name][
+                slice(*blocks_of(span, self.block[0])), slice(*blocks_of(columns, self.block[1]))
+            ]
+            multiply(part, scales, self.block, span, columns)
+            made.append(part)
+        return torch.cat(made).to(device)
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16  # the interpreter has no bf16
+
+
+def _x(num_rows: int, width: int, device: torch.device) -> Tensor:
+    random = torch.Generator().manual_seed(num_rows)
+    return torch.randn(num_rows, width, generator=random).to(device, _dtype(device))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        ((Span(0, 256),), Span(0, 384)),
+        ((Span(40, 150), Span(120, 133)), Span(64, 256)),  # they cut blocks
+        ((Span(3, 50),), Span(37, 301)),
+    ],
+)
+def test_products_have_the_bits_of_the_weight_as_it_is_read(
+    device: torch.device, kind: WeightScales, rows: tuple[Span, ...], columns: Span
+) -> None:
+    source = Matrices(256, 384, kind)
+    weight, expected = source.part(rows, columns, device), source.plain_part(rows, columns, device)
+    assert torch.equal(plain(weight, expected.dtype), expected)
+    bias = _x(1, len(weight), device)[0]
+    for num_rows in (1, 17) if device.type == "cpu" else (1, 16, 17, 64, 128, 129, 500):
+        x = _x(num_rows, columns.size, device)
+        found, meant = ChainWeight(weight, bias), ChainWeight(expected, bias)
+        assert torch.equal(found(x), meant(x)), num_rows
+        assert torch.equal(found.in_fp32(x), meant.in_fp32(x)), num_rows
+
+
+@pytest.mark.parametrize("leaf", [32, 48, 128])
+def test_nodes_have_the_bits_of_the_weight_as_it_is_read(device: torch.device, leaf: int) -> None:
+    rows, columns = (Span(0, 40),), Span(96, 480)
+    source = Matrices(40, 512, FP8_BLOCKS)
+    weight, expected = source.part(rows, columns, device), source.plain_part(rows, columns, device)
+    nodes = (Span(0, 1), Span(1, columns.size // leaf))
+    for num_rows in (1, 17) if device.type == "cpu" else (1, 16, 17, 64, 128, 129, 500):
+        x = _x(num_rows, columns.size, device)
+        assert torch.equal(NodeWeight(weight, leaf, nodes)(x), NodeWeight(expected, leaf, nodes)(x)), num_rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 12288), (1536, 4096), (4096, 3072)])
+def test_a_row_of_a_models_product_has_the_bits_that_it_has_among_any_others(n: int, k: int) -> None:
+    use_chain_cublas()
+    cuda = torch.device("cuda")
+    source = Matrices(n, k, FP8_BLOCKS)
+    weight, expected = (of((Span(0, n),), Span(0, k), cuda) for of in (source.part, source.plain_part))
+    x = _x(700, k, cuda)
+    whole = ChainWeight(expected, None)(x)
+    leaf = k // 8
+    nodes = NodeWeight(expected, leaf, [Span(0, 8)])(x)
+    for num_rows in (1, 5, 16, 17, 33, 64, 100, 128, 129, 256, 700):
+        assert torch.equal(ChainWeight(weight, None)(x[:num_rows]), whole[:num_rows]), num_rows
+        assert torch.equal(NodeWeight(weight, leaf, [Span(0, 8)])(x[:num_rows]), nodes[:, :num_rows]), num_rows
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("num_tokens", [1, 20])  # each pair by itself, and pairs by expert
+@pytest.mark.parametrize(("kind", "leaf"), [(FP8_BLOCKS, 32), (FP8_BLOCKS, None), (SMALL, 24), (ROWS, None)])
+def test_experts_have_the_bits_of_the_weights_as_they_are_read(
+    device: torch.device, kind: WeightScales, leaf: int | None, num_tokens: int
+) -> None:
+    num_experts, size, columns = 4, 80, Span(96, 288)
+    into, out_of = Matrices(400, size, kind), Matrices(size, 400, kind)
+    rows, whole = [columns, columns], Span(0, size)
+    w13 = Fp8Matrix.empty([into.block] * 2, rows, whole, device, num_experts)
+    w2 = Fp8Matrix.empty([out_of.block], [whole], columns, device, num_experts)
+    plain13, plain2 = [], []
+    for i in range(num_experts):
+        for source in (into, out_of):
+            for name, values in source.values.items():
+                source.values[name] = values.roll(i + 1, 0)
+                source.scales[name] = source.scales[name] * 1.3
+        w13.read(into, "ab", rows, whole, i)
+        w2.read(out_of, "a", [whole], columns, i)
+        plain13.append(into.plain_part(rows, whole, device))
+        plain2.append(out_of.plain_part([whole], columns, device))
+    x, nodes = _x(num_tokens, size, device) / 32, () if leaf is None else (Span(0, 2), Span(2, columns.size // leaf))
+    router = _x(num_experts, size, device)
+
+    def mixed(*weights: Tensor | Fp8Matrix) -> Tensor:
+        out = torch.full((*((len(nodes),) if nodes else ()), *x.shape), torch.nan, device=device)
+        options = {"top_k": 2, "normalise": True, "round_to": torch.float32, "leaf": leaf, "nodes": nodes}
+        out = out if nodes else out.to(x.dtype)
+        mixture(x, router, *weights, out=out, **options)  # type: ignore[arg-type]
+        return out
+
+    found, expected = mixed(w13, w2), mixed(torch.stack(plain13), torch.stack(plain2))
+    assert found.isfinite().all()
+    if leaf is None and num_tokens == 1:  # elements are not rounded, and steps are others
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+    else:
+        assert torch.equal(found, expected)
+
+
+# ---- sources
+
+
+def _model(**changes: object) -> ModelConfig:
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 20, "vocab_size": 320}
+    sizes |= {"rope": RopeConfig(theta=1e4), "layer_windows": (None, None), "max_position_embeddings": 128}
+    sizes |= {
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": 448,
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": False,
+    }
+    return dense_model(**sizes, **changes)  # type: ignore[arg-type]
+
+
+def _read(source: TensorSource, name: str, rows: Span, columns: Span) -> tuple[Tensor, Tensor]:
+    block = source.scale_block(name)
+    assert block is not None
+    out = torch.empty(rows.size, columns.size, dtype=FP8)
+    scales = torch.empty(blocks_of(rows, block[0]).size, blocks_of(columns, block[1]).size)
+    source.read_fp8(name, out, scales, rows=rows, columns=columns)
+    return out, scales
+
+
+@pytest.mark.parametrize("kind", [None, ROWS, MATRIX, SMALL])
+def test_quantised_weights_are_those_of_the_whole_matrix_wherever_they_are_cut(kind: WeightScales | None) -> None:
+    model = _model(weight_scales=kind, dtype="bfloat16")
+    source, name, shape = (
+        QuantisedCheckpoint(DummyCheckpoint(model), model),
+        "model.layers.0.mlp.down_proj.weight",
+        (96, 448),
+    )
+    assert source.scale_block(name) == (kind or FP8_BLOCKS).block(shape)
+    whole, scales = _read(source, name, Span(0, 96), Span(0, 448))
+    rows, columns = Span(10, 90), Span(130, 390)
+    part, of_part = _read(source, name, rows, columns)
+    assert torch.equal(part.float(), whole[slice(*rows), slice(*columns)].float())
+    height, width = source.scale_block(name)  # type: ignore[misc]
+    assert torch.equal(of_part, scales[slice(*blocks_of(rows, height)), slice(*blocks_of(columns, width))])
+
+    plain_values, quantised = torch.empty(96, 448, dtype=torch.bfloat16), torch.empty(80, 260)
+    DummyCheckpoint(model).read(name, plain_values)
+    source.read(name, quantised, rows=rows, columns=columns)
+    meant = part.float()
+    multiply(meant, of_part, (height, width), rows, columns)
+    assert torch.equal(quantised, meant)
+    # Of three bits after the first, or of the smallest number, the half.
+    smallest = torch.full((80, 260), 2.0**-10)
+    multiply(smallest, of_part, (height, width), rows, columns)
+    meant = plain_values[slice(*rows), slice(*columns)].float()
+    assert ((quantised - meant).abs() <= (meant.abs() / 16).maximum(smallest) * 1.01).all()
+    assert whole.float().abs().max() == 448.0
+
+
+def test_quantising_leaves_zeros_and_what_is_no_product_alone() -> None:
+    model = _model()
+    stored = {name: torch.zeros(it.shape) for name, it in model.stored_tensors().items()}
+    stored["lm_head.weight"] = torch.randn(320, 96)
+    source = QuantisedCheckpoint(Checkpoint.of_tensors(stored, model), model)
+    whole, scales = _read(source, "model.layers.1.self_attn.o_proj.weight", Span(0, 96), Span(0, 120))
+    assert not whole.float().any()
+    assert scales.isfinite().all()
+    out = torch.empty(320, 96)
+    source.read("lm_head.weight", out)
+    assert torch.equal(out, stored["lm_head.weight"])
+    assert source.scale_block("lm_head.weight") is None
+    assert source.bytes_loaded == whole.nbytes + scales.nbytes + out.nbytes
+
+
+# ---- decoders
+
+
+@pytest.fixture
+def keeps_fp8(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on CPU keep FP8, and multiply with it by the interpreted kernels, one at a time of all threads."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch, one_at_a_time = GridExecutor.__call__, threading.Lock()
+
+    def locked(kernel: GridExecutor, *args: object, **kwargs: object) -> None:
+        with one_at_a_time:
+            launch(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", locked)
+    monkeypatch.setattr(LayerContext, "keeps_fp8", True)
+    use_chain_dot(monkeypatch)
+
+
+LEFT = "model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+"""Matrices that a checkpoint in FP8 leaves plain."""
+
+
+def _write_fp8(path: Path, model: ModelConfig, kind: WeightScales) -> None:
+    made, source = {}, QuantisedCheckpoint(DummyCheckpoint(model), replace(model, weight_scales=kind))
+    for name, it in model.stored_tensors().items():
+        if it.may_be_fp8 and name not in LEFT:
+            made[name], made[name + kind.suffix] = _read(source, name, Span(0, it.shape[0]), Span(0, it.shape[1]))
+        else:
+            made[name] = torch.empty(it.shape)
+            source.read(name, made[name])
+    save_file(made, path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kind", "exact", "tp_size"),
+    [(SMALL, True, 2), (FP8_BLOCKS, True, 3), (FP8_BLOCKS, False, 1), (ROWS, False, 2), (MATRIX, False, 3)],
+)
+def test_decoders_with_weights_that_stay_in_fp8_have_the_logits_of_those_that_read_them(
+    tmp_path: Path, kind: WeightScales, exact: bool, tp_size: int, keeps_fp8: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write_fp8(tmp_path, _model(), kind)
+    case, ids, held = Case(None, tmp_path, _model(weight_scales=kind)), [3, 1, 4, 1, 5, 9, 2, 6], []
+
+    def of_rank(group: TensorParallelGroup) -> list[Tensor]:
+        rank = Rank.create(case, group, exact=exact)
+        held.append(sum(it.dtype is FP8 for it in tensors(rank.decoder)))
+        logits = rank.logits([(1, 0, ids)])[0]
+        if exact:
+            assert torch.equal(rank.logits([(2, 0, ids[:5])])[0], logits[:5])
+        return [logits]
+
+    results = on_ranks(tp_size, of_rank)
+    assert held == [2 * 4 - 2] * tp_size, "each layer has four products, and two of the last one's are plain"
+    monkeypatch.setattr(LayerContext, "keeps_fp8", False)
+    [[expected]] = on_ranks(1, of_rank)
+    for [logits] in results:
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(logits, results[0][0])
