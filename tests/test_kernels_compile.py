@@ -86,6 +86,8 @@ class Report:
     """By kernel that was compiled: what the compiler said of each specialisation that it did not take."""
     reductions: dict[str, dict[str, list[str]]]
     """By the block of a row, of the kernels that norm a sum: how the squares lie over the threads, and in which."""
+    fp8_widths: list[str]
+    """Inputs that a thread brings to an MMA from one place, of all products with weights in FP8."""
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +114,11 @@ def test_no_kernel_is_left_out(report: Report) -> None:
     assert report.kernels
     missing = set(report.kernels) - set(report.errors)
     assert not missing, f"compile them too: let `_call_everything` launch {sorted(missing)}"
+
+
+@pytest.mark.slow
+def test_products_with_weights_in_fp8_add_in_the_order_of_plain_ones(report: Report) -> None:
+    assert report.fp8_widths == ["2"]
 
 
 @pytest.mark.slow
@@ -585,6 +592,7 @@ def _compile_everything() -> Report:
         module.has_dependent_launch = lambda device: True
     errors: dict[str, list[str]] = {}
     reductions: dict[str, dict[str, set[str]]] = {}
+    fp8_widths: set[str] = set()
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         _call_everything()
         for kernel, compilation in dict.fromkeys(compiling):
@@ -593,12 +601,14 @@ def _compile_everything() -> Report:
                 compiled = compilation.result()
                 if compiled.metadata.shared > SHARED_BYTES:
                     said.append(f"takes {compiled.metadata.shared} bytes of shared memory")
+                if "mov.b32 $0, $1;" in compiled.asm["ttgir"]:  # of `plain_tile`
+                    fp8_widths.update(re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"]))
                 for length, layout in _layouts_of_sums(compiled.asm["ttgir"]) if kernel.endswith(NORMS) else ():
                     reductions.setdefault(length, {}).setdefault(layout, set()).add(kernel)
             except Exception as error:  # noqa: BLE001 -- the report of all kernels names it
                 said.append("".join(traceback.format_exception(error, limit=-1)))
     ordered = {length: {layout: sorted(it) for layout, it in by.items()} for length, by in reductions.items()}
-    return Report(sorted(_all_kernels()), errors, ordered)
+    return Report(sorted(_all_kernels()), errors, ordered, sorted(fp8_widths))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,9 @@ import torch
 
 from configs.model_config import ModelConfig
 from configs.quantization import FP8_BLOCKS
-from parallel.numerics.fp8 import FP8, LARGEST, blocks_of, multiply
+from parallel.numerics.fp8 import FP8, LARGEST, ROWS_AT_ONCE, blocks_of, multiply
 from parallel.plan import Span
 from worker.weights import AnyCheckpoint
-
-_ROWS_AT_ONCE = 1024
 
 
 class QuantisedCheckpoint(AnyCheckpoint):
@@ -68,7 +66,7 @@ class QuantisedCheckpoint(AnyCheckpoint):
         before, shape = self._source.bytes_loaded, self._shapes[name]
         height, width = self._kind.block(shape)
         down, across = blocks_of(rows, height), blocks_of(columns, width)
-        step = max(1, _ROWS_AT_ONCE // height)
+        step = max(1, ROWS_AT_ONCE // height)
         whole = Span(across.start * width, min(across.stop * width, shape[1]))
         for first in range(down.start, down.stop, step):
             last = min(first + step, down.stop)

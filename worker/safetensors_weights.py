@@ -16,17 +16,17 @@ from pathlib import Path
 import torch
 
 from configs.errors import CheckpointError
+from parallel.numerics.fp8 import FP8
 from parallel.numerics.weight import as_matrix
 from parallel.plan import Span
 from worker.range_reader import RangeReader
 
-_FP8 = torch.float8_e4m3fn
 _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F64": torch.float64,
-    "F8_E4M3": _FP8,
+    "F8_E4M3": FP8,
     "U8": torch.uint8,
 }
 _CHUNK_BYTES = 16 << 20
@@ -68,7 +68,7 @@ class SafetensorsFile:
         return {name: entry.shape for name, entry in self._entries.items()}
 
     def scaled(self) -> set[str]:
-        return {name for name, entry in self._entries.items() if entry.dtype in (_FP8, torch.uint8)}
+        return {name for name, entry in self._entries.items() if entry.dtype in (FP8, torch.uint8)}
 
     def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
         entry = self._entries[name]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number in e4m3."""
-_ROWS_AT_ONCE = 1024
-"""Rows that are multiplied by scales of theirs at once, which bounds the memory for that."""
+ROWS_AT_ONCE = 1024
+"""Rows that are quantised, or multiplied by scales of theirs, at once, which bounds the memory for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ def multiply(out: Tensor, scales: Tensor, block: tuple[int, int], rows: Span, co
     height, width = block
     scales = scales.to(out.device)
     block_of = torch.arange(columns.start, columns.stop, device=out.device) // width - columns.start // width
-    for start in range(rows.start, rows.stop, _ROWS_AT_ONCE):
-        stop = min(start + _ROWS_AT_ONCE, rows.stop)
+    for start in range(rows.start, rows.stop, ROWS_AT_ONCE):
+        stop = min(start + ROWS_AT_ONCE, rows.stop)
         row_of = torch.arange(start, stop, device=out.device) // height - rows.start // height
         part = out[start - rows.start : stop - rows.start]
         part.copy_(part.float() * scales[row_of][:, block_of])
