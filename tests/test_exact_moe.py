@@ -20,7 +20,7 @@ from parallel.numerics.tree import SumTree
 from parallel.plan import Span
 from tests.chain_dot import use_chain_dot
 from worker.kernels import moe
-from worker.kernels.grouped_experts import Tile, Tiles, Tokens
+from worker.kernels.grouped_experts import Biases, Tile, Tiles, Tokens
 from worker.kernels.moe import gated_silu_and_mul, mixture
 from worker.kernels.pair_experts import pair_gate_up
 from worker.kernels.routing import SOFTMAX, Scoring, route, router_logits
@@ -51,14 +51,17 @@ class Shape:
     leaf: int
     num_leaves: int
     normalise: bool = True
+    biased: bool = False
+    """As gpt-oss has them."""
 
 
 SMALL = Shape(5, 3, 24, 16, 5)
 WIDE_LEAVES = Shape(4, 2, 24, 48, 3, normalise=False)  # of more than one step, which is no multiple of them
 NARROW_LEAVES = Shape(4, 2, 24, 8, 9)  # of less than an MMA's step
+GPT_OSS = Shape(4, 3, 24, 16, 3, biased=True)
 QWEN3 = Shape(128, 8, 2048, 64, 12)
 SLOW = pytest.mark.slow  # takes the interpreter seconds
-SHAPES = [NARROW_LEAVES, pytest.param(SMALL, marks=SLOW), pytest.param(WIDE_LEAVES, marks=SLOW)]
+SHAPES = [NARROW_LEAVES, GPT_OSS, pytest.param(SMALL, marks=SLOW), pytest.param(WIDE_LEAVES, marks=SLOW)]
 
 
 @dataclass
@@ -71,6 +74,7 @@ class Case:
     w13: Tensor
     w2: Tensor
     slots: Tensor | None = None
+    biases: Biases | None = None
 
     @classmethod
     def create(cls, shape: Shape, num_tokens: int, device: torch.device, *, seed: int = 0) -> Case:
@@ -83,12 +87,17 @@ class Case:
             return (x * torch.where(torch.rand(sizes, generator=generator) < 0.05, 5.0, 1.0)).to(device, dtype)
 
         experts, columns = shape.num_experts, shape.leaf * shape.num_leaves
+        biases = None
+        if shape.biased:
+            of_router = random(experts + 1).float()
+            biases = Biases(of_router, random(experts, 2 * columns), random(experts, shape.hidden), 0.7, 1.5)
         return cls(
             shape,
             random(num_tokens, shape.hidden) * shape.hidden**0.5,
             0.2 * random(experts + 1, shape.hidden),
             random(experts, 2 * columns, shape.hidden),
             random(experts, shape.hidden, columns),
+            biases=biases,
         )
 
     def of(self, tokens: Any) -> Case:
@@ -100,14 +109,18 @@ class Case:
         columns = slice(start * self.shape.leaf, stop * self.shape.leaf)
         gate, up = self.w13.chunk(2, 1)
         w13 = torch.cat((gate[:, columns], up[:, columns]), 1)
-        shape = replace(self.shape, num_leaves=stop - start)
-        return replace(self, shape=shape, w13=w13, w2=self.w2[:, :, columns].contiguous())
+        shape, biases = replace(self.shape, num_leaves=stop - start), self.biases
+        if biases is not None:
+            of_gate, of_up = biases.gate_up.chunk(2, 1)
+            of_both = torch.cat((of_gate[:, columns], of_up[:, columns]), 1)
+            biases = replace(biases, gate_up=of_both, down=None if start else biases.down)
+        return replace(self, shape=shape, w13=w13, w2=self.w2[:, :, columns].contiguous(), biases=biases)
 
     def run(self, nodes: tuple[tuple[int, int], ...] | None = None, **schedule: Any) -> Tensor:
         nodes = tuple(Span(*node) for node in (((0, self.shape.num_leaves),) if nodes is None else nodes))
         out = torch.full((len(nodes), *self.x.shape), torch.nan, device=self.x.device)
         options = {"top_k": self.shape.top_k, "normalise": self.shape.normalise, "round_to": self.x.dtype}
-        slots = {"slots": self.slots, "first_slot": FIRST_SLOT}
+        slots = {"slots": self.slots, "first_slot": FIRST_SLOT, "biases": self.biases}
         weights = self.router, self.w13, self.w2
         mixture(self.x, *weights, leaf=self.shape.leaf, nodes=nodes, out=out, **options, **slots, **schedule)
         return out
@@ -202,12 +215,20 @@ def test_a_token_has_the_bits_that_it_has_among_any_others(device: torch.device,
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_ranks"),
-    [(2, 3), (12, 2), *(pytest.param(*it, marks=SLOW) for it in ((12, 1), (2, 2), (12, 3), (2, 4), (12, 7)))],
+    ("shape", "num_tokens", "num_ranks"),
+    [
+        (SMALL, 2, 3),
+        (SMALL, 12, 2),
+        (GPT_OSS, 2, 2),
+        (GPT_OSS, 12, 3),
+        *(pytest.param(SMALL, *it, marks=SLOW) for it in ((12, 1), (2, 2), (12, 3), (2, 4), (12, 7))),
+    ],
 )
-def test_any_number_of_ranks_has_the_same_sum(device: torch.device, num_tokens: int, num_ranks: int) -> None:
-    case = Case.create(SMALL, num_tokens, device)
-    whole, num_leaves = case.run()[0], SMALL.num_leaves
+def test_any_number_of_ranks_has_the_same_sum(
+    device: torch.device, shape: Shape, num_tokens: int, num_ranks: int
+) -> None:
+    case = Case.create(shape, num_tokens, device)
+    whole, num_leaves = case.run()[0], shape.num_leaves
     borders = [num_leaves * rank // num_ranks for rank in range(num_ranks + 1)]
     tree = SumTree.of(tuple(Span(a, b) for a, b in itertools.pairwise(borders)))
     nodes: list[Tensor] = []

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    GptOssConfig,
     Llama4TextConfig,
     MixtralConfig,
     Qwen2MoeConfig,
@@ -21,21 +22,23 @@ from transformers import (
 )
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2MLP, DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP, DeepseekV3MoE
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.llama4.modeling_llama4 import Llama4TextMLP, Llama4TextMoe
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from configs.biased_mixture import BiasedMixture
 from configs.errors import ConfigError
 from configs.layers import Axis, MixtureOfExperts
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, ExactArithmetic, LayerContext
 from parallel.numerics.rank_sum import ExactSum
-from parallel.numerics.weight import TensorSource
+from parallel.numerics.weight import TensorSource, as_matrix
 from parallel.plan import LayerShard, Span
 from tests.chain_dot import use_chain_dot
 from tests.test_models import on_ranks
-from worker.layers.experts import CudaExperts, Experts
+from worker.layers.experts import CudaExperts, Experts, ExpertsSpec
 from worker.layers.step import Padding
 
 CPU = torch.device("cpu")
@@ -47,7 +50,7 @@ HIDDEN, COLUMNS, SHARED_COLUMNS, NUM_EXPERTS = 48, 128, 160, 12
 @dataclass(frozen=True)
 class Family:
     block: Callable[[], torch.nn.Module]
-    spec: MixtureOfExperts
+    spec: ExpertsSpec
 
 
 def _qwen(config: type, block: type, **fields: Any) -> Callable[[], torch.nn.Module]:
@@ -114,6 +117,18 @@ def _llama4() -> torch.nn.Module:
     return block
 
 
+def _gpt_oss() -> torch.nn.Module:
+    return GptOssMLP(
+        GptOssConfig(
+            hidden_size=HIDDEN,
+            intermediate_size=COLUMNS,
+            num_local_experts=NUM_EXPERTS,
+            num_experts_per_tok=4,
+            swiglu_limit=0.7,
+        )
+    )
+
+
 QWEN3 = MixtureOfExperts(
     hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=4, intermediate_size=COLUMNS, norm_topk_prob=True
 )
@@ -165,14 +180,25 @@ FAMILIES["llama4"] = Family(
         are_stacked=True,
     ),
 )
+FAMILIES["gpt_oss"] = Family(
+    _gpt_oss,
+    BiasedMixture(
+        hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=4, intermediate_size=COLUMNS, limit=0.7, alpha=1.702
+    ),
+)
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 
 
 class Source(TensorSource):
     """A TensorSource over a block, by the names that its checkpoints have."""
 
-    def __init__(self, block: torch.nn.Module, spec: MixtureOfExperts) -> None:
+    def __init__(self, block: torch.nn.Module, spec: ExpertsSpec) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.read_names: set[str] = set()
+        self.num_read = 0
+        if isinstance(spec, BiasedMixture):
+            self.tensors = {f"{PREFIX}mlp.{name}": tensor for name, tensor in block.state_dict().items()}
+            return
         prefix, (gate_name, up_name, down_name) = PREFIX + spec.name, spec.projections
         for name, tensor in block.state_dict().items():
             if name.startswith("experts.") and spec.are_stacked:
@@ -186,15 +212,14 @@ class Source(TensorSource):
                     self.tensors[f"{prefix}.experts.{expert}.{down_name}.weight"] = down
             else:
                 self.tensors[f"{prefix}.{name}"] = tensor
-        self.read_names: set[str] = set()
-        self.num_read = 0
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
         tensor = self.tensors[name]
+        tensor = tensor.view(as_matrix(tensor.shape))
         tensor = tensor if rows is None else tensor[slice(*rows)]
         tensor = tensor if columns is None else tensor[:, slice(*columns)]
-        assert out.shape == tensor.shape
-        out.copy_(tensor)
+        assert as_matrix(out.shape) == tensor.shape
+        out.copy_(tensor.view(out.shape))
         self.read_names.add(name)
         self.num_read += out.numel()
 
@@ -210,7 +235,7 @@ def _block(family: Family, seed: int = 0) -> torch.nn.Module:
 
 
 def _experts(
-    spec: MixtureOfExperts,
+    spec: ExpertsSpec,
     columns: Span,
     shared_columns: Span,
     group: TensorParallelGroup | None = None,
@@ -248,6 +273,8 @@ def test_a_rank_reads_its_columns_and_no_more(family: Family) -> None:
     source = Source(_block(family), family.spec)
     _experts(family.spec, Span(32, 96), Span(96, 160)).load(source, PREFIX)
     expected = NUM_EXPERTS * (HIDDEN + 3 * 64 * HIDDEN)
+    if isinstance(family.spec, BiasedMixture):
+        expected += NUM_EXPERTS * (1 + 2 * 64 + HIDDEN)
     beside = (HIDDEN if family.spec.shared_gate else 0) + (NUM_EXPERTS if family.spec.choice_bias else 0)
     assert source.num_read == expected + beside + (3 * 64 * HIDDEN if family.spec.shared else 0)
 
@@ -342,9 +369,10 @@ def test_on_a_gpu_the_block_is_as_exact_as_transformers(family: Family, num_toke
     theirs = _expected(block, x).float()
     expected = _expected(block.float(), x.float())
     # transformers rounds its logits to bf16 and may choose other experts by that; where it does, nothing is compared.
-    router = getattr(block, family.spec.router_name).weight
-    chosen = (x.float() @ router.T).topk(family.spec.top_k).indices.sort(1).values
-    rounded = (x @ router.bfloat16().T).topk(family.spec.top_k).indices.sort(1).values
+    router = getattr(block, getattr(family.spec, "router_name", "router"))
+    bias = router.bias if isinstance(family.spec, BiasedMixture) else torch.zeros(NUM_EXPERTS, device=device)
+    chosen = (x.float() @ router.weight.T + bias).topk(family.spec.top_k).indices.sort(1).values
+    rounded = (x @ router.weight.bfloat16().T + bias.bfloat16()).topk(family.spec.top_k).indices.sort(1).values
     same = (chosen == rounded).all(1)
     assert same.float().mean() > 0.5
     y = sum(layer.partial(x, _no_padding(x), torch.full_like(x, torch.nan)).float() for layer in of_cuda)
@@ -391,7 +419,10 @@ def _total(layer: CudaExperts, x: torch.Tensor, padding: Padding) -> torch.Tenso
 @pytest.mark.parametrize("sizes", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in ("qwen2_moe", "deepseek_v3") else pytest.mark.slow) for name in FAMILIES],
+    [
+        pytest.param(name, marks=() if name in ("qwen2_moe", "deepseek_v3", "gpt_oss") else pytest.mark.slow)
+        for name in FAMILIES
+    ],
 )
 def test_exact_kernels_sum_ranks_and_batches_to_the_bits_of_one_token_on_one_rank(
     name: str, sizes: tuple[int, ...], exact_device: torch.device

@@ -18,15 +18,13 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from configs.biased_mixture import BiasedMixture
-from configs.errors import CheckpointError, ConfigError
+from configs.errors import CheckpointError
 from configs.families import FAMILIES
 from configs.layers import DenseMLP, GroupedQueryAttention, HeadGroups
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.rope import RopeConfig
-from parallel.group import TensorParallelGroup
-from parallel.numerics.arithmetic import FAST, LayerContext
-from parallel.plan import ShardPlan, Span, leaf_columns
+from parallel.plan import Span, leaf_columns
 from tests.conftest import ROOT
 from tests.family_checks import (
     check_backend_needs,
@@ -36,7 +34,6 @@ from tests.family_checks import (
     check_greedy_tokens,
 )
 from tests.test_models import Case, check_logits, save
-from worker.layers.experts import Experts
 from worker.layers.rotary import inverse_frequencies
 from worker.weights import Checkpoint, expected_shapes
 
@@ -367,15 +364,6 @@ def test_a_config_that_cannot_be_served_is_refused(
     with pytest.raises(CheckpointError, match=message) as caught:
         _read(tmp_path, model_type, **changes)
     assert str(tmp_path) in str(caught.value)
-
-
-def test_experts_with_biases_are_refused_on_gpus(tmp_path: Path) -> None:
-    model = _read(tmp_path, "gpt_oss", num_local_experts=6, num_experts_per_tok=3)
-    cuda = torch.device("cuda")
-    group = TensorParallelGroup(rank=0, size=1, device=cuda, collectives=None)
-    context = LayerContext(ShardPlan.create(model, 1).layers[0], group, FAST, torch.bfloat16, cuda)
-    with pytest.raises(ConfigError, match=r"experts with biases \(gpt_oss\) are not computed on GPUs yet"):
-        Experts.of(_biased(model), context)
 
 
 def _biased(model: ModelConfig) -> BiasedMixture:

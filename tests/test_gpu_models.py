@@ -30,6 +30,8 @@ MODELS = {
     "qwen2.5-7b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000},
     "qwen3-30b-a3b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000},
     "deepseek-v2-lite": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000},
+    # Two layers with a window and two without; experts with biases, sinks.
+    "gpt-oss-20b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000},
     # A window that prompts leave, and so a pool of its own.
     "gemma-2-2b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000, "sliding_window": 128},
     "gemma-3-1b": {"num_hidden_layers": 7, "vocab_size": 32000, "sliding_window": 128},

@@ -404,6 +404,7 @@ def _call_mixture(
     shared: bool,
     gated: bool = True,
     scoring: routing.Scoring = routing.SOFTMAX,
+    biases: grouped_experts.Biases | None = None,
     fp8: bool = False,
 ) -> None:
     hidden, experts = 2048, _fp8_experts if fp8 else _bf16
@@ -417,6 +418,7 @@ def _call_mixture(
         round_to=torch.bfloat16,
         weight_scale=1.0 if gated else 16.0,
         scoring=scoring,
+        biases=biases,
         out=_bf16(num_tokens, hidden),
         slots=_int64(num_tokens),
         first_slot=64,
@@ -431,6 +433,7 @@ def _call_exact_mixture(
     *,
     num_experts: int,
     top_k: int,
+    biases: grouped_experts.Biases | None = None,
     fp8: bool = False,
 ) -> None:
     hidden, columns, experts = 2048, leaf * nodes[-1][1], _fp8_experts if fp8 else _bf16
@@ -444,6 +447,7 @@ def _call_exact_mixture(
         top_k=top_k,
         normalise=True,
         round_to=torch.bfloat16,
+        biases=biases,
         out=torch.empty(len(nodes), num_tokens, hidden),
         slots=_int64(num_tokens),
         first_slot=64,
@@ -528,6 +532,13 @@ def _call_everything() -> None:
     for num_tokens in (1, 16, 256, 1024, 8192):
         _call_exact_mixture(num_tokens, 64, ((0, 12),), num_experts=128, top_k=8)
         _call_exact_mixture(num_tokens, 64, ((0, 12),), num_experts=128, top_k=8, fp8=True)
+    # gpt-oss-20b on one rank and on two; the router's biases are one more here, as the gate is.
+    of_two = [
+        grouped_experts.Biases(torch.empty(33), _bf16(32, 2880), it, 7.0, 1.702) for it in (_bf16(32, 2048), None)
+    ]
+    for num_tokens, biases in itertools.product((1, 64), of_two):
+        _call_mixture(num_tokens, 1440, num_experts=32, top_k=4, shared=False, biases=biases)
+        _call_exact_mixture(num_tokens, 64, ((0, 22),), num_experts=32, top_k=4, biases=biases)
     for num_tokens in (1, 8192):
         _call_exact_mixture(num_tokens, 512, ((0, 1), (1, 28)), num_experts=8, top_k=2)
     for num_ranks, size in itertools.product((2, 3, 4), (576, 4096)):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
-from worker.kernels.grouped_experts import Tile, Tiles
+from worker.kernels.grouped_experts import Biases, Tile, Tiles
 from worker.kernels.moe import choose_tiles, mixture
 from worker.kernels.routing import SOFTMAX, Routes, Scoring, max_blocks, route, router_logits
 
@@ -61,6 +61,8 @@ class Shape:
     """Of four, from which a token's experts are; then they are chosen by sigmoids and a bias."""
     scales_input: bool = False
     """With sigmoids."""
+    biased: bool = False
+    """As gpt-oss has them."""
 
 
 QWEN3 = Shape(128, 8, 32, 32)
@@ -68,6 +70,7 @@ QWEN2 = Shape(60, 4, 48, 96, normalise=False)  # numbers that no tile divides
 MIXTRAL = Shape(8, 2, 64, 160)
 DEEPSEEK = Shape(16, 6, 48, 96, normalise=False, weight_scale=2.5, shared_gate=False)
 DEEPSEEK_V3 = Shape(20, 3, 48, 96, weight_scale=2.5, shared_gate=False, top_groups=2)
+GPT_OSS = Shape(6, 3, 48, 96, biased=True)
 LLAMA4 = Shape(6, 1, 48, 96, normalise=False, shared_gate=False, scales_input=True)
 SLOW = pytest.mark.slow  # takes the interpreter seconds
 
@@ -95,6 +98,10 @@ class Case:
         self.shared = random(num_tokens, hidden) if shared else None
         self.slots: torch.Tensor | None = None
         self.scoring = Scoring(True, scales_input=True) if shape.scales_input else SOFTMAX
+        self.biases = None
+        if shape.biased:
+            of_router = random(experts).float()
+            self.biases = Biases(of_router, random(experts, 2 * columns), random(experts, hidden), 0.7, 1.5)
         if shape.top_groups:
             self.scoring = Scoring(True, torch.randn(experts, generator=generator).to(device), 4, shape.top_groups)
 
@@ -109,6 +116,7 @@ class Case:
             normalise=self.shape.normalise,
             weight_scale=self.shape.weight_scale,
             scoring=self.scoring,
+            biases=self.biases,
             round_to=round_to,
             out=out,
             slots=self.slots,
@@ -122,6 +130,8 @@ class Case:
         """By torch, expert after expert, every product of the experts in `dtype`."""
         num_experts, top_k = self.shape.num_experts, self.shape.top_k
         logits = self.x.float() @ self.router.float().T
+        if self.biases is not None:
+            logits += self.biases.router
         weights, chosen = logits[:, :num_experts].softmax(1).topk(top_k)
         if self.shape.scales_input:
             weights = logits[:, :num_experts].topk(top_k).values.sigmoid()
@@ -143,7 +153,16 @@ class Case:
             gate, up = F.linear(weight * given if self.shape.scales_input else given, self.w13[expert].to(dtype)).chunk(
                 2, dim=1
             )
-            part = F.linear(F.silu(gate) * up, self.w2[expert].to(dtype)) * (1 if self.shape.scales_input else weight)
+            down, bias = self.w2[expert].to(dtype), None
+            if (biases := self.biases) is None:
+                hidden = F.silu(gate) * up
+            else:
+                of_gate, of_up = biases.gate_up[expert].to(dtype).chunk(2)
+                gate, up = (gate + of_gate).clamp(max=biases.limit), (up + of_up).clamp(-biases.limit, biases.limit)
+                hidden = (up + 1) * gate * (biases.alpha * gate).sigmoid()
+                assert biases.down is not None
+                bias = biases.down[expert].to(dtype)
+            part = F.linear(hidden, down, bias) * (1 if self.shape.scales_input else weight)
             y.index_add_(0, tokens, part)
         if self.shared is not None:
             gate = logits[:, num_experts:].sigmoid().to(dtype) if self.shape.shared_gate else 1.0
@@ -171,6 +190,8 @@ class Case:
         (DEEPSEEK_V3, 12),
         (LLAMA4, 5),
         (LLAMA4, 12),
+        (GPT_OSS, 5),
+        (GPT_OSS, 12),
         *(pytest.param(*it, marks=SLOW) for it in ((QWEN3, 5), (QWEN2, 17), (MIXTRAL, 300))),
     ],
 )

@@ -34,11 +34,25 @@ def silu_and_mul(gate, up):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
+@triton.jit
+def activated(gate, up, bias_ptr, expert, columns, width, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """What `Biases` says of gate and up [..., columns], or silu(gate) * up where there are no biases."""
+    if LIMIT is None:
+        hidden = silu_and_mul(gate, up)
+    else:
+        bias = bias_ptr + expert * (2 * width) + tl.minimum(columns, width - 1)
+        gate = tl.minimum(gate + tl.load(bias).to(tl.float32), LIMIT)
+        up = tl.minimum(tl.maximum(up + tl.load(bias + width).to(tl.float32), -LIMIT), LIMIT)
+        hidden = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+    return hidden
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _grouped_gate_up_kernel(
-    hidden_ptr, x_ptr, w13_ptr, scales_ptr, blocks_ptr, factors_ptr, pairs_ptr, counts_ptr, num_tokens, num_experts,
-    x_stride, width, size, FORMAT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    hidden_ptr, x_ptr, w13_ptr, scales_ptr, blocks_ptr, b13_ptr, factors_ptr, pairs_ptr, counts_ptr, num_tokens,
+    num_experts, x_stride, width, size, FORMAT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """hidden[pair] of a block of pairs of one expert, BLOCK_N columns of it.
 
@@ -79,22 +93,22 @@ def _grouped_gate_up_kernel(
     let_next_start(DEPENDENT)
     if factors_ptr is not None:
         gate *= tl.load(factors_ptr + pair, mask=places < count, other=0.0)[:, None]
-    hidden = silu_and_mul(gate, up).to(hidden_ptr.dtype.element_ty)
+    hidden = activated(gate, up, b13_ptr, expert, columns, width, LIMIT, ALPHA).to(hidden_ptr.dtype.element_ty)
     stored = (places < count)[:, None] & (columns < width)[None, :]
     tl.store(hidden_ptr + pair.to(tl.int64)[:, None] * width + columns[None, :], hidden, mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs", "first_column"])
 def _grouped_down_kernel(
-    y_ptr, hidden_ptr, w2_ptr, scales_ptr, blocks_ptr, weights_ptr, pairs_ptr, counts_ptr, num_tokens, num_pairs,
-    num_experts, width, size, first_column, num_columns, FORMAT: tl.constexpr, LEAF: tl.constexpr,
+    y_ptr, hidden_ptr, w2_ptr, scales_ptr, blocks_ptr, b2_ptr, weights_ptr, pairs_ptr, counts_ptr, num_tokens,
+    num_pairs, num_experts, width, size, first_column, num_columns, FORMAT: tl.constexpr, LEAF: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     EVICTION: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """y[pair] = weight * (w2[expert] @ hidden[pair]) of a block of pairs of one expert, BLOCK_N columns of it.
 
     With a LEAF, y[leaf, pair] = w2[expert] @ hidden[pair] over each LEAF of the width, unweighted. Of the output's
-    columns, y has `num_columns` from `first_column` on.
+    columns, y has `num_columns` from `first_column` on. A bias is part of the product, or of the first leaf's.
     """
     follow(DEPENDENT)
     num_column_blocks = tl.cdiv(num_columns, BLOCK_N)
@@ -112,6 +126,9 @@ def _grouped_down_kernel(
     rows = tl.minimum(first_column + columns, size - 1)
     w_rows = w2_ptr + expert * width * size + rows.to(tl.int64)[:, None] * width
     w_scales = scales_of(scales_ptr, blocks_ptr, rows, FORMAT)
+    bias = tl.zeros([BLOCK_N], tl.float32)
+    if b2_ptr is not None:
+        bias = tl.load(b2_ptr + expert * size + rows).to(tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     num_steps = tl.cdiv(width, BLOCK_K)
     if LEAF is not None:
@@ -138,11 +155,15 @@ def _grouped_down_kernel(
             leaf_ends = step % leaf_steps == leaf_steps - 1
             if leaf_ends:
                 y_leaf = y_ptr + leaf.to(tl.int64) * num_pairs * num_columns
+                if b2_ptr is not None:
+                    acc += tl.where(leaf == 0, bias, 0.0)[None, :]
                 tl.store(y_leaf + pair[:, None] * num_columns + columns[None, :], acc, mask=stored)
                 acc = tl.zeros_like(acc)
     let_next_start(DEPENDENT)
     if LEAF is None:
         weight = tl.load(weights_ptr + pair, mask=places < count, other=0.0)
+        if b2_ptr is not None:
+            acc += bias[None, :]
         y = (acc * weight[:, None]).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + pair.to(tl.int64)[:, None] * num_columns + columns[None, :], y, mask=stored)
 
@@ -167,6 +188,21 @@ class Tiles:
 
 
 @dataclass(frozen=True, slots=True)
+class Biases:
+    """What experts with biases have besides their weights (gpt-oss): their activation is (up + 1) * gate *
+    sigmoid(alpha * gate), of gate and up with their biases, clamped to the limit, gate from above alone."""
+
+    router: torch.Tensor
+    """[num_experts] fp32."""
+    gate_up: torch.Tensor
+    """[num_experts, 2 * width] of this rank's columns: gate, then up."""
+    down: torch.Tensor | None
+    """[num_experts, size], on the one rank that adds it, which is that of the first columns."""
+    limit: float
+    alpha: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """A layer's tokens and their routing, as every kernel knows them."""
 
@@ -181,6 +217,14 @@ class Tokens:
     round_to: torch.dtype
     shared: torch.Tensor | None
     scoring: Scoring = SOFTMAX
+    biases: Biases | None = None
+
+    @property
+    def activation(self) -> tuple[torch.Tensor | None, dict[str, float | None]]:
+        """The biases of gate and up, and the kernels' arguments for the activation."""
+        if self.biases is None:
+            return None, {"LIMIT": None, "ALPHA": None}
+        return self.biases.gate_up, {"LIMIT": self.biases.limit, "ALPHA": self.biases.alpha}
 
     @property
     def places(self) -> tuple[torch.Tensor, torch.Tensor | None, int, int, int, int]:
@@ -214,12 +258,14 @@ def grouped_gate_up(tokens: Tokens, counts: torch.Tensor, w13: AnyWeight, tiles:
     hidden = torch.empty((num_tokens * tokens.top_k, width), dtype=tokens.x.dtype, device=w13.device)
     tile = tiles.gate_up
     values, scales, blocks, block_k, weight_format = pieces_of(w13, tile.block_k)
+    bias, activation = tokens.activation
     _grouped_gate_up_kernel[(num_blocks * triton.cdiv(width, tile.block_n),)](
         hidden,
         tokens.x,
         values,
         scales,
         blocks,
+        bias,
         routes.weights if tokens.scoring.scales_input else None,
         routes.pairs,
         routes.counts,
@@ -236,6 +282,7 @@ def grouped_gate_up(tokens: Tokens, counts: torch.Tensor, w13: AnyWeight, tiles:
         BLOCK_K=block_k,
         EVEN_K=size % block_k == 0,
         STAGES=tile.num_stages,
+        **activation,
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -251,11 +298,13 @@ def grouped_down(
     tiles: Tiles,
     y: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
     first_column: int = 0,
     leaf: int | None = None,
 ) -> None:
-    """Every pair's down product, in `y` [num_pairs, size] times its weight; or over each `leaf` of the width alone, in
-    `y` [num_leaves, num_pairs, num_columns] fp32, of less than 2 ** 31 elements: columns from `first_column` on."""
+    """Every pair's down product and `bias`, in `y` [num_pairs, size] times its weight; or over each `leaf` of the width
+    alone, in `y` [num_leaves, num_pairs, num_columns] fp32, of less than 2 ** 31 elements: columns from `first_column`
+    on."""
     (num_pairs, width), (num_experts, size, _) = hidden.shape, w2.shape
     (num_tokens, top_k), num_columns = routes.weights.shape, y.shape[-1]
     tile, dependent = tiles.down, has_dependent_launch(y.device)
@@ -268,6 +317,7 @@ def grouped_down(
         values,
         scales,
         blocks,
+        bias,
         routes.weights,
         routes.pairs,
         routes.counts,

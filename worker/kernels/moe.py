@@ -28,6 +28,7 @@ from parallel.numerics.kernels.fp8_tile import AnyWeight
 from parallel.numerics.kernels.node_gemm import add_leaf, border, pack_parts
 from parallel.plan import Span
 from worker.kernels.grouped_experts import (
+    Biases,
     Tile,
     Tiles,
     Tokens,
@@ -155,6 +156,7 @@ def mixture(
     first_slot: int = 0,
     weight_scale: float = 1.0,
     scoring: Scoring = SOFTMAX,
+    biases: Biases | None = None,
     shared: torch.Tensor | None = None,
     leaf: int | None = None,
     nodes: tuple[Span, ...] = (),
@@ -178,6 +180,7 @@ def mixture(
         slots: [num_tokens] int64, or None: tokens whose slot is below `first_slot` are padding. They read no expert and
             their rows become 0.
         weight_scale: factor of the weights, before they are rounded.
+        biases: of experts that have some, and an activation of theirs; without a shared expert.
         shared: [num_tokens, size] of x's dtype, contiguous: the shared expert's part. Not with leaves.
         leaf: columns of a leaf, which divide the width. None: the sum is not one of exact numerics.
         nodes: the leaves below each; one after the other, from the rank's first leaf to its last.
@@ -196,9 +199,9 @@ def mixture(
     counts = None
     if width > 0 and tiles.block_m > 1:
         counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
-    logits = router_logits(x, router, counts)
+    logits = router_logits(x, router, counts, None if biases is None else biases.router)
     tokens = Tokens(
-        x, logits, slots, first_slot, num_experts, top_k, normalise, weight_scale, round_to, shared, scoring
+        x, logits, slots, first_slot, num_experts, top_k, normalise, weight_scale, round_to, shared, scoring, biases
     )
     if counts is not None:
         _sum_groups(tokens, counts, w13, w2, leaf, nodes, tiles, most_bytes, out)
@@ -230,7 +233,8 @@ def _sum_groups(
     for first_column in range(0, size, step):
         num_columns = min(step, size - first_column)
         y = room[: num_leaves * len(hidden) * num_columns].view(num_leaves, len(hidden), num_columns)
-        grouped_down(hidden, w2, routes, tiles, y, first_column=first_column, leaf=leaf)
+        bias = None if tokens.biases is None else tokens.biases.down
+        grouped_down(hidden, w2, routes, tiles, y, bias=bias, first_column=first_column, leaf=leaf)
         _combine(y, None if leaf is None else routes.weights, tokens.top_k, tokens, nodes, first_column, out)
 
 

@@ -16,7 +16,7 @@ from parallel.numerics.kernels.node_gemm import add_leaf, border, cut_nodes, pac
 from parallel.numerics.kernels.tree_sum import sum_subtrees
 from parallel.numerics.tree import additions_of
 from parallel.plan import Span
-from worker.kernels.grouped_experts import MMA_ROWS, Tile, Tiles, Tokens, fitting, fitting_leaf, silu_and_mul
+from worker.kernels.grouped_experts import MMA_ROWS, Tile, Tiles, Tokens, activated, fitting, fitting_leaf
 from worker.kernels.routing import (
     TRITON_DTYPES,
     compare_logits,
@@ -36,14 +36,16 @@ _MAX_CUTS = 4
 
 @triton.jit(do_not_specialize=["first_slot", "part_stride"])
 def _pair_gate_up_kernel(
-    hidden_ptr, experts_ptr, weights_ptr, x_ptr, w13_ptr, scales_ptr, blocks_ptr, bias_ptr, logits_ptr, slots_ptr,
-    first_slot, num_experts, logits_stride, part_stride, x_stride, width, size, FORMAT: tl.constexpr,
+    hidden_ptr, experts_ptr, weights_ptr, x_ptr, w13_ptr, scales_ptr, blocks_ptr, b13_ptr, bias_ptr, logits_ptr,
+    slots_ptr, first_slot, num_experts, logits_stride, part_stride, x_stride, width, size, FORMAT: tl.constexpr,
     PARTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, WEIGHT_SCALE: tl.constexpr,
     ROUND_TO: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     STAGES: tl.constexpr, EXACT: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr, SCALES_INPUT: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_G: tl.constexpr, SCALES_INPUT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """hidden[pair] = silu(w13[expert, :width] @ x[token]) * (w13[expert, width:] @ x[token]), and who the expert is.
+    """hidden[pair] = silu(w13[expert, :width] @ x[token]) * (w13[expert, width:] @ x[token]), and who the expert is;
+    with biases as `activated` has it.
 
     SCALES_INPUT: by the weight, as factors do in `_grouped_gate_up_kernel`. EXACT: by MMAs, of which the pair's row is
     the first and the others are zeros, so that the bits are those of a grouped product.
@@ -107,7 +109,7 @@ def _pair_gate_up_kernel(
             gate, up = tl.sum(gate, 1), tl.sum(up, 1)
         if SCALES_INPUT:
             gate *= factor
-        hidden = silu_and_mul(gate, up)
+        hidden = activated(gate, up, b13_ptr, expert.to(tl.int64), columns, width, LIMIT, ALPHA)
         if EXACT:
             columns = tl.broadcast_to(columns[None, :], [_ROWS, BLOCK_N])
             stored = stored[None, :] & is_row
@@ -116,14 +118,15 @@ def _pair_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["first_slot", "part_stride", "low", "high"])
 def _pair_down_kernel(
-    out_ptr, hidden_ptr, w2_ptr, scales_ptr, blocks_ptr, experts_ptr, weights_ptr, shared_ptr, logits_ptr, slots_ptr,
-    first_slot, num_experts, logits_stride, part_stride, low, high, width, size, FORMAT: tl.constexpr,
+    out_ptr, hidden_ptr, w2_ptr, scales_ptr, blocks_ptr, b2_ptr, experts_ptr, weights_ptr, shared_ptr, logits_ptr,
+    slots_ptr, first_slot, num_experts, logits_stride, part_stride, low, high, width, size, FORMAT: tl.constexpr,
     PARTS: tl.constexpr, GATED: tl.constexpr, LEAF: tl.constexpr, DEPTH: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out[token] = sum over its pairs of weight * (w2[expert] @ hidden[pair]), and the shared expert, perhaps gated.
 
-    With a LEAF, out[part, token] = the subtree of this part, BLOCK_N columns of it; 0 for padding.
+    With a LEAF, out[part, token] = the subtree of this part, BLOCK_N columns of it; 0 for padding. A bias is part of
+    the product, or of the first leaf's.
     """
     token, part = tl.program_id(0), tl.program_id(2)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -177,6 +180,9 @@ def _pair_down_kernel(
         else:
             product = tl.dot(h, w.T, product, input_precision="ieee")
             if step % steps == steps - 1:
+                if b2_ptr is not None:
+                    bias = tl.load(b2_ptr + expert * size + rows).to(tl.float32)
+                    product += tl.where(leaf == 0, bias, 0.0)[None, :]
                 acc = tl.fma(tl.load(weights_ptr + pair), product, acc)
                 product = tl.zeros_like(product)
                 if step % (TOP_K * steps) == TOP_K * steps - 1:
@@ -184,6 +190,11 @@ def _pair_down_kernel(
     inside = columns < size
     if LEAF is None:
         total = tl.sum(acc, 1)
+        if b2_ptr is not None:
+            for choice in tl.static_range(TOP_K):
+                expert = tl.load(experts_ptr + token * TOP_K + choice, mask=live, other=0).to(tl.int64)
+                weight = tl.load(weights_ptr + token * TOP_K + choice, mask=live, other=0.0)
+                total += weight * tl.load(b2_ptr + expert * size + rows).to(tl.float32)
         if shared_ptr is not None:
             gate_ptr = logits_ptr + token * logits_stride + num_experts
             total += shared_of(shared_ptr + token * size, gate_ptr, columns, live, inside, part_stride, PARTS, GATED)
@@ -223,6 +234,7 @@ def sum_pairs(
         values,
         scales,
         blocks,
+        None if tokens.biases is None else tokens.biases.down,
         experts,
         weights,
         tokens.shared,
@@ -258,6 +270,7 @@ def pair_gate_up(
     num_pairs, width = len(tokens.x) * tokens.top_k, w13.shape[1] // 2
     size, device, dependent = w13.shape[2], w13.device, has_dependent_launch(w13.device)
     values, scales, blocks, block_k, weight_format = pieces_of(w13, tile.block_k)
+    bias, activation = tokens.activation
     hidden = torch.empty((num_pairs, width), dtype=tokens.x.dtype, device=device)
     experts = torch.empty(num_pairs, dtype=torch.int32, device=device)
     weights = torch.empty(num_pairs, dtype=torch.float32, device=device)
@@ -269,6 +282,7 @@ def pair_gate_up(
         values,
         scales,
         blocks,
+        bias,
         tokens.scoring.bias,
         *tokens.places,
         tokens.x.stride(0),
@@ -288,6 +302,7 @@ def pair_gate_up(
         EXACT=exact,
         **tokens.scoring.constants,
         SCALES_INPUT=tokens.scoring.scales_input,
+        **activation,
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -209,7 +209,7 @@ def find_block(counts_ptr, block, num_experts, BLOCK_E: tl.constexpr, BLOCK_M: t
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _logits_kernel(
-    logits_ptr, counts_ptr, x_ptr, weight_ptr, num_tokens, num_experts, N, K, x_stride, PARTS: tl.constexpr,
+    logits_ptr, counts_ptr, x_ptr, weight_ptr, bias_ptr, num_tokens, num_experts, N, K, x_stride, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -233,6 +233,9 @@ def _logits_kernel(
         else:
             x, w = tl.load(x_rows + k, mask=k < K, other=0.0), tl.load(w_rows + k, mask=k < K, other=0.0)
         acc = tl.dot(x, w.T, acc, input_precision="ieee")
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0)
+        acc += tl.where(part == 0, bias, 0.0)[None, :]
     out = logits_ptr + (part * num_tokens + rows).to(tl.int64)[:, None] * N + columns[None, :]
     tl.store(out, acc, mask=present & (columns < N)[None, :])
 
@@ -329,16 +332,19 @@ class Routes:
     """[num_experts] int32."""
 
 
-def router_logits(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
-    """Parts of x @ weight.T in fp32. Their bits do not depend on the other rows of x.
+def router_logits(
+    x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Parts of x @ weight.T + bias in fp32. Their bits do not depend on the other rows of x.
 
     Args:
         x: [num_tokens, hidden], at least one token; elements of a row side by side.
         weight: [num_logits, hidden] of x's dtype, contiguous.
         counts: [num_experts] int32 or None, at most one for each logit: set to 0, as `route` wants them.
+        bias: [num_logits] fp32 or None, which is 0.
 
     Returns:
-        [LOGIT_PARTS, num_tokens, num_logits] fp32, whose sum over the first dimension is the product.
+        [LOGIT_PARTS, num_tokens, num_logits] fp32, whose sum over the first dimension is that.
     """
     (num_tokens, hidden), num_logits = x.shape, len(weight)
     assert counts is None or len(counts) <= num_logits, "the product's programs reach so many counts"
@@ -350,6 +356,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor | 
         counts,
         x,
         weight,
+        bias,
         num_tokens,
         0 if counts is None else len(counts),
         num_logits,

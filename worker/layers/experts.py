@@ -7,6 +7,8 @@ is decided elsewhere: spans come from outside.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,9 @@ from parallel.plan import Span
 from worker.kernels.cpu_pointwise import act_and_mul, clamped_act_and_mul, softmax
 from worker.layers.mlp import MLP
 from worker.layers.step import Padding
+
+if TYPE_CHECKING:  # a CPU install has no Triton
+    from worker.kernels.grouped_experts import Biases
 
 ExpertsSpec = MixtureOfExperts | BiasedMixture
 _CUT = Cut(Axis.EXPERT_COLUMNS, 1)
@@ -96,8 +101,6 @@ class CudaExperts(Experts):
     """
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
-        if isinstance(spec, BiasedMixture):
-            raise ConfigError("experts with biases (gpt_oss) are not computed on GPUs yet; set device=cpu")
         from worker.kernels.routing import Scoring  # a CPU install has no Triton
 
         super().__init__(spec, context)
@@ -118,6 +121,7 @@ class CudaExperts(Experts):
         self._context = context
         self._w13: torch.Tensor | Fp8Matrix | None = None
         self._w2: torch.Tensor | Fp8Matrix | None = None
+        self._biases: Biases | None = None
 
     def load(self, source: TensorSource, prefix: str) -> None:
         spec, width = self._spec, self._columns.size
@@ -126,8 +130,25 @@ class CudaExperts(Experts):
             return
         self._w13 = self._context.empty(spec.num_experts, 2 * width, spec.hidden_size)
         self._w2 = self._context.empty(spec.num_experts, spec.hidden_size, width)
+        if isinstance(spec, BiasedMixture):
+            self._load_biased(spec, source, prefix, self._w13, self._w2)
+            return
         for i, (gate_up, down) in enumerate(zip(self._w13, self._w2, strict=True)):
             self._read_expert(source, prefix, i, gate_up, down)
+
+    def _load_biased(self, spec: BiasedMixture, source: TensorSource, prefix: str, w13: Tensor, w2: Tensor) -> None:
+        from worker.kernels.grouped_experts import Biases  # a CPU install has no Triton
+
+        context, columns = self._context, self._columns
+        router = torch.empty(spec.num_experts, device=context.device)
+        source.read(prefix + spec.router_bias.name, router)
+        gate_up, down = context.empty(spec.num_experts, 2 * columns.size), context.empty(*spec.down_bias.shape)
+        for i, parts in enumerate(_read_biased(source, prefix, spec, context)):
+            for into, part in zip((w13[i], w2[i], gate_up[i]), parts, strict=True):
+                into.copy_(part)
+        source.read(prefix + spec.down_bias.name, down)
+        is_first = columns.start == 0
+        self._biases = Biases(router, gate_up, down if is_first else None, spec.limit, spec.alpha)
 
     def _load_fp8(self, source: TensorSource, prefix: str) -> bool:
         """Reads the experts if all of them are to stay in FP8."""
@@ -171,6 +192,7 @@ class CudaExperts(Experts):
             round_to=self._round_to,
             weight_scale=spec.weight_scale,
             scoring=self._scoring,
+            biases=self._biases,
             out=out[: len(nodes)] if is_exact else out,
             slots=slots,
             first_slot=first_slot,
@@ -211,7 +233,10 @@ class CpuExperts(Experts):
         if isinstance(self._spec, BiasedMixture):
             bias = torch.empty(self._spec.router_bias.shape)
             source.read(prefix + self._spec.router_bias.name, bias)
-            self._load_stacked(self._spec, source, prefix)
+            for parts in _read_biased(source, prefix, self._spec, self._context):
+                self._keep(*parts)
+            self._down_bias = self._context.empty(*self._spec.down_bias.shape)
+            source.read(prefix + self._spec.down_bias.name, self._down_bias)
         else:
             gate_up = self._context.empty(2 * self._columns.size, self._spec.hidden_size)
             down = self._context.empty(self._spec.hidden_size, self._columns.size)
@@ -219,22 +244,6 @@ class CpuExperts(Experts):
                 self._read_expert(source, prefix, i, gate_up, down)
                 self._keep(gate_up, down)
         self._router = CpuWeight(router, bias)
-
-    def _load_stacked(self, spec: BiasedMixture, source: TensorSource, prefix: str) -> None:
-        """Reads tensors of all experts, whose inputs come first and in which columns of gate and up take turns."""
-        context, columns = self._context, self._columns
-        gate_up = context.empty(spec.num_experts, spec.hidden_size, 2 * columns.size)
-        gate_up_bias = context.empty(spec.num_experts, 2 * columns.size)
-        for tensor, out in ((spec.gate_up, gate_up), (spec.gate_up_bias, gate_up_bias)):
-            assert tensor.cut is not None
-            source.read(prefix + tensor.name, out, columns=context.shard.span_of(tensor.cut))
-        down = context.empty(columns.size, spec.hidden_size)
-        for expert in range(spec.num_experts):
-            start, stop = (expert * spec.intermediate_size + column for column in columns)
-            source.read(prefix + spec.down.name, down, rows=Span(start, stop))
-            self._keep(_parted(gate_up[expert].t()), down.t(), _parted(gate_up_bias[expert]))
-        self._down_bias = context.empty(spec.num_experts, spec.hidden_size)
-        source.read(prefix + spec.down_bias.name, self._down_bias)
 
     def _keep(self, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None) -> None:
         """Packs a copy of the next expert: [2 * columns, hidden_size], [hidden_size, columns], [2 * columns]."""
@@ -356,6 +365,24 @@ def _read_stacked(
     part = torch.empty_like(down.t(), memory_format=torch.contiguous_format)
     source.read(prefix + all_down.name, part, rows=Span(*(i * size + it for it in columns)))
     down.copy_(part.t())
+
+
+def _read_biased(
+    source: TensorSource, prefix: str, spec: BiasedMixture, context: LayerContext
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """This rank's columns of each expert, from tensors of all, whose inputs come first and in which columns of gate and
+    up take turns: [2 * columns, hidden_size] and [hidden_size, columns], to be copied, and the bias [2 * columns]."""
+    columns = context.shard[Axis.EXPERT_COLUMNS]
+    gate_up = context.empty(spec.num_experts, spec.hidden_size, 2 * columns.size)
+    bias = context.empty(spec.num_experts, 2 * columns.size)
+    for tensor, out in ((spec.gate_up, gate_up), (spec.gate_up_bias, bias)):
+        assert tensor.cut is not None
+        source.read(prefix + tensor.name, out, columns=context.shard.span_of(tensor.cut))
+    down = context.empty(columns.size, spec.hidden_size)
+    for expert in range(spec.num_experts):
+        start, stop = (expert * spec.intermediate_size + column for column in columns)
+        source.read(prefix + spec.down.name, down, rows=Span(start, stop))
+        yield _parted(gate_up[expert].t()), down.t(), _parted(bias[expert])
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
