@@ -395,12 +395,12 @@ def test_a_chains_columns_are_checked_against_fewer_of_them(monkeypatch: pytest.
     from parallel.numerics.kernels import chain_gemm
 
     weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).half()
-    self_test._check_columns(weight, 16)
+    self_test._check_columns(weight, 16, weight.dtype)
     right = chain_gemm.chain_gemm
     wrong = lambda x, weight, *given, **out: right(x, weight, *given, **out).mul_(_wrong(len(weight), 32))  # noqa: E731
     monkeypatch.setattr(chain_gemm, "chain_gemm", wrong)
     with pytest.raises(EngineError, match="a product's column depends on the columns beside it"):
-        self_test._check_columns(weight, 16)
+        self_test._check_columns(weight, 16, weight.dtype)
 
 
 def test_nodes_that_a_norm_adds_are_checked_against_their_tree(
