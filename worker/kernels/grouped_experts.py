@@ -36,7 +36,7 @@ def silu_and_mul(gate, up):
 
 @triton.jit
 def activated(gate, up, bias_ptr, expert, columns, width, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """What `Biases` says of gate and up [..., columns], or silu(gate) * up where there are no biases."""
+    """The activation of `Biases` of gate and up [..., columns]; silu(gate) * up where there are none."""
     if LIMIT is None:
         hidden = silu_and_mul(gate, up)
     else:
@@ -189,8 +189,8 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Biases:
-    """What experts with biases have besides their weights (gpt-oss): their activation is (up + 1) * gate *
-    sigmoid(alpha * gate), of gate and up with their biases, clamped to the limit, gate from above alone."""
+    """The rest of experts with biases, as gpt-oss has them. Their activation is (up + 1) * gate * sigmoid(alpha *
+    gate), of gate and up with their biases, clamped to the limit, gate from above alone."""
 
     router: torch.Tensor
     """[num_experts] fp32."""
