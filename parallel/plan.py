@@ -10,6 +10,7 @@ import heapq
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from configs.kv_pages import PageBytes, dtype_bytes
@@ -194,6 +195,11 @@ def vocab_granule(vocab_size: int, tp_size: int) -> int:
     while granule > 1 and -(-vocab_size // granule) < tp_size:
         granule //= 2
     return granule
+
+
+def as_matrix(shape: Sequence[int]) -> tuple[int, ...]:
+    """Rows and columns of a tensor: one of more dimensions is matrices below one another, a vector has rows alone."""
+    return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else tuple(shape)
 
 
 def _deal_heads(axis: HeadGroups, tp_size: int, layer: int, unit: int) -> list[dict[Axis, Span]]:

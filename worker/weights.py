@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from configs.errors import CheckpointError
 from configs.model_config import ModelConfig
 from configs.quantization import INPUT_SCALE, WeightScales
-from parallel.numerics.weight import as_matrix
-from parallel.plan import Span
+from parallel.plan import Span, as_matrix
 from worker.safetensors_weights import SafetensorsFile
+
+if TYPE_CHECKING:  # who checks headers alone does without its seconds
+    import torch
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _IGNORED_SUFFIXES = (
@@ -72,6 +72,8 @@ class _Memory:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def scaled(self) -> set[str]:
+        import torch
+
         return {name for name, tensor in self._tensors.items() if tensor.dtype is torch.float8_e4m3fn}
 
     def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
@@ -163,6 +165,8 @@ class Checkpoint:
 
     def _multiply(self, name: str, block: tuple[int, int], out: torch.Tensor, rows: Span, columns: Span) -> None:
         """Multiplies `out`, rows and columns of a matrix in blocks, by their scales: in fp32, rounded once."""
+        import torch
+
         height, width = block
         down = Span(rows.start // height, -(-rows.stop // height))
         across = Span(columns.start // width, -(-columns.stop // width))
@@ -183,6 +187,8 @@ class Checkpoint:
         name = next((prefix + name for name in names if prefix + name in self._owner), None)
         if name is None:
             return 1.0
+        import torch
+
         file, value = self._owner[name], torch.empty(1)
         shape = file.shapes()[name]
         if prod(shape) != 1:

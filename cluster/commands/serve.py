@@ -60,19 +60,23 @@ _FINAL_ERRORS = tuple(f"{_OUR_ERRORS}{name}: " for name in ("ConfigError", "Chec
 class ServingJob:
     """One application of one config file, from deploy to delete."""
 
-    def __init__(self, app_config: AppConfig, address: str | None) -> None:
+    def __init__(self, app_config: AppConfig, address: str | None, began: float) -> None:
         self._config = app_config
         self._address = address
         self._stop = threading.Event()
         self._hurry = threading.Event()  # asked to stop twice
         self._ran = False
         self._console = Console(file=sys.stdout, highlight=False)
-        self._began = time.monotonic()
+        self._began = began
 
     @classmethod
-    def create(cls, file: Path, overrides: list[str], address: str | None) -> ServingJob:
-        """Reads and checks `file`, and looks for the cluster. Raises ConfigError."""
-        return cls(load_app_config(file, overrides), cluster_address(address))
+    def create(cls, file: Path, overrides: list[str], address: str | None, began: float) -> ServingJob:
+        """Reads and checks `file`, and looks for the cluster. Raises ConfigError.
+
+        Args:
+            began: by `time.monotonic`, when the command did: what it says is timed from there.
+        """
+        return cls(load_app_config(file, overrides), cluster_address(address), began)
 
     @property
     def url(self) -> str:
@@ -155,6 +159,7 @@ class ServingJob:
         stays = False
         try:
             deployment.submit()
+            self._say("starting the replica")
             if not self._wait_until_running():
                 return
             self._wait_until_answering()

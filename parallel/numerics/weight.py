@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Protocol
 
 import torch
@@ -18,13 +17,8 @@ class TensorSource(Protocol):
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
         """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it, or columns of rows.
 
-        Rows and columns are those of `as_matrix`, of tensor and `out` alike.
+        Rows and columns are those of `parallel.plan.as_matrix`, of tensor and `out` alike.
         """
-
-
-def as_matrix(shape: Sequence[int]) -> tuple[int, ...]:
-    """Rows and columns of a tensor: one of more dimensions is matrices below one another, a vector has rows alone."""
-    return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else tuple(shape)
 
 
 class Weight(Protocol):
