@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.exceptions import RayError
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from cluster.ranks.host import environment_options
 from cluster.serve.app import DEPLOYMENT, engine_app
@@ -82,6 +82,18 @@ class Deployment:
                     self._deploy()
             finally:
                 starting.result()
+
+    def status(self) -> tuple[ApplicationStatus, str]:
+        """The app's status, and what Ray Serve says about it."""
+        overview = serve.status().applications.get(self._config.name)
+        if overview is None:
+            return ApplicationStatus.NOT_STARTED, ""
+        details = [deployment.message for deployment in overview.deployments.values() if deployment.message]
+        return overview.status, "\n".join([overview.message, *details]).strip()
+
+    def delete(self) -> None:
+        """Asks Ray Serve to end the app; returns at once."""
+        serve.delete(self._config.name, _blocking=False)
 
     def _deploy(self) -> None:
         if self._client is not None:
