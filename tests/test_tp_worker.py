@@ -670,15 +670,16 @@ def test_a_runner_that_is_dropped_is_in_no_cycle(tiny_path: Path) -> None:
         gc.enable()
 
 
-def test_a_spare_for_a_gpu_imports_the_kernels_and_touches_no_device() -> None:
+@pytest.mark.parametrize("call", ["warm_up(EngineConfig(model='m', device='cuda'))", "read_ahead()"])
+def test_what_is_ready_for_a_gpu_has_imported_the_kernels_and_touches_no_device(call: str) -> None:
     pytest.importorskip("triton", reason="a CPU install has no Triton")
     code = (
         "import sys, torch\n"
         "from configs.schema import EngineConfig\n"
-        "from worker.warm_up import warm_up\n"
+        "from worker.warm_up import read_ahead, warm_up\n"
         "kernels = {'attention.kernels.decode', 'parallel.numerics.kernels.node_gemm', 'worker.kernels.sampling'}\n"
         "assert not kernels & set(sys.modules)\n"
-        "warm_up(EngineConfig(model='m', device='cuda'))\n"
+        f"{call}\n"
         "assert kernels <= set(sys.modules)\n"
         "assert not torch.cuda.is_initialized()\n"
     )

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -30,7 +31,7 @@ from cluster.engine.preflight import check_checkpoint
 from cluster.engine.running_engine import describe
 from cluster.http.keys import open_keys
 from cluster.serve.placement import NodeResources, group_bundles, uses_gpus
-from cluster.serve.session import Session, check_port_free, cluster_address, ray_session
+from cluster.serve.session import ROOT, Session, check_port_free, cluster_address, ray_session
 from configs.addresses import host_and_port
 from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig, load_app_config
@@ -39,6 +40,7 @@ from configs.resolve import asks_for_gpus
 if TYPE_CHECKING:  # see `run`
     from cluster.serve.deployment import Deployment
 
+_NVIDIA = Path("/dev/nvidiactl")
 _POLL_S = 0.25
 _WATCH_S = 1.0
 _PROGRESS_TIMEOUT_S = 1.0
@@ -111,6 +113,8 @@ class ServingJob:
         self._say("starting Ray" if self._address is None else f"joining Ray at {self._address}")
         # What is needed next takes half a second to import, and the start of Ray is mostly waiting.
         threading.Thread(target=importlib.import_module, args=("cluster.serve.deployment",), daemon=True).start()
+        if config.device != "cpu" and _NVIDIA.exists():
+            threading.Thread(target=_read_ahead, daemon=True).start()
         try:
             with ray_session(self._address, min_cpus=cpus) as session:
                 self._trap_signals()  # ray.init installed its own
@@ -272,6 +276,12 @@ class ServingJob:
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
+
+
+def _read_ahead() -> None:
+    """Has a process read what the ranks will import: gigabytes, which a host that has just started has on disk only."""
+    code = "from worker.warm_up import read_ahead; read_ahead()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
 
 
 def _gcs_lives() -> bool:
