@@ -111,7 +111,7 @@ class ServingJob:
             open_keys(config.server)
         cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=False)) * config.num_replicas
         self._say("starting Ray" if self._address is None else f"joining Ray at {self._address}")
-        # What is needed next takes half a second to import, and the start of Ray is mostly waiting.
+        # The start of Ray is mostly waiting; what comes after it takes half a second to import.
         threading.Thread(target=importlib.import_module, args=("cluster.serve.deployment",), daemon=True).start()
         if config.device != "cpu" and _NVIDIA.exists():
             threading.Thread(target=_read_ahead, daemon=True).start()
