@@ -384,7 +384,7 @@ def test_graphs_captured_between_steps_give_the_same_tokens_and_find_room_in_the
         worker.allocate(num_pages=200, max_model_len=128, later=True)
         assert worker._runner is not None
         graphs = worker._runner._graphs
-        largest = [*graphs._decodes[-1:], *graphs._prompts[-1:]]
+        largest = [graphs._prompts[-1], graphs._decodes[-1]]
         assert list(graphs._captured) == largest
         num_left = len(graphs.missing)
         capture = StepFrame(3, 0, kind=FrameKind.CAPTURE).encode()

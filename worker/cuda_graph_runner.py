@@ -96,9 +96,16 @@ class CudaGraphRunner:
         self._prompts = sorted(shape for shape in shapes if not shape.is_decode)
 
     @property
+    def largest(self) -> list[StepShape]:
+        """The shapes in whose memory the others find room: the last of the prompts and of the decodes."""
+        return [*self._prompts[-1:], *self._decodes[-1:]]
+
+    @property
     def missing(self) -> list[StepShape]:
-        """Shapes of the ladder that are not captured, in the order in which they are likely to be needed."""
-        return [shape for shape in (*self._decodes, *self._prompts) if shape not in self._captured]
+        """Shapes of the ladder that are not captured: the largest, then decodes and prompts, each from small to large,
+        since few rows come first."""
+        shapes = dict.fromkeys((*self.largest, *self._decodes, *self._prompts))
+        return [shape for shape in shapes if shape not in self._captured]
 
     def capture_one(
         self, step: Callable[[StepShape], DeviceOutput], shape: StepShape, *, prepare: Callable[[StepShape], None]

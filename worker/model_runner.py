@@ -102,25 +102,21 @@ class ModelRunner:
                 time.
             on_progress: gets the share done, 0 to 1.
         """
-        if not self._backend.captures_cuda_graphs:
+        backend, max_model_len = self._backend, self._limits.max_model_len
+        if not backend.captures_cuda_graphs:
             return
-        max_model_len = self._limits.max_model_len
-        shapes: list[StepShape] = []
-        largest: list[StepShape] = []
-        for ladder in (
+        ladders = (
             decode_shapes(self._max_rows),
             prompt_shapes(self._max_rows, self._max_graph_tokens, max_model_len),
-        ):
-            variants = [variant for shape in ladder for variant in self._backend.capture_shapes(shape, max_model_len)]
-            shapes += variants
-            largest += variants[-1:]
+        )
+        shapes = [it for ladder in ladders for shape in ladder for it in backend.capture_shapes(shape, max_model_len)]
         # One for all graphs, kept by their outputs: what each had of its own came to 8 GiB (Qwen3-8B at TP 1).
         self._logits = torch.empty(
             self._max_rows, self._decoder.num_local_logits, dtype=torch.float32, device=self._group.device
         )
         self._graphs.offer(shapes)
         if which != "none":
-            captured = shapes if which == "all" else largest
+            captured = shapes if which == "all" else self._graphs.largest
             self._graphs.capture(self._step, captured, prepare=self._prepare, on_progress=on_progress)
 
     def capture_next(self) -> int:
