@@ -8,6 +8,7 @@ tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
@@ -35,6 +36,8 @@ from worker.sampler import Sampler
 from worker.step_inputs import StepInputs
 from worker.step_layout import decode_shapes, prompt_shapes, sampled_inputs, shape_of
 from worker.upload import upload
+
+_log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -124,6 +127,8 @@ class ModelRunner:
         missing = self._graphs.missing
         if missing:
             self._capture_one(missing.pop(0))
+            if not missing:
+                _log.info("rank %d: all CUDA graphs are captured", self._group.rank)
         return len(missing)
 
     def close(self) -> None:
