@@ -287,7 +287,11 @@ async def started_engine(spec: EngineSpec, *, gpus: bool) -> AsyncIterator[tuple
         began = time.perf_counter()
         engine = await RunningEngine.start(spec, group, "benchmark")
         try:
-            yield engine, time.perf_counter() - began
+            start_s = time.perf_counter() - began
+            # Until the last graph is captured, figures would be of other steps.
+            while (await engine.coordinator.status.remote())["is_preparing"]:  # noqa: ASYNC110 -- it is another process
+                await asyncio.sleep(0.1)
+            yield engine, start_s
         finally:
             await engine.close()
     finally:

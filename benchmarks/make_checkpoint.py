@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 from configs.read_config import read_model_config
-from parallel.numerics.weight import as_matrix
-from parallel.plan import Span
+from parallel.plan import Span, as_matrix
 from worker.dummy_weights import DummyCheckpoint
 from worker.weights import expected_shapes
 

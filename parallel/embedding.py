@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, Arithmetic
 from parallel.numerics.kernels.cpu_products import TILE, pack_in_place
-from parallel.numerics.weight import CpuWeight, TensorSource, Weight
+from parallel.numerics.tensor_source import TensorSource
+from parallel.numerics.weight import CpuWeight, Weight
 from parallel.plan import ShardPlan, Span
 
 

@@ -99,12 +99,13 @@ class TensorParallelGroup:
         group._meet = meet
         return group
 
-    def rejoin(self, store: Store, generation: int) -> None:
+    def rejoin(self, store: Store | None, generation: int) -> None:
         """Meets the ranks of a later `generation` after an abort: whoever holds this group goes on with them.
 
         No collective may be running. Takes and raises what `create` does.
         """
         if self._meet is not None:
+            assert store is not None, "a group of several ranks needs a store"
             self.close()
             self._collectives = self._meet(store, generation)
 

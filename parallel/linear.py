@@ -12,7 +12,8 @@ import torch
 from configs.layers import Linear
 from parallel.fused_sum import PartialSum
 from parallel.numerics.arithmetic import LayerContext
-from parallel.numerics.weight import TensorSource, Weight
+from parallel.numerics.tensor_source import TensorSource
+from parallel.numerics.weight import Weight
 
 
 class ColumnParallelLinear:

@@ -10,6 +10,7 @@ import heapq
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from configs.kv_pages import PageBytes, dtype_bytes
@@ -204,6 +205,18 @@ def vocab_granule(vocab_size: int, tp_size: int) -> int:
     while granule > 1 and -(-vocab_size // granule) < tp_size:
         granule //= 2
     return granule
+
+
+def blocks_of(span: Span, size: int) -> Span:
+    """Blocks of `size` indices that hold those of `span`."""
+    return Span(span.start // size, -(-span.stop // size))
+
+
+def as_matrix(shape: Sequence[int]) -> tuple[int, ...]:
+    """Rows and columns of a tensor: one of three dimensions is matrices below one another, one of more has all but the
+    first two in its rows, and a vector has rows alone."""
+    split = min(len(shape) - 1, 2)
+    return (prod(shape[:split]), prod(shape[split:])) if len(shape) > 1 else tuple(shape)
 
 
 def _deal_heads(axis: HeadGroups, tp_size: int, layer: int, unit: int) -> list[dict[Axis, Span]]:

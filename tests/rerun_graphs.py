@@ -72,7 +72,6 @@ class RerunGraphs(CudaGraphRunner):
         prepare: Callable[[StepShape], None],
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
-        self.offer(shapes)
         for shape in shapes:
             self.capture_one(step, shape, prepare=prepare)
 

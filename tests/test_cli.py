@@ -230,7 +230,7 @@ def test_from_an_interrupt_on_only_the_command_itself_is_heard(
     from cluster.commands.serve import ServingJob
 
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # as it is again afterwards
-    job = ServingJob.create(ROOT / CONFIG, [], "local")
+    job = ServingJob.create(ROOT / CONFIG, [], "local", time.monotonic())
     print("(raylet) before")  # noqa: T201 -- as Ray's own thread does
     job._on_signal(signal.SIGINT, None)
     print("(raylet) A worker died or was killed while executing a task")  # noqa: T201
@@ -251,7 +251,7 @@ def test_the_url_of_an_endpoint_has_its_ipv6_address_in_brackets(host: str, url:
     from cluster.commands.serve import ServingJob
 
     overrides = [f"http_options.host='{host}'", "server.api_keys=false"]
-    assert ServingJob.create(ROOT / CONFIG, overrides, "local").url == url
+    assert ServingJob.create(ROOT / CONFIG, overrides, "local", time.monotonic()).url == url
 
 
 def test_detaching_from_a_cluster_that_ends_with_the_command_is_refused(smollm2_path: Path) -> None:
@@ -469,7 +469,7 @@ def test_haproxy_is_chosen_where_it_reaches_every_replica(
     monkeypatch.setattr(deployment.ray, "nodes", lambda: [{"Alive": True}] * num_nodes + [{"Alive": False}])
     monkeypatch.setattr(deployment.serve, "start", lambda **options: started.update(options))
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
-    deployment._start_serve({"http_options": {"host": host, "port": 8000}})
+    deployment._start_serve({"http_options": {"host": host, "port": 8000}}, {})
     env_vars = started["controller_options"]["runtime_env"]["env_vars"]
     assert env_vars["RAY_SERVE_ENABLE_HA_PROXY"] == chosen
 

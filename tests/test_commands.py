@@ -204,6 +204,24 @@ def test_endpoints_that_are_none_are_named(free_port: int) -> None:
 # ---- what a command costs
 
 
+def test_who_multiplies_nothing_loads_no_torch(smollm2_path: Path) -> None:
+    """The command, the app's building, the replica and the coordinator: it would take seconds from each one's start."""
+    script = (
+        "import sys\n"
+        "import cluster.app, cluster.commands.serve, cluster.serve.ingress\n"
+        "import cluster.engine.coordinator_actor, cluster.structured.guides, cluster.ranks.rank_actor\n"
+        "from cluster.engine.preflight import check_checkpoint, check_tokenizer\n"
+        "from cluster.engine.running_engine import describe\n"
+        "from configs.load import parse_engine_config\n"
+        "config = parse_engine_config({'model': sys.argv[1]})\n"
+        "describe(config, gpus=False), check_checkpoint(config), check_tokenizer(config)\n"
+        "print('loaded:', sorted({'torch', 'triton'} & set(sys.modules)))\n"
+    )
+    command = [sys.executable, "-c", script, str(smollm2_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "loaded: []", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("command", ["", "serve", "check", "generate", "chat", "bench", "status", "resize"])
 def test_help_and_completion_load_nothing_heavy(command: str) -> None:
     """A shell completes within a blink: what takes seconds to import is imported when it runs."""

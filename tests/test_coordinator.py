@@ -62,6 +62,8 @@ class CountingRank(FakeRanks):
         self._results: queue.Queue[bytes] = queue.Queue()
         self._reason: str | None = None
         self._step_s = step_s
+        self.num_graphs = 0
+        """Graphs left to capture."""
         self.closed = threading.Event()
         self.sampled: list[list[int]] = []
         """Tokens of each step."""
@@ -93,6 +95,10 @@ class CountingRank(FakeRanks):
             if frame.kind is FrameKind.CLOSE:
                 self.closed.set()
                 return
+            if frame.kind is FrameKind.CAPTURE:
+                self.num_graphs = max(0, self.num_graphs - 1)
+                self._results.put(StepResult(frame.generation, frame.step, np.array([self.num_graphs])).encode())
+                continue
             time.sleep(self._step_s)
             tokens, taken = [], 0
             for row, length, flags in zip(frame.rows, frame.lens, frame.flags, strict=True):
@@ -173,6 +179,28 @@ def test_tokens_come_back_in_order_and_every_request_ends_once() -> None:
         asyncio.run(main())
         coordinator.inspect(lambda scheduler: scheduler.check_integrity())
     assert rank.closed.wait(5), "the rank was not told to leave"
+
+
+def test_graphs_are_captured_while_nobody_waits_and_requests_go_first() -> None:
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=40)]])
+        await anext(stream)
+        left = rank.num_graphs
+        tokens, _ = await asyncio.wait_for(read(stream), 20)
+        assert tokens[-1] == 140
+        assert rank.num_graphs >= left - 1, "graphs were captured while a request ran"
+        deadline = time.monotonic() + 10
+        while coordinator.is_preparing:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.005)
+        assert rank.num_graphs == 0
+        await client.close()
+
+    rank = CountingRank(step_s=0.005)
+    rank.num_graphs = 500
+    with running(rank) as coordinator:
+        asyncio.run(main())
 
 
 def test_an_abort_frees_the_pages_and_a_lost_connection_frees_them_all() -> None:
@@ -445,8 +473,12 @@ class StuckRank(CountingRank):
         self.hung_at = 0.0
         super().__init__(step_s)
 
+    def send(self, frame: bytes, timeout_s: float) -> None:
+        self._kind = StepFrame.decode(frame).kind
+        super().send(frame, timeout_s)
+
     def recv(self, timeout_s: float) -> bytes:
-        if len(self.sampled) >= self._hangs_at:
+        if self._kind is FrameKind.STEP and len(self.sampled) >= self._hangs_at:
             self.hung_at = self.hung_at or time.monotonic()
             time.sleep(timeout_s)
             raise EngineError(self._reason) if self._reason is not None else DeadlineError("no result")

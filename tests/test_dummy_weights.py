@@ -26,7 +26,7 @@ from configs.read_config import read_model_config
 from configs.rope import RopeConfig
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
-from parallel.numerics.weight import TensorSource
+from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import ShardPlan, Span
 from tests.batches import batch_of
 from tests.dense_model import dense_model

@@ -34,8 +34,8 @@ from configs.layers import Axis, MixtureOfExperts
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, ExactArithmetic, LayerContext
 from parallel.numerics.rank_sum import ExactSum
-from parallel.numerics.weight import TensorSource, as_matrix
-from parallel.plan import LayerShard, Span
+from parallel.numerics.tensor_source import TensorSource
+from parallel.plan import LayerShard, Span, as_matrix
 from tests.chain_dot import use_chain_dot
 from tests.test_models import on_ranks
 from worker.layers.experts import CudaExperts, Experts, ExpertsSpec

@@ -22,11 +22,12 @@ from configs.quantization import FP8_BLOCKS, WeightScales
 from configs.rope import RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import LayerContext
-from parallel.numerics.fp8 import FP8, Fp8Matrix, blocks_of, multiply
+from parallel.numerics.fp8 import FP8, Fp8Matrix, multiply
 from parallel.numerics.kernels.chain_gemm import use_chain_cublas
 from parallel.numerics.kernels.fp8_tile import plain
-from parallel.numerics.weight import ChainWeight, NodeWeight, TensorSource
-from parallel.plan import Span
+from parallel.numerics.tensor_source import TensorSource
+from parallel.numerics.weight import ChainWeight, NodeWeight
+from parallel.plan import Span, blocks_of
 from tests.chain_dot import use_chain_dot
 from tests.dense_model import dense_model
 from tests.test_models import Case, Rank, on_ranks

@@ -27,8 +27,8 @@ from parallel.kernels.all_reduce_norm import _nodes_of_ranks, in_rank_order, nod
 from parallel.linear import RowParallelLinear
 from parallel.numerics.arithmetic import FAST, LayerContext
 from parallel.numerics.kernels.tree_sum import add_norm_row, finish, sum_add_norm
+from parallel.numerics.tensor_source import TensorSource
 from parallel.numerics.tree import SumTree
-from parallel.numerics.weight import TensorSource
 from parallel.plan import LayerShard, Span
 from tests.rank_processes import Ranks, digest, part_of
 from worker.layers.norm import RMSNorm

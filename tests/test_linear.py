@@ -18,7 +18,8 @@ from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_log
 from parallel.group import TensorParallelGroup
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import FAST, LayerContext
-from parallel.numerics.weight import CpuWeight, CudaWeight, TensorSource
+from parallel.numerics.tensor_source import TensorSource
+from parallel.numerics.weight import CpuWeight, CudaWeight
 from parallel.plan import LayerShard, ShardPlan, Span
 from tests.dense_model import dense_model
 

@@ -24,7 +24,7 @@ from parallel.fused_sum import PeerSizes
 from parallel.group import Strategy, TensorParallelGroup
 from parallel.linear import RowParallelLinear
 from parallel.numerics.arithmetic import FAST, LayerContext
-from parallel.numerics.weight import TensorSource
+from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import LayerShard, ShardPlan, Span
 from parallel.symmetric_memory import RecountedStore, _Registration
 from tests.dense_model import dense_model

@@ -370,6 +370,32 @@ def test_a_group_that_serves_at_once_captures_a_shape_when_it_comes_again(
     assert StepShape(128, 9, 8) not in captured
 
 
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_graphs_captured_between_steps_give_the_same_tokens_and_find_room_in_the_largest(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int
+) -> None:
+    every = range(1, len(ADJUSTED) + 1)
+    expected = _generate_adjusted(_worker(tiny_path, MODEL), every, 12)
+    monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
+
+    def body(group: TensorParallelGroup) -> list[list[int]]:
+        worker = _worker(tiny_path, MODEL, group)
+        worker.allocate(num_pages=200, max_model_len=128, later=True)
+        assert worker._runner is not None
+        graphs = worker._runner._graphs
+        largest = [graphs._prompts[-1], graphs._decodes[-1]]
+        assert list(graphs._captured) == largest
+        num_left = len(graphs.missing)
+        capture = StepFrame(3, 0, kind=FrameKind.CAPTURE).encode()
+        results = _run(worker, [*num_left * [capture], capture, Frames().close()])
+        assert [int(result.tokens[0]) for result in results] == [*reversed(range(num_left)), 0]
+        assert list(graphs._captured) == [*largest, *graphs._decodes[:-1], *graphs._prompts[:-1]]
+        return _generate_adjusted(worker, every, 12)
+
+    assert _on_ranks(tp_size, body) == tp_size * [expected]
+
+
 @pytest.mark.parametrize(("tp_size", "captured"), [(1, False), (3, True), (3, False), (1, True)])
 def test_a_nan_on_one_rank_costs_one_row_its_token_on_all_ranks_and_no_other(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int, captured: bool
@@ -644,15 +670,16 @@ def test_a_runner_that_is_dropped_is_in_no_cycle(tiny_path: Path) -> None:
         gc.enable()
 
 
-def test_a_spare_for_a_gpu_imports_the_kernels_and_touches_no_device() -> None:
+@pytest.mark.parametrize("call", ["warm_up(EngineConfig(model='m', device='cuda'))", "read_ahead()"])
+def test_what_is_ready_for_a_gpu_has_imported_the_kernels_and_touches_no_device(call: str) -> None:
     pytest.importorskip("triton", reason="a CPU install has no Triton")
     code = (
         "import sys, torch\n"
         "from configs.schema import EngineConfig\n"
-        "from worker.warm_up import warm_up\n"
+        "from worker.warm_up import read_ahead, warm_up\n"
         "kernels = {'attention.kernels.decode', 'parallel.numerics.kernels.node_gemm', 'worker.kernels.sampling'}\n"
         "assert not kernels & set(sys.modules)\n"
-        "warm_up(EngineConfig(model='m', device='cuda'))\n"
+        f"{call}\n"
         "assert kernels <= set(sys.modules)\n"
         "assert not torch.cuda.is_initialized()\n"
     )

@@ -1,5 +1,5 @@
-"""CUDA graphs of whole steps, one for each shape of a ladder: captured before the first step, or where a group has to
-serve at once, when a shape is needed for the second time."""
+"""CUDA graphs of whole steps, one for each shape of a ladder: captured before the first step or between others, or when
+a shape is needed for the second time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CudaGraphRunner:
         prepare: Callable[[StepShape], None],
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
-        """Captures `step` at each of `shapes`; logs what that took.
+        """Captures `step` at each of `shapes`, which were offered; logs what that took.
 
         Args:
             step: runs a step of that shape, padding included, over static buffers; the same launches at each call. Not
@@ -74,18 +74,17 @@ class CudaGraphRunner:
             on_progress: gets the share done, 0 to 1.
         """
         began, free = time.monotonic(), torch.cuda.mem_get_info(self._group.device)[0]
-        self.offer(shapes)
         for shape in sorted(shapes, reverse=True):
             self.capture_one(step, shape, prepare=prepare)
             if on_progress is not None:
                 on_progress(len(self._captured) / len(shapes))
         _log.info(
-            "rank %d: %d CUDA graphs for decodes of up to %d rows and %d for prompts of up to %d tokens in %.1f s, "
+            "rank %d: %d of %d CUDA graphs, for decodes of up to %d rows and prompts of up to %d tokens, in %.1f s, "
             "%.2f GiB",
             self._group.rank,
-            len(self._decodes),
+            len(shapes),
+            len(self._decodes) + len(self._prompts),
             self._decodes[-1].num_rows if self._decodes else 0,
-            len(self._prompts),
             self._prompts[-1].num_tokens if self._prompts else 0,
             time.monotonic() - began,
             (free - torch.cuda.mem_get_info(self._group.device)[0]) / (1 << 30),
@@ -95,6 +94,18 @@ class CudaGraphRunner:
         """Makes the ladder of `shapes`, none of them captured yet."""
         self._decodes = sorted(shape for shape in shapes if shape.is_decode)
         self._prompts = sorted(shape for shape in shapes if not shape.is_decode)
+
+    @property
+    def largest(self) -> list[StepShape]:
+        """The shapes in whose memory the others find room: the last of the prompts and of the decodes."""
+        return [*self._prompts[-1:], *self._decodes[-1:]]
+
+    @property
+    def missing(self) -> list[StepShape]:
+        """Shapes of the ladder that are not captured: the largest, then decodes and prompts, each from small to large,
+        since few rows come first."""
+        shapes = dict.fromkeys((*self.largest, *self._decodes, *self._prompts))
+        return [shape for shape in shapes if shape not in self._captured]
 
     def capture_one(
         self, step: Callable[[StepShape], DeviceOutput], shape: StepShape, *, prepare: Callable[[StepShape], None]

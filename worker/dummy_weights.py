@@ -15,8 +15,7 @@ import torch
 
 from configs.layers import Role
 from configs.model_config import ModelConfig
-from parallel.numerics.weight import as_matrix
-from parallel.plan import Span
+from parallel.plan import Span, as_matrix
 from worker.weights import AnyCheckpoint
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

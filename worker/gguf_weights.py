@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
@@ -20,6 +20,9 @@ from configs.layers import Role
 from configs.model_config import ModelConfig
 from parallel.plan import Span
 from worker.range_reader import RangeReader
+
+if TYPE_CHECKING:  # who checks headers alone does without its seconds
+    import torch
 
 _CHUNK_ELEMENTS = 2 << 20
 """Elements dequantised at once; dequantising takes a few times their fp32 bytes."""
@@ -109,6 +112,8 @@ class GGUFFile:
 
     def _read_rows(self, entry: _Entry, out: torch.Tensor, rows: Span, columns: Span) -> None:
         """Fills out [rows.size, columns.size] from the blocks that cover these columns."""
+        import torch
+
         block_size, block_bytes = GGML_QUANT_SIZES[entry.kind]
         first_block, last_block = columns.start // block_size, -(-columns.stop // block_size)
         length = (last_block - first_block) * block_bytes

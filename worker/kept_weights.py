@@ -15,7 +15,7 @@ import torch
 
 from configs.errors import EngineError
 from parallel.kept_memory import WEIGHTS, KeptMemory, room_for
-from parallel.numerics.weight import TensorSource
+from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import Span
 from worker.models.decoder import Decoder
 from worker.staged_weights import OnHost, bytes_of, copy, tensors

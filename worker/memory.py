@@ -125,7 +125,7 @@ def profile_cuda(
     activation = torch.cuda.max_memory_allocated(device) - base
     torch.cuda.empty_cache()
     before_graph = free_bytes(device)
-    runner.capture(largest=True)
+    runner.capture("largest")
     graph = int((before_graph - free_bytes(device)) * _GRAPH_RESERVE) + _GRAPH_FLOOR_BYTES
     tables = runner.table_bytes
     del runner

@@ -8,8 +8,10 @@ tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,8 @@ from worker.sampler import Sampler
 from worker.step_inputs import StepInputs
 from worker.step_layout import decode_shapes, prompt_shapes, sampled_inputs, shape_of
 from worker.upload import upload
+
+_log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -89,34 +93,43 @@ class ModelRunner:
         return self._sampler.adjustments.num_bytes
 
     def capture(
-        self, *, largest: bool = False, late: bool = False, on_progress: Callable[[float], None] | None = None
+        self, which: Literal["all", "largest", "none"] = "all", on_progress: Callable[[float], None] | None = None
     ) -> None:
-        """Captures steps at every shape of the ladders, or only their `largest`; the KV pool must stay where it is.
+        """Captures steps at shapes of the ladders; the KV pool must stay where it is.
 
         Does nothing where the backend cannot be captured.
 
         Args:
-            late: capture each when a step of its shape comes for the second time.
+            which: shapes captured now: all, or the largest of each ladder, in whose memory those of the others find
+                room. Each of the rest is captured by `capture_next`, or when a step of its shape comes for the second
+                time.
             on_progress: gets the share done, 0 to 1.
         """
-        if not self._backend.captures_cuda_graphs:
+        backend, max_model_len = self._backend, self._limits.max_model_len
+        if not backend.captures_cuda_graphs:
             return
-        max_model_len = self._limits.max_model_len
-        shapes: list[StepShape] = []
-        for ladder in (
+        ladders = (
             decode_shapes(self._max_rows),
             prompt_shapes(self._max_rows, self._max_graph_tokens, max_model_len),
-        ):
-            variants = [variant for shape in ladder for variant in self._backend.capture_shapes(shape, max_model_len)]
-            shapes += variants[-1:] if largest else variants
+        )
+        shapes = [it for ladder in ladders for shape in ladder for it in backend.capture_shapes(shape, max_model_len)]
         # One for all graphs, kept by their outputs: what each had of its own came to 8 GiB (Qwen3-8B at TP 1).
         self._logits = torch.empty(
             self._max_rows, self._decoder.num_local_logits, dtype=torch.float32, device=self._group.device
         )
-        if late:
-            self._graphs.offer(shapes)
-        else:
-            self._graphs.capture(self._step, shapes, prepare=self._prepare, on_progress=on_progress)
+        self._graphs.offer(shapes)
+        if which != "none":
+            captured = shapes if which == "all" else self._graphs.largest
+            self._graphs.capture(self._step, captured, prepare=self._prepare, on_progress=on_progress)
+
+    def capture_next(self) -> int:
+        """Captures one shape of the ladders that is missing, between two steps; returns how many are missing then."""
+        missing = self._graphs.missing
+        if missing:
+            self._capture_one(missing.pop(0))
+            if not missing:
+                _log.info("rank %d: all CUDA graphs are captured", self._group.rank)
+        return len(missing)
 
     def close(self) -> None:
         """Drops the graphs; the rest goes with this object."""
@@ -184,9 +197,12 @@ class ModelRunner:
             return shape
         if not self._graphs.is_due(shape):
             return None
+        self._capture_one(shape)
+        return shape
+
+    def _capture_one(self, shape: StepShape) -> None:
         with preparing():
             self._graphs.capture_one(self._step, shape, prepare=self._prepare)
-        return shape
 
     def _prepare(self, shape: StepShape) -> None:
         self._inputs.upload(StepFrame(generation=0, step=0), shape)

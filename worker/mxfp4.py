@@ -7,10 +7,12 @@ a power of two that all of them are multiplied by. The tensor that they stand fo
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING
 
 from parallel.plan import Span
+
+if TYPE_CHECKING:  # who checks headers alone does without its seconds
+    import torch
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Ends of the names of the two tensors, behind that of the one that they stand for."""
@@ -18,7 +20,7 @@ _BLOCK = 32
 _BIAS = 127
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-Read = Callable[[str, torch.Tensor, Span, Span], None]
+Read = Callable[[str, "torch.Tensor", Span, Span], None]
 """Fills a matrix of bytes with rows and columns of a tensor, by its name."""
 
 
@@ -33,6 +35,8 @@ def stored_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...
 
 def read_matrices(read: Read, name: str, shape: tuple[int, ...], out: torch.Tensor, rows: Span, columns: Span) -> None:
     """Fills `out` [rows, columns] with those of a tensor of `shape` as `as_matrix` has it, reading whole blocks."""
+    import torch
+
     _, inputs, outputs = shape
     for matrix in range(rows.start // inputs, -(-rows.stop // inputs)):
         first = matrix * inputs
@@ -50,6 +54,8 @@ def read_matrices(read: Read, name: str, shape: tuple[int, ...], out: torch.Tens
 
 def _decoded(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """fp32 [num_rows, 32 * num_blocks] of bytes [num_rows, 16 * num_blocks] and [num_rows, num_blocks]."""
+    import torch
+
     values = torch.tensor([*_VALUES, *(-it for it in _VALUES)], device=codes.device)
     halves = torch.stack((codes & 15, codes >> 4), -1)
     blocks = values[halves.view(*exponents.shape, _BLOCK).int()]

@@ -82,6 +82,9 @@ class FrameKind(IntEnum):
     """Run one forward pass."""
     CLOSE = 2
     """Leave the step loop."""
+    CAPTURE = 3
+    """Capture one more CUDA graph, and answer how many are left. It comes while no step is in flight, and has the id of
+    the last one."""
 
 
 class RowFlag(IntFlag):

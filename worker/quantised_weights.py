@@ -11,8 +11,8 @@ import torch
 
 from configs.model_config import ModelConfig
 from configs.quantization import FP8_BLOCKS
-from parallel.numerics.fp8 import FP8, LARGEST, ROWS_AT_ONCE, blocks_of, multiply
-from parallel.plan import Span
+from parallel.numerics.fp8 import FP8, LARGEST, ROWS_AT_ONCE, multiply
+from parallel.plan import Span, blocks_of
 from worker.weights import AnyCheckpoint
 
 

@@ -12,30 +12,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from configs.errors import CheckpointError
-from parallel.numerics.fp8 import FP8
-from parallel.numerics.weight import as_matrix
-from parallel.plan import Span
+from parallel.plan import Span, as_matrix
 from worker.range_reader import RangeReader
 
+if TYPE_CHECKING:  # who checks headers alone does without its seconds
+    import torch
+
+_SCALED = "F8_E4M3", "U8"
+"""Types whose values are none without scales."""
 _DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F64": torch.float64,
-    "F8_E4M3": FP8,
-    "U8": torch.uint8,
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F64": ("float64", 8),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "U8": ("uint8", 1),
 }
+"""Names of torch's types, and bytes of an element."""
 _CHUNK_BYTES = 16 << 20
 """Most bytes in flight between file and tensor: bounds what loading adds to a rank's peak memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    dtype: torch.dtype
+    kind: str
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the file."""
@@ -68,11 +71,13 @@ class SafetensorsFile:
         return {name: entry.shape for name, entry in self._entries.items()}
 
     def scaled(self) -> set[str]:
-        return {name for name, entry in self._entries.items() if entry.dtype in (FP8, torch.uint8)}
+        return {name for name, entry in self._entries.items() if entry.kind in _SCALED}
 
     def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
+        import torch
+
         entry = self._entries[name]
-        itemsize = entry.dtype.itemsize
+        dtype, itemsize = _DTYPES[entry.kind]
         row_elements = as_matrix(entry.shape)[1] if len(entry.shape) > 1 else 1
         first, width = (columns.start, columns.size) if columns is not None else (0, row_elements)
         step = max(1, _CHUNK_BYTES // (width * itemsize))
@@ -85,7 +90,7 @@ class SafetensorsFile:
                 width * itemsize,
             )
             part = out[start - rows.start : stop - rows.start]
-            part.copy_(torch.frombuffer(data, dtype=entry.dtype).view(part.shape))
+            part.copy_(torch.frombuffer(data, dtype=getattr(torch, dtype)).view(part.shape))
             del data  # before there is a next one
 
     def close(self) -> None:
@@ -112,15 +117,14 @@ def _read_header(reader: RangeReader) -> dict[str, _Entry]:
             begin, end = (int(offset) for offset in info["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: the header's entry for tensor {name} is malformed ({error!r})") from error
-        dtype = _DTYPES.get(kind)
-        if dtype is None:
+        if kind not in _DTYPES:
             raise CheckpointError(f"{path}: tensor {name} is of type {kind}; supported are {', '.join(_DTYPES)}")
-        if begin < 0 or min(shape, default=0) < 0 or end - begin != dtype.itemsize * prod(shape):
+        if begin < 0 or min(shape, default=0) < 0 or end - begin != _DTYPES[kind][1] * prod(shape):
             raise CheckpointError(f"{path}: tensor {name} of shape {list(shape)} has bytes {begin} to {end}")
         if 8 + length + end > reader.size:
             raise CheckpointError(
                 f"{path} is truncated: tensor {name} ends at byte {8 + length + end} of {reader.size}; "
                 "download it again"
             )
-        entries[name] = _Entry(dtype=dtype, shape=shape, offset=8 + length + begin)
+        entries[name] = _Entry(kind=kind, shape=shape, offset=8 + length + begin)
     return entries

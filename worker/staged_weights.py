@@ -18,7 +18,7 @@ import torch
 from configs.errors import ConfigError
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import Arithmetic
-from parallel.numerics.weight import TensorSource
+from parallel.numerics.tensor_source import TensorSource
 from worker.layers.rotary import RotaryEmbedding
 from worker.models.decoder import Decoder
 

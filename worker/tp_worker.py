@@ -38,7 +38,7 @@ from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.peaks import Peaks, measure_peaks
 from worker.pending_step import PendingStep
-from worker.protocol import FrameKind, FrameLimits, StepFrame
+from worker.protocol import FrameKind, FrameLimits, StepFrame, StepResult
 from worker.quantised_weights import QuantisedCheckpoint
 from worker.sampler import Sampler
 from worker.self_test import check_exactness, check_steps
@@ -320,6 +320,7 @@ class TPWorker:
         on_progress: Callable[[float], None] | None = None,
         *,
         at_once: bool = False,
+        later: bool = False,
         keeps_kv: bool = False,
     ) -> None:
         """Allocates the KV pool and page table; captures steps as well where the attention backend can.
@@ -333,6 +334,7 @@ class TPWorker:
             on_progress: gets the share of the graphs captured, 0 to 1.
             at_once: requests wait. Graphs are captured as steps need them, and what these GPUs' first ranks have
                 checked is not checked again.
+            later: of the graphs only the largest are captured, the others by CAPTURE frames between steps.
             keeps_kv: the pool is the one that this rank had before, in whichever process.
 
         Raises:
@@ -355,7 +357,7 @@ class TPWorker:
             self._runner = self._new_runner(num_pages, max_model_len, num_window_pages, allocate)
             if self._device.type == "cuda" and not at_once:
                 self.check_steps(min(num_pages, num_window_pages or num_pages), max_model_len)
-            self._runner.capture(late=at_once, on_progress=on_progress)
+            self._runner.capture("none" if at_once else "largest" if later else "all", on_progress)
         if self._device.type == "cuda":
             # Objects made by now stay: the collector, which would stop a step for milliseconds, need not look at it.
             # Where requests wait, garbage stays with them until `leave`.
@@ -414,6 +416,14 @@ class TPWorker:
             raise EngineError("a step before allocate()")
         return self._runner.launch(frame)
 
+    @torch.inference_mode()
+    def capture_next(self) -> int:
+        """Captures one CUDA graph that `allocate` left out, on every rank; returns how many are left."""
+        if self._runner is None:
+            raise EngineError("a capture before allocate()")
+        with self._launching:
+            return self._runner.capture_next()
+
     def run(self, frames: FrameSource, send: Callable[[bytes], None] | None) -> None:
         """Steps until a CLOSE frame; the next step is launched before the last one's result is there.
 
@@ -430,6 +440,12 @@ class TPWorker:
         with naming_the_rank(self._group.rank, self._device, "a step"):
             while True:
                 frame = StepFrame.decode(self._next_frame(frames, pending, send))
+                if frame.kind is FrameKind.CAPTURE:
+                    assert not pending, "a capture while steps are in flight"
+                    num_left = self.capture_next()
+                    if send is not None:
+                        send(StepResult(frame.generation, frame.step, np.array([num_left], np.int32)).encode())
+                    continue
                 if generation is not None and (frame.generation, frame.step) != (generation, step + 1):
                     raise EngineError(
                         f"rank {self._group.rank} got step {frame.step} of generation {frame.generation} after step "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import logging
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from configs.errors import EngineError
+from attention.fa3_builds import load_provider
+from configs.errors import ConfigError, EngineError
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
 from parallel.group import TensorParallelGroup
@@ -37,12 +39,8 @@ def warm_up(config: EngineConfig, model: ModelConfig | None = None, device: torc
         model: the model that is served; None: its kernels are not loaded.
         device: the GPU that the process is likely to get. None: on GPUs kernels are imported and no more.
     """
-    if config.device != "cpu":  # a CPU install has no Triton
-        from attention.kernels import decode, extend, step_metadata  # noqa: F401
-        from parallel.kernels import all_reduce_norm  # noqa: F401
-        from parallel.numerics.kernels import chain_gemm, node_gemm, skinny_gemm  # noqa: F401
-        from worker.kernels import activation, adjustments, norm, rope, sampling  # noqa: F401
-
+    if config.device != "cpu":
+        _import_kernels()
         if device is not None and model is not None:
             _load_kernels(config, model, device)
         return
@@ -52,6 +50,20 @@ def warm_up(config: EngineConfig, model: ModelConfig | None = None, device: torc
         device = torch.device(config.device)
         backend = resolved(config.attention.decode_backend)
         check_exactness(ExactArithmetic(device), backend, DTYPES[config.dtype], device)
+
+
+def read_ahead() -> None:
+    """Imports what ranks on GPUs do, so that it lies in the node's memory when they start; touches no device."""
+    _import_kernels()
+    with contextlib.suppress(ConfigError):  # it is not installed
+        load_provider(None)
+
+
+def _import_kernels() -> None:
+    from attention.kernels import decode, extend, step_metadata  # noqa: F401 -- a CPU install has no Triton
+    from parallel.kernels import all_reduce_norm  # noqa: F401
+    from parallel.numerics.kernels import chain_gemm, node_gemm, skinny_gemm  # noqa: F401
+    from worker.kernels import activation, adjustments, norm, rope, sampling  # noqa: F401
 
 
 def _load_kernels(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:

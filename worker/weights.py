@@ -13,18 +13,18 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from configs.errors import CheckpointError
 from configs.model_config import ModelConfig
 from configs.quantization import INPUT_SCALE, WeightScales
-from parallel.numerics.fp8 import blocks_of, multiply
-from parallel.numerics.weight import TensorSource, as_matrix
-from parallel.plan import Span
+from parallel.numerics.tensor_source import TensorSource
+from parallel.plan import Span, as_matrix, blocks_of
 from worker.mxfp4 import read_matrices, stored_shapes
 from worker.safetensors_weights import SafetensorsFile
+
+if TYPE_CHECKING:  # who checks headers alone does without its seconds
+    import torch
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _IGNORED_SUFFIXES = (
@@ -93,6 +93,8 @@ class _Memory:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def scaled(self) -> set[str]:
+        import torch
+
         return {name for name, it in self._tensors.items() if it.dtype in (torch.float8_e4m3fn, torch.uint8)}
 
     def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
@@ -162,6 +164,10 @@ class Checkpoint(AnyCheckpoint):
         elif out.numel() > 0:
             self._owner[name].read(name, out.view(expected), rows, columns)
             if (scales := self._model.weight_scales) is not None and name + scales.suffix in self._owner:
+                import torch
+
+                from parallel.numerics.fp8 import multiply
+
                 block, whole = scales.block(shape), Span(0, shape[1]) if columns is None else columns
                 of_blocks = torch.empty(blocks_of(rows, block[0]).size, blocks_of(whole, block[1]).size)
                 self._read_scales(name + scales.suffix, block, of_blocks, rows, whole)
@@ -221,6 +227,8 @@ class Checkpoint(AnyCheckpoint):
         name = next((prefix + name for name in names if prefix + name in self._owner), None)
         if name is None:
             return 1.0
+        import torch
+
         file, value = self._owner[name], torch.empty(1)
         shape = file.shapes()[name]
         if prod(shape) != 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -49,10 +50,11 @@ def serve(
     """Serve the model of FILE until interrupted."""
     # Read when Ray is imported. A SIGTERM while Ray starts would else wait half a minute for a node without work.
     os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
+    began = time.monotonic()  # before what takes a second to import, on a host that has just started many
     from cluster.commands.serve import ServingJob
 
     with _friendly_errors():
-        ServingJob.create(file, overrides or [], address).run(detach=detach)
+        ServingJob.create(file, overrides or [], address, began).run(detach=detach)
 
 
 @app.command()

@@ -3,42 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import httpx
 import psutil  # type: ignore[import-untyped]  # one use does not earn a stub package
 import ray
-from ray import serve
-from ray.serve.schema import ApplicationStatus
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from cluster.commands.report import print_plan
 from cluster.commands.resize import coordinators
 from cluster.engine.coordinator_actor import Progress
 from cluster.engine.preflight import check_checkpoint
 from cluster.engine.running_engine import describe
 from cluster.http.keys import open_keys
-from cluster.serve.deployment import Deployment, serve_is_running
 from cluster.serve.placement import NodeResources, group_bundles, uses_gpus
-from cluster.serve.session import Session, check_port_free, cluster_address, ray_session
+from cluster.serve.session import ROOT, Session, check_port_free, cluster_address, ray_session
 from configs.addresses import host_and_port
 from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig, load_app_config
 from configs.resolve import asks_for_gpus
 
+if TYPE_CHECKING:  # see `run`
+    from cluster.serve.deployment import Deployment
+
+_NVIDIA = Path("/dev/nvidiactl")
 _POLL_S = 0.25
 _WATCH_S = 1.0
 _PROGRESS_TIMEOUT_S = 1.0
@@ -60,19 +62,23 @@ _FINAL_ERRORS = tuple(f"{_OUR_ERRORS}{name}: " for name in ("ConfigError", "Chec
 class ServingJob:
     """One application of one config file, from deploy to delete."""
 
-    def __init__(self, app_config: AppConfig, address: str | None) -> None:
+    def __init__(self, app_config: AppConfig, address: str | None, began: float) -> None:
         self._config = app_config
         self._address = address
         self._stop = threading.Event()
         self._hurry = threading.Event()  # asked to stop twice
         self._ran = False
         self._console = Console(file=sys.stdout, highlight=False)
-        self._began = time.monotonic()
+        self._began = began
 
     @classmethod
-    def create(cls, file: Path, overrides: list[str], address: str | None) -> ServingJob:
-        """Reads and checks `file`, and looks for the cluster. Raises ConfigError."""
-        return cls(load_app_config(file, overrides), cluster_address(address))
+    def create(cls, file: Path, overrides: list[str], address: str | None, began: float) -> ServingJob:
+        """Reads and checks `file`, and looks for the cluster. Raises ConfigError.
+
+        Args:
+            began: by `time.monotonic`, when the command did: what it says is timed from there.
+        """
+        return cls(load_app_config(file, overrides), cluster_address(address), began)
 
     @property
     def url(self) -> str:
@@ -105,6 +111,10 @@ class ServingJob:
             open_keys(config.server)
         cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=False)) * config.num_replicas
         self._say("starting Ray" if self._address is None else f"joining Ray at {self._address}")
+        # The start of Ray is mostly waiting; what comes after it takes half a second to import.
+        threading.Thread(target=importlib.import_module, args=("cluster.serve.deployment",), daemon=True).start()
+        if config.device != "cpu" and _NVIDIA.exists():
+            threading.Thread(target=_read_ahead, daemon=True).start()
         try:
             with ray_session(self._address, min_cpus=cpus) as session:
                 self._trap_signals()  # ray.init installed its own
@@ -147,6 +157,9 @@ class ServingJob:
                     raise
 
     def _serve(self, session: Session, *, detach: bool) -> None:
+        from cluster.commands.report import print_plan
+        from cluster.serve.deployment import Deployment
+
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         gpus = uses_gpus(self._config.engine, NodeResources.from_ray(ray.nodes()))
         print_plan(self._config, self._console, gpus=gpus)
@@ -155,48 +168,44 @@ class ServingJob:
         stays = False
         try:
             deployment.submit()
-            if not self._wait_until_running():
+            self._say("starting the replica")
+            if not self._wait_until_running(deployment):
                 return
             self._wait_until_answering()
             self._print_ready(detach=detach, session=session)
             if detach:
                 stays = True
                 return
-            self._watch()
+            self._watch(deployment)
         finally:
             if not stays:
-                self._delete(until_gone=session.own)
+                self._delete(deployment, until_gone=session.own)
 
-    def _delete(self, *, until_gone: bool) -> None:
+    def _delete(self, deployment: Deployment, *, until_gone: bool) -> None:
         """Asks Serve to end the app; a cluster of our own ends right after, so the app's end is waited for there."""
+        from cluster.serve.deployment import serve_is_running
+
         if not serve_is_running():
             return
-        serve.delete(self._config.name, _blocking=False)
+        deployment.delete()
         if until_gone:
             self._say("stopping")
         deadline = time.monotonic() + self._config.engine.server.shutdown_timeout_s + _STOP_MARGIN_S
-        while until_gone and self._status()[0] != ApplicationStatus.NOT_STARTED and time.monotonic() < deadline:
+        while until_gone and deployment.status()[0] != "NOT_STARTED" and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
-    def _status(self) -> tuple[ApplicationStatus, str]:
-        overview = serve.status().applications.get(self._config.name)
-        if overview is None:
-            return ApplicationStatus.NOT_STARTED, ""
-        details = [deployment.message for deployment in overview.deployments.values() if deployment.message]
-        return overview.status, "\n".join([overview.message, *details]).strip()
-
-    def _wait_until_running(self) -> bool:
+    def _wait_until_running(self, deployment: Deployment) -> bool:
         """True once the app runs, False when interrupted; shows each phase once, and on a terminal how far it is."""
         shown = ""
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with Bars(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bars:
             bar = bars.add_task("starting", total=None)
             while not self._stop.wait(_POLL_S):
-                status, message = self._status()
-                if status == ApplicationStatus.RUNNING:
+                status, message = deployment.status()
+                if status == "RUNNING":
                     self._ran = True
                     return True
-                failed = status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+                failed = status in ("DEPLOY_FAILED", "UNHEALTHY")
                 if failed or any(kind in message for kind in _FINAL_ERRORS):
                     raise EngineError(f"{self._config.name} could not be started: {root_cause(message)}")
                 progress = self._progress()
@@ -249,17 +258,17 @@ class ServingJob:
         elif session.own:
             self._print("Ctrl-C ends it")
 
-    def _watch(self) -> None:
+    def _watch(self, deployment: Deployment) -> None:
         """Returns when interrupted; prints what changes, raises when the app is gone for good."""
-        last = ApplicationStatus.RUNNING
+        last = "RUNNING"
         while not self._stop.wait(_WATCH_S):
-            status, message = self._status()
+            status, message = deployment.status()
             if status != last:
                 self._say(f"{status.value.lower()} {root_cause(message)}".rstrip())
                 last = status
-            if status == ApplicationStatus.DEPLOY_FAILED:
+            if status == "DEPLOY_FAILED":
                 raise EngineError(f"{self._config.name} failed: {root_cause(message)}")
-            if status == ApplicationStatus.NOT_STARTED:
+            if status == "NOT_STARTED":
                 raise EngineError(f"{self._config.name} was deleted by someone else")
 
     def _say(self, text: str) -> None:
@@ -267,6 +276,12 @@ class ServingJob:
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
+
+
+def _read_ahead() -> None:
+    """Has a process read what the ranks will import: gigabytes, which a host that has just started has on disk only."""
+    code = "from worker.warm_up import read_ahead; read_ahead()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
 
 
 def _gcs_lives() -> bool:

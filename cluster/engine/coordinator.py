@@ -114,6 +114,8 @@ class Coordinator:
         self._closing = threading.Event()
         self._blamed = threading.Event()  # `fail` was called
         self._failure: LockstepError | None = None
+        self.is_preparing = True
+        """Whether the ranks may have CUDA graphs left to capture, which they do while there is nothing else."""
         self._exchange: tuple[RankGroup | WeightChange | Sleep, Future[float]] | None = None  # asked for and not done
         self._weights: Weights | None = None
         self.num_rebuilds = 0
@@ -209,7 +211,7 @@ class Coordinator:
             while not self._closing.is_set():
                 if not busy:
                     self._rest()
-                self._take_messages(0.0 if busy else _IDLE_POLL_S)
+                self._take_messages(0.0 if busy or self._prepare() else _IDLE_POLL_S)
                 if self._failure is not None:
                     raise self._failure
                 if self._exchange is not None:
@@ -366,7 +368,7 @@ class Coordinator:
             self._failure = error
             self._blamed.set()
             return error
-        self.ranks = replaced.result()
+        self.ranks, self.is_preparing = replaced.result(), True
         self._meter.cost = self.ranks.cost
         self.life.enter(EngineState.RUNNING)
         return None
@@ -448,6 +450,16 @@ class Coordinator:
                 if not self.scheduler.poll_guides():
                     return
             self._take_messages(left)
+
+    def _prepare(self) -> bool:
+        """Has the ranks capture one CUDA graph more, if no request is there; returns whether they may have others
+        left. A request that comes meanwhile waits for that one."""
+        if self.is_preparing and not self.scheduler.has_work:
+            frame = StepFrame(self.scheduler.generation, self.scheduler.last_step, kind=FrameKind.CAPTURE)
+            self.ranks.frames.send(frame.encode(), self._step_timeout_s)
+            result = StepResult.decode(self.ranks.results.recv(self._step_timeout_s))
+            self.is_preparing = bool(result.tokens[0])
+        return self.is_preparing and not self.scheduler.has_work
 
     def _rest(self) -> None:
         """Nothing can go on: reports, unless it is only a mask that is awaited and the last report is young."""

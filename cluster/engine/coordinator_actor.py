@@ -279,6 +279,7 @@ class CoordinatorActor:
             "pids": coordinator.ranks.pids,
             "spare_pids": coordinator.ranks.spare_pids,
             "num_steps": coordinator.num_steps,
+            "is_preparing": coordinator.is_preparing,
             **dataclasses.asdict(stats),
         }
 

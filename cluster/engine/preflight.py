@@ -12,6 +12,7 @@ from configs.errors import CheckpointError
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.schema import EngineConfig
+from worker.weights import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,6 @@ def check_checkpoint(config: EngineConfig, *, serves_text: bool = True) -> None:
         CheckpointError: files are missing, truncated, of an unsafe kind or of another model than their config, factors
             of an FP8 KV cache are none that can be served, or a GGUF's tokenizer is of an unknown kind.
     """
-    from worker.weights import Checkpoint  # imports torch, which takes a second
-
     path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = read_model_config(path)
     tokenizer = find_tokenizer(config, path)

@@ -41,6 +41,14 @@ def least_compute_capability(nodes: Iterable[Mapping[str, Any]]) -> tuple[int, i
     return min(known) if known and len(known) == len(found) else None
 
 
+def environment_options(wanted: Mapping[str, str], have: Mapping[str, str]) -> dict[str, Any]:
+    """Options of an actor whose process needs the variables `wanted`, where processes of Ray are started with `have`.
+
+    None where those are there: Ray then takes a process that waits, instead of starting one for this environment.
+    """
+    return {} if wanted.items() <= have.items() else {"runtime_env": {"env_vars": dict(wanted)}}
+
+
 def host_facts(*, gpus: bool) -> HostFacts:
     """Facts that decide automatic values, for ranks on this node or, with `gpus`, on the GPUs of the cluster."""
     capability = least_compute_capability(ray.nodes()) if gpus and ray.is_initialized() else None

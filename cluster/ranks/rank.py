@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.ranks.held_gpus import HeldGPU
+from cluster.ranks.host import environment_options
 from cluster.ranks.rank_actor import Location, RankActor, RankSpec, actor_class
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
@@ -148,10 +149,10 @@ class RankStarter:
                 namespace=NAMESPACE,
                 num_cpus=0,
                 num_gpus=gpus,
-                runtime_env={"env_vars": CUDA_ENVIRONMENT} if self.config.device == "cuda" else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self.placement_group, placement_group_bundle_index=bundle
                 ),
+                **(environment_options(CUDA_ENVIRONMENT, os.environ) if self.config.device == "cuda" else {}),
             )
             .remote(spec)
         )

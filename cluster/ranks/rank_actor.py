@@ -164,6 +164,9 @@ class RankActor:
     def join(self, host: str, port: int, generation: int, one_node: bool) -> int:
         """Enters the process group through the coordinator's store; in a later generation with the weights it has.
 
+        Args:
+            port: the store's; 0 in a group of one, which has none.
+
         Returns:
             Bytes that were free on its GPU, of a rank without weights. Else 0.
         """
@@ -178,8 +181,9 @@ class RankActor:
 
         config, model, rank = self._spec.config, self._spec.model, self._spec.rank
         parallel = config.parallel
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False) if port else None
         if self._group is not None:
-            self._group.rejoin(TCPStore(host, port, is_master=False, wait_for_workers=False), generation)
+            self._group.rejoin(store, generation)
             return 0
         assert parallel.threads_per_rank is not None, "threads_per_rank is resolved before the ranks start"
         assert parallel.spin_us is not None, "spin_us is resolved before the ranks start"
@@ -196,20 +200,17 @@ class RankActor:
             mark_compilations()
             torch.cuda.set_device(device)
             room_bytes = await_room(device, self._spec.room_bytes)
-        if config.tensor_parallel_size == 1:
-            self._group = TensorParallelGroup.single(device)
-        else:
-            self._group = TensorParallelGroup.create(
-                rank=rank,
-                size=config.tensor_parallel_size,
-                store=TCPStore(host, port, is_master=False, wait_for_workers=False),
-                device=device,
-                strategy=strategy,
-                timeout_s=parallel.step_timeout_s,
-                generation=generation,
-                spin_us=parallel.spin_us,
-                sizes=peer_sizes(config, model, plan),
-            )
+        self._group = TensorParallelGroup.create(
+            rank=rank,
+            size=config.tensor_parallel_size,
+            store=store,
+            device=device,
+            strategy=strategy,
+            timeout_s=parallel.step_timeout_s,
+            generation=generation,
+            spin_us=parallel.spin_us,
+            sizes=peer_sizes(config, model, plan),
+        )
         kept = KeptMemory(self._spec.keeper, rank, device) if one_node else None
         if kept is not None:
             kept.write_down_crashes()
@@ -280,8 +281,8 @@ class RankActor:
         return self._ready().measure()
 
     def allocate(self, pool: PoolShape, at_once: bool, keeps_kv: bool) -> None:
-        """Allocates the KV pool, or takes the one there was, and the request tables; on CUDA captures steps, unless
-        requests wait: `at_once`."""
+        """Allocates the KV pool, or takes the one there was, and the request tables; on CUDA captures the largest
+        steps, unless requests wait: `at_once`."""
         self._progress = 0.0
         self._ready().allocate(
             pool.num_pages,
@@ -289,6 +290,7 @@ class RankActor:
             pool.num_window_pages,
             self._on_progress,
             at_once=at_once,
+            later=True,
             keeps_kv=keeps_kv,
         )
 

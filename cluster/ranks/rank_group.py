@@ -103,7 +103,8 @@ class RankGroup:
         self._runs: dict[int, ray.ObjectRef[None]] = {}  # by rank, the calls that are watched
         self._pool: PoolShape | None = None
         self._on_failure: Callable[[LockstepError], None] | None = None
-        self._store: Any = None
+        self._store: Any = None  # the meeting place of several ranks
+        self._port: int | None = None  # the store's, 0 without one; known once the ranks have met
         self._memory: GroupMemory | None = None
         self._host = "127.0.0.1"
         self.one_node = True
@@ -262,8 +263,9 @@ class RankGroup:
 
     def start(self) -> None:
         """Starts the processes, and waits until they say where they are."""
-        # The store of `load` needs torch, whose import takes seconds: meanwhile.
-        threading.Thread(target=importlib.import_module, args=("torch.distributed",), daemon=True).start()
+        if self.size > 1:
+            # The store of `load` needs torch, whose import takes seconds: meanwhile.
+            threading.Thread(target=importlib.import_module, args=("torch.distributed",), daemon=True).start()
         self._ranks += [Rank(index, self.starter.start(self.starter.spec(index))) for index in range(self.size)]
         self._settle(self._ranks)
 
@@ -297,7 +299,8 @@ class RankGroup:
         here = ray.get_runtime_context().get_node_id()
         self.one_node = all(location.node_id == here for location in self.locations)
         self._host = "127.0.0.1" if self.one_node else ray.util.get_node_ip_address()
-        self._store = _open_store(self._host)
+        self._store = _open_store(self._host) if self.size > 1 else None
+        self._port = 0 if self._store is None else self._store.port
         for rank, room_bytes in zip(self._ranks, self._join(GENERATION), strict=True):
             rank.room_bytes = room_bytes
 
@@ -309,7 +312,7 @@ class RankGroup:
 
     def _load_in_place_of(self, old: RankGroup) -> GroupMemory:
         """Loads every shard, now that the pools of `old` have gone; those of `prepare` come from the node's memory."""
-        if self._store is None:
+        if self._port is None:
             return self.load()
         assert old._memory is not None, "it has loaded"
         # Nobody waits for a step to be measured: fewer ranks need no more for it together than those did.
@@ -317,7 +320,7 @@ class RankGroup:
         return self._loaded(self._on(self._ranks, "bring", step_bytes))
 
     def _join(self, generation: int) -> list[int]:
-        return self._on(self._ranks, "join", self._host, self._store.port, generation, self.one_node)
+        return self._on(self._ranks, "join", self._host, self._port, generation, self.one_node)
 
     def measure(self) -> tuple[float, float]:
         """Measures what the loaded ranks can do together, at the same time: (FLOP/s, bytes/s of memory)."""

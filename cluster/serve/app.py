@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -25,6 +26,7 @@ from cluster.http.active import ActiveRequests
 from cluster.http.keys import open_keys
 from cluster.observability.logs import log_to_stderr
 from cluster.observability.replica import replica_telemetry
+from cluster.ranks.host import environment_options
 from cluster.serve.autoscaling import KV_USAGE, QUEUED_TOKENS, RUNNING_SHARE
 from cluster.serve.draining import StopWatch, replicas_are_stopping
 from cluster.serve.haproxy import REPLICA_SETTINGS
@@ -162,12 +164,15 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     return engine_app(parse_engine_config(args), {})
 
 
-def engine_app(config: EngineConfig, options: Mapping[str, Any]) -> serve.Application:
+def engine_app(
+    config: EngineConfig, options: Mapping[str, Any], environment: Mapping[str, str] = MappingProxyType({})
+) -> serve.Application:
     """The application with `options` of its deployment in place of ours.
 
     Args:
         options: an entry of the file's `deployments:`, without its name. Ray Serve applies it itself where it gets the
             file, and not where it gets an application.
+        environment: variables that every process of the cluster starts with, as far as known.
 
     Raises:
         ConfigError: as build_app, or Ray Serve does not take the options.
@@ -188,7 +193,7 @@ def engine_app(config: EngineConfig, options: Mapping[str, Any]) -> serve.Applic
         **replica_options(config),
         placement_group_bundles=bundles,
         placement_group_strategy=config.placement.strategy,
-        ray_actor_options={"num_cpus": bundles[0]["CPU"], "runtime_env": {"env_vars": REPLICA_SETTINGS}},
+        ray_actor_options={"num_cpus": bundles[0]["CPU"], **environment_options(REPLICA_SETTINGS, environment)},
         max_ongoing_requests=ongoing,
         # Held by Ray Serve while no replica takes them, as while one is replaced; without a bound they pile up.
         max_queued_requests=ongoing,

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -14,8 +17,9 @@ from pydantic import ValidationError
 from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.exceptions import RayError
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
+from cluster.ranks.host import environment_options
 from cluster.serve.app import DEPLOYMENT, engine_app
 from cluster.serve.haproxy import SETTINGS
 from cluster.serve.session import Session, check_port_free
@@ -23,6 +27,8 @@ from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig, is_loopback
 
 logger = logging.getLogger(__name__)
+
+_POLL_S = 0.02
 
 
 class Deployment:
@@ -34,11 +40,13 @@ class Deployment:
         declaration: dict[str, Any],
         application: serve.Application,
         client: ServeSubmissionClient | None,
+        environment: Mapping[str, str],
     ) -> None:
         self._config = config
         self._declaration = declaration
         self._application = application
         self._client = client
+        self._environment = environment
 
     @classmethod
     def prepare(cls, config: AppConfig, session: Session) -> Deployment:
@@ -48,12 +56,12 @@ class Deployment:
             ConfigError: a setting, the checkpoint, the size of the cluster's nodes, or the port is wrong.
         """
         declaration = _declaration(config, session)
-        application = engine_app(config.engine, _engine_options(declaration["applications"][0]))
+        application = engine_app(config.engine, _engine_options(declaration["applications"][0]), session.environment)
         client, details = find_dashboard(session.dashboard_url)
         _check_http_options(config, details.get("http_options") or {})
         if _others(details, config.name):
             client = None
-        return cls(config, declaration, application, client)
+        return cls(config, declaration, application, client, session.environment)
 
     def submit(self) -> None:
         """Starts Ray Serve if need be, and has it deploy or replace the app; does not wait for the replicas.
@@ -61,8 +69,33 @@ class Deployment:
         Raises:
             EngineError: Ray Serve refused the application.
         """
-        if not serve_is_running():
-            _start_serve(self._declaration)
+        if serve_is_running():
+            self._deploy()
+            return
+        with ThreadPoolExecutor(1) as pool:
+            starting = pool.submit(_start_serve, self._declaration, self._environment)
+            while not starting.done() and not serve_is_running():
+                time.sleep(_POLL_S)
+            # Its controller takes the app, and starts the replicas, while its proxies start.
+            try:
+                if not starting.done() or starting.exception() is None:
+                    self._deploy()
+            finally:
+                starting.result()
+
+    def status(self) -> tuple[ApplicationStatus, str]:
+        """The app's status, and what Ray Serve says about it."""
+        overview = serve.status().applications.get(self._config.name)
+        if overview is None:
+            return ApplicationStatus.NOT_STARTED, ""
+        details = [deployment.message for deployment in overview.deployments.values() if deployment.message]
+        return overview.status, "\n".join([overview.message, *details]).strip()
+
+    def delete(self) -> None:
+        """Asks Ray Serve to end the app; returns at once."""
+        serve.delete(self._config.name, _blocking=False)
+
+    def _deploy(self) -> None:
         if self._client is not None:
             try:
                 self._client.deploy_applications(self._declaration)
@@ -84,8 +117,11 @@ def serve_is_running() -> bool:
     return any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True))
 
 
-def _start_serve(declaration: dict[str, Any]) -> None:
+def _start_serve(declaration: dict[str, Any], environment: Mapping[str, str]) -> None:
     """Starts Ray Serve as the dashboard would, but from here, where it can be told to have HAProxy.
+
+    Args:
+        environment: variables that every process of the cluster starts with, as far as known.
 
     Raises:
         EngineError: Ray Serve refused what is said of it, or did not start.
@@ -107,7 +143,7 @@ def _start_serve(declaration: dict[str, Any]) -> None:
             grpc_options=schema.grpc_options.model_dump(),
             logging_config=schema.logging_config,
             tracing_config=schema.tracing_config,
-            controller_options={"runtime_env": {"env_vars": env_vars}},
+            controller_options=environment_options(env_vars, environment),
         )
     except RayError as error:  # a port of HAProxy's may be taken
         raise EngineError(f"Ray Serve did not start: {str(error).strip().splitlines()[-1]}") from None

@@ -8,14 +8,15 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from cluster.serve.haproxy import ports_of_own
+from cluster.ranks.rank import CUDA_ENVIRONMENT
+from cluster.serve.haproxy import REPLICA_SETTINGS, ports_of_own, use_haproxy
 from configs.addresses import family_of
 from configs.errors import ConfigError
 
@@ -39,6 +40,8 @@ class Session:
     """The dashboard's address; None when the cluster has none."""
     working_dir: str | None = None
     """URI of this checkout as the cluster's nodes fetch it; None in a cluster of our own, which reads it in place."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that every process of a cluster of our own starts with."""
 
 
 def check_port_free(host: str, port: int) -> None:
@@ -118,7 +121,9 @@ def ray_session(address: str | None, *, min_cpus: float) -> Iterator[Session]:
 def _connect(address: str | None, min_cpus: float) -> Session:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
-        os.environ.update(ports_of_own())
+        # No process of ours needs others then, so that all are among those that Ray starts at once and keeps waiting.
+        use_haproxy()
+        os.environ.update(ports_of_own() | REPLICA_SETTINGS | CUDA_ENVIRONMENT)
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, int(min_cpus) + 1),
@@ -126,7 +131,7 @@ def _connect(address: str | None, min_cpus: float) -> Session:
             object_store_memory=_OBJECT_STORE_BYTES,
             **options,
         )
-        return Session(own=True)
+        return Session(own=True, environment=dict(os.environ))
     # A job brings the checkout itself.
     if not _job_runtime_env().get("working_dir"):
         options["runtime_env"] = {"working_dir": str(ROOT)}

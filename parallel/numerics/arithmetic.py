@@ -19,8 +19,9 @@ from configs.layers import Axis, Columns, Cut, HeadGroups, Linear
 from parallel.group import TensorParallelGroup
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.rank_sum import CudaExactSum, ExactSum, FastSum, RankSum
+from parallel.numerics.tensor_source import TensorSource
 from parallel.numerics.tree import SumTree
-from parallel.numerics.weight import ChainWeight, CpuLeaves, CpuWeight, CudaWeight, NodeWeight, TensorSource, Weight
+from parallel.numerics.weight import ChainWeight, CpuLeaves, CpuWeight, CudaWeight, NodeWeight, Weight
 from parallel.plan import LayerShard, ShardPlan, Span, leaf_columns
 
 _T = TypeVar("_T")

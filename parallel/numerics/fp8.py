@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel.plan import Span
+from parallel.plan import Span, blocks_of
 
 if TYPE_CHECKING:
-    from parallel.numerics.weight import TensorSource
+    from parallel.numerics.tensor_source import TensorSource
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -96,11 +96,6 @@ class Fp8Matrix:
     def device(self) -> torch.device:
         """The device of all tensors."""
         return self.values.device
-
-
-def blocks_of(span: Span, size: int) -> Span:
-    """Blocks of `size` indices that hold those of `span`."""
-    return Span(span.start // size, -(-span.stop // size))
 
 
 def multiply(out: Tensor, scales: Tensor, block: tuple[int, int], rows: Span, columns: Span) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Protocol
 
 import torch
@@ -15,32 +14,6 @@ from parallel.plan import Span
 _MOST_FP8_ROWS = 128
 """Rows of a product with a weight in FP8 above which the weight is made plain first, which takes the time of reading
 and writing it, and then is as fast as a plain one. benchmarks/fp8_gemm.py measures both."""
-
-
-class TensorSource(Protocol):
-    """The source of a layer's shards of checkpoint tensors."""
-
-    def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
-        """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it, or columns of rows.
-
-        Rows and columns are those of `as_matrix`, of tensor and `out` alike.
-        """
-
-    def scale_block(self, name: str) -> tuple[int, int] | None:
-        """Rows and columns of the blocks of a matrix that have a scale each, where it may be read in FP8."""
-        return None
-
-    def read_fp8(self, name: str, out: torch.Tensor, scales: torch.Tensor, *, rows: Span, columns: Span) -> None:
-        """Fills `out` with rows and columns of a matrix in e4m3, and `scales` with the fp32 ones of all blocks that
-        they are in."""
-        raise AssertionError(f"{name} is not to be had in FP8")
-
-
-def as_matrix(shape: Sequence[int]) -> tuple[int, ...]:
-    """Rows and columns of a tensor: one of three dimensions is matrices below one another, one of more has all but the
-    first two in its rows, and a vector has rows alone."""
-    split = min(len(shape) - 1, 2)
-    return (prod(shape[:split]), prod(shape[split:])) if len(shape) > 1 else tuple(shape)
 
 
 class Weight(Protocol):

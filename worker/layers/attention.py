@@ -10,7 +10,7 @@ from configs.layers import Axis, GroupedQueryAttention
 from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
-from parallel.numerics.weight import TensorSource
+from parallel.numerics.tensor_source import TensorSource
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryHalves
 from worker.layers.step import Step

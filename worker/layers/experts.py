@@ -21,7 +21,8 @@ from parallel.fused_sum import PartialSum
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.cpu_products import TILE, Mixture, mixed_products, pack
-from parallel.numerics.weight import CpuWeight, TensorSource
+from parallel.numerics.tensor_source import TensorSource
+from parallel.numerics.weight import CpuWeight
 from parallel.plan import Span
 from worker.kernels.cpu_pointwise import act_and_mul, clamped_act_and_mul, softmax
 from worker.layers.mlp import MLP

@@ -8,7 +8,7 @@ from configs.layers import DenseMLP
 from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
-from parallel.numerics.weight import TensorSource
+from parallel.numerics.tensor_source import TensorSource
 from worker.layers.activation import ActAndMul, Activation
 from worker.layers.step import Padding
 

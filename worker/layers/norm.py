@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from parallel.fused_sum import PartialSum
-from parallel.numerics.weight import TensorSource
+from parallel.numerics.tensor_source import TensorSource
 from worker.kernels import cpu_pointwise
 
 

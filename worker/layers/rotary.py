@@ -13,7 +13,7 @@ from attention.rotation import LatentNorm, QKNorms, Rotation
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 from configs.rope import RopeConfig, yarn_mscale
-from parallel.numerics.weight import TensorSource
+from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import Span
 from worker.kernels.cpu_pointwise import rms_norm
 

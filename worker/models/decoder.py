@@ -23,7 +23,7 @@ from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, Arithmetic, LayerContext
-from parallel.numerics.weight import TensorSource
+from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import ShardPlan
 from worker.kernels.cpu_pointwise import softcap_
 from worker.layers.attention import Attention

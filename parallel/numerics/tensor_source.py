@@ -1,0 +1,29 @@
+"""The source of a rank's weights, as layers know it. Whoever checks headers alone does without torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from parallel.plan import Span
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TensorSource(Protocol):
+    """The source of a layer's shards of checkpoint tensors."""
+
+    def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
+        """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it, or columns of rows.
+
+        Rows and columns are those of `parallel.plan.as_matrix`, of tensor and `out` alike.
+        """
+
+    def scale_block(self, name: str) -> tuple[int, int] | None:
+        """Rows and columns of the blocks of a matrix that have a scale each, where it may be read in FP8."""
+        return None
+
+    def read_fp8(self, name: str, out: torch.Tensor, scales: torch.Tensor, *, rows: Span, columns: Span) -> None:
+        """Fills `out` with rows and columns of a matrix in e4m3, and `scales` with the fp32 ones of all blocks that
+        they are in."""
+        raise AssertionError(f"{name} is not to be had in FP8")
