@@ -281,8 +281,8 @@ class RankActor:
         return self._ready().measure()
 
     def allocate(self, pool: PoolShape, at_once: bool, keeps_kv: bool) -> None:
-        """Allocates the KV pool, or takes the one there was, and the request tables; on CUDA captures the largest
-        steps, unless requests wait: `at_once`."""
+        """Allocates the KV pool, or takes the one there was, and the request tables; on CUDA captures steps, unless
+        requests wait: `at_once`."""
         self._progress = 0.0
         self._ready().allocate(
             pool.num_pages,
@@ -290,7 +290,6 @@ class RankActor:
             pool.num_window_pages,
             self._on_progress,
             at_once=at_once,
-            later=True,
             keeps_kv=keeps_kv,
         )
 
