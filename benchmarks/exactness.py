@@ -51,7 +51,7 @@ from parallel.environment import RANK_ENVIRONMENT
 from parallel.numerics import tree
 from parallel.numerics.tree import SumTree
 from parallel.plan import Span
-from worker import tp_worker
+from worker import shard, tp_worker
 from worker.model_runner import ModelRunner
 from worker.pending_step import PendingStep
 from worker.protocol import RowFlag, StepFrame, StepResult
@@ -250,8 +250,8 @@ class _Watch:
         self._worker, self._span = worker, span
         self.hashes: list[torch.Tensor] = []
         """The hash of every row since `begin`, in order."""
-        self._local_logits = worker._decoder.local_logits
-        worker._decoder.local_logits = self._watched  # type: ignore[method-assign]
+        self._local_logits = worker.shard.decoder.local_logits
+        worker.shard.decoder.local_logits = self._watched  # type: ignore[method-assign]
 
     def begin(self) -> None:
         """After each `allocate`."""
@@ -307,7 +307,7 @@ def plant() -> None:
 
 def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: argparse.Namespace, out: Any) -> None:
     if args.plant and config.tensor_parallel_size > 1:
-        tp_worker.check_exactness = lambda *_: None  # it would refuse to start
+        shard.check_exactness = lambda *_: None  # it would refuse to start
         plant()
     worker, group = start_worker(rank, config, path, port)
     if args.graph_tokens is not None:

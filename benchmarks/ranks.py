@@ -49,5 +49,5 @@ def start_worker(rank: int, config: EngineConfig, path: Path, port: int) -> tupl
             sizes=peer_sizes(config, model, plan),
         )
     worker = TPWorker(config=config, model=model, model_path=path, plan=plan, group=group)
-    worker.load()
+    worker.shard.load()
     return worker, group

@@ -138,7 +138,7 @@ def main() -> None:
         plan=ShardPlan.create(model, 1),
         group=TensorParallelGroup.single(device),
     )
-    worker.load()
+    worker.shard.load()
     rows = resolved(config.scheduler.max_num_seqs)
     num_pages = (rows + 1) * (-(-(max(args.query) + args.tokens + 1) // config.kv_cache.page_size) + 1)
     worker.allocate(num_pages, _MAX_MODEL_LEN)

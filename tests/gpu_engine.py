@@ -297,11 +297,11 @@ def _control(worker: Any, model: ModelConfig, model_path: Path, controls: Any) -
             asked = controls.recv()
             if asked is None:
                 controls.send(worker.take_staged())
-                worker.drop_staged()
+                worker.shard.drop_staged()
                 continue
             revision, on_host = asked
             with patch("worker.staged_weights._free_bytes", return_value=0 if on_host else 1 << 50):
-                controls.send(worker.stage(model, model_path, revision) is on_host)
+                controls.send(worker.shard.stage(model, model_path, revision) is on_host)
         except EOFError:
             return
         except Exception as error:  # noqa: BLE001 - handed to the test's own process, which sees that it is no answer
@@ -357,7 +357,7 @@ def _rank_main(
             sizes=peer_sizes(config, model, plan),
         )
         worker = TPWorker(config=config, model=model, model_path=model_path, plan=plan, group=group)
-        worker.load()
+        worker.shard.load()
         expected = worker.profile()
         free = torch.cuda.mem_get_info(device)[0]
         worker.allocate(num_pages, max_model_len, num_window_pages)

@@ -146,7 +146,7 @@ class LocalGroup:
                         timeout_s=120.0,
                     )
                 worker = TPWorker(config=resolved, model=self.model, model_path=model_path, plan=plan, group=group)
-                worker.load()
+                worker.shard.load()
                 worker.allocate(num_pages, max_model_len, num_window_pages)
                 self.workers[rank] = worker
                 while not self.closing.is_set():  # one run of the loop for each scheduler

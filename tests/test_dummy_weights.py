@@ -284,8 +284,8 @@ def test_only_config_json_is_needed(tmp_path: Path) -> None:
     plan = ShardPlan.create(model, 1)
     worker = TPWorker(config=config, model=model, model_path=path, plan=plan, group=TensorParallelGroup.single())
     progress: list[float] = []
-    worker.load(progress.append)
-    assert worker.weight_bytes == 4 * plan.weight_elements(0)
+    worker.shard.load(progress.append)
+    assert worker.shard.num_bytes == 4 * plan.weight_elements(0)
     assert progress[-1] == 1.0
     with pytest.raises(CheckpointError, match=r"neither \.safetensors nor \.gguf"):
         check_checkpoint(config.model_copy(update={"load_format": "auto"}), serves_text=False)
@@ -305,12 +305,12 @@ def test_random_weights_are_those_of_fp8_where_settings_or_the_shape_ask_for_it(
     )
     plan, group = ShardPlan.create(model, 1), TensorParallelGroup.single()
     worker = TPWorker(config=config, model=model, model_path=path, plan=plan, group=group)
-    worker.load()
-    assert worker.weight_bytes == 4 * plan.weight_elements(0)
+    worker.shard.load()
+    assert worker.shard.num_bytes == 4 * plan.weight_elements(0)
     expected, plain = (Decoder(model, plan, group, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2))
     expected.load(QuantisedCheckpoint(DummyCheckpoint(model), model))
     plain.load(DummyCheckpoint(model))
-    bits, of_fp8, of_plain = ([it.tolist() for it in tensors(each)] for each in (worker._decoder, expected, plain))
+    bits, of_fp8, of_plain = ([it.tolist() for it in tensors(each)] for each in (worker.shard.decoder, expected, plain))
     assert bits == of_fp8 != of_plain
 
 

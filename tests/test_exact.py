@@ -41,7 +41,7 @@ from parallel.numerics.tree import SumTree
 from parallel.plan import ShardPlan, Span
 from tests.local_group import Limits, LocalGroup
 from tests.test_answers import make_prompts
-from worker import self_test, tp_worker
+from worker import self_test, shard
 from worker.layers.experts import CpuExperts
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
@@ -182,7 +182,7 @@ def test_sums_in_another_order_are_found(
 
     monkeypatch.setattr(SumTree, "of", SumTree.of)
     plant()
-    monkeypatch.setattr(tp_worker, "check_exactness", lambda *_: None)  # it would refuse to start
+    monkeypatch.setattr(shard, "check_exactness", lambda *_: None)  # it would refuse to start
     group = LocalGroup(
         small_path,
         2,
@@ -338,7 +338,7 @@ def _check_steps(folder: Path, model: str, size: int) -> None:
             rank=rank, size=size, store=store, device="cpu", strategy="shared_memory", timeout_s=60.0
         )
         worker = TPWorker(config=config, model=spec, model_path=folder, plan=plan, group=group)
-        worker.load()
+        worker.shard.load()
         worker.allocate(14, 220, 14 if model == "windows" else None)
         worker.check_steps(14, 220)
         worker.close()
@@ -433,7 +433,7 @@ def test_a_gpu_checks_leaves_of_cublas_in_less_than_a_second(tmp_path: Path, mon
     plan, group = ShardPlan.create(spec, 1, exact=True), TensorParallelGroup.single("cuda")
     monkeypatch.setattr(ModelRunner, "capture", lambda *_, **__: None)
     worker = TPWorker(config=config, model=spec, model_path=tmp_path, plan=plan, group=group)
-    worker.load()
+    worker.shard.load()
     worker.allocate(128, 2048)  # compiles
     began = time.perf_counter()
     worker.check_steps(128, 2048)

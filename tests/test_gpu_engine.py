@@ -227,7 +227,7 @@ def test_a_fault_on_the_device_names_the_rank_and_what_to_do(shape: Path) -> Non
 
     script = (
         "import torch\n"
-        "from worker.tp_worker import naming_the_rank\n"
+        "from worker.shard import naming_the_rank\n"
         "with naming_the_rank(3, torch.device('cuda:0'), 'a step'):\n"
         "    torch._assert_async(torch.zeros(1, device='cuda'))\n"
         "    torch.cuda.synchronize()\n"

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed import HashStore
 
+import worker.shard
 import worker.tp_worker
 from attention import registry
 from attention.step_shape import StepShape
@@ -51,7 +52,8 @@ from worker.protocol import (
     StepResult,
 )
 from worker.sampler import default_params
-from worker.tp_worker import TPWorker, naming_the_rank
+from worker.shard import naming_the_rank
+from worker.tp_worker import TPWorker
 from worker.weights import expected_shapes
 
 PAGE_SIZE = 8
@@ -105,7 +107,7 @@ def _worker(path: Path, model: ModelConfig, group: TensorParallelGroup | None = 
         plan=ShardPlan.create(model, group.size),
         group=group,
     )
-    worker.load()
+    worker.shard.load()
     worker.allocate(num_pages=200, max_model_len=128)
     return worker
 
@@ -514,10 +516,10 @@ def test_reports_progress_and_the_bytes_of_its_weights(tiny_path: Path) -> None:
         group=TensorParallelGroup.single(),
     )
     shares: list[float] = []
-    worker.load(shares.append)
+    worker.shard.load(shares.append)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    assert worker.weight_bytes == sum(4 * int(np.prod(shape)) for shape in expected_shapes(MODEL).values())
+    assert worker.shard.num_bytes == sum(4 * int(np.prod(shape)) for shape in expected_shapes(MODEL).values())
     assert worker.kv_page_bytes() == (2 * 2 * PAGE_SIZE * 2 * 16 * 4, 0)
     assert free_bytes(worker.device) > 0
 
@@ -603,7 +605,7 @@ def _load_without_memory(said: Connection) -> None:
     )
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms,) * 2)
     try:
-        worker.load()
+        worker.shard.load()
     except Exception as error:  # noqa: BLE001 -- the parent looks at it
         said.send(error)
 
@@ -628,9 +630,9 @@ def test_other_weights_for_which_the_node_has_no_memory_leave_those_that_serve(
         raise MemoryError
 
     rank, frames = _worker(tiny_path, MODEL), Frames()
-    monkeypatch.setattr(worker.tp_worker, "StagedWeights", full)
+    monkeypatch.setattr(worker.shard, "StagedWeights", full)
     with pytest.raises(OutOfMemoryError, match="rank 0 on cpu failed in staging other weights: MemoryError"):
-        rank.stage(MODEL, tiny_path, None)
+        rank.shard.stage(MODEL, tiny_path, None)
     with pytest.raises(EngineError):
         rank.take_staged()
     assert len(rank.launch(StepFrame.decode(frames.step([(1, [3, 4], True)]))).result().tokens) == 1

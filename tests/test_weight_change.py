@@ -149,7 +149,7 @@ def test_ranks_that_serve_answer_as_a_start_with_the_new_weights_would(
     model = replace(read_model_config(other), dtype=group.model.dtype)
     for worker in group.workers.values():
         checkpoint = load_file(other / "model.safetensors") if kind == "memory" else other
-        assert not worker.stage(model, checkpoint), "a CPU has but one memory"
+        assert not worker.shard.stage(model, checkpoint), "a CPU has but one memory"
     assert _tokens(group) == before
     for worker in group.workers.values():
         worker.take_staged()
@@ -163,7 +163,7 @@ def test_weights_that_cannot_be_read_change_nothing(small_path: Path, tmp_path: 
     group = LocalGroup(small_path, 1, 64)
     before = _tokens(group)
     with pytest.raises(CheckpointError, match="truncated"):
-        group.workers[0].stage(group.model, other, None)
+        group.workers[0].shard.stage(group.model, other, None)
     assert _tokens(group) == before
     group.close()
 
@@ -175,7 +175,7 @@ def test_other_factors_of_a_kv_cache_in_fp8_are_refused(small_path: Path, tmp_pa
     group = LocalGroup(small_path, 1, 64, kv_dtype="fp8_e4m3", numerics="fast")
     _tokens(group)
     with pytest.raises(ConfigError, match="factors of keys and values in FP8 differ"):
-        group.workers[0].stage(group.model, other, None)
+        group.workers[0].shard.stage(group.model, other, None)
     group.close()
 
 
@@ -191,7 +191,7 @@ def _ids(answered: dict[str, Any]) -> list[int]:
 def _change(engine: TinyEngine, path: Path, running: Any, generation: int = 1) -> Future[float]:
     """Has the one rank of `engine` serve with the checkpoint at `path`."""
     [worker] = engine.coordinator.ranks._group.workers.values()  # type: ignore[attr-defined]  # fake ranks
-    worker.stage(read_model_config(path), path, None)
+    worker.shard.stage(read_model_config(path), path, None)
     return engine.coordinator.exchange(WeightChange(Weights("new", "print"), running, generation, worker.take_staged))
 
 

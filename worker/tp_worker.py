@@ -7,8 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,42 +15,33 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attention.kv_pool import FP8, ReqToTokenPool, TokenToKVPool
+from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
-from configs.errors import ConfigError, EngineError, OutOfMemoryError
+from configs.errors import ConfigError, EngineError
 from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
-from configs.quantization import keeps_fp8
 from configs.schema import EngineConfig, resolved
 from parallel.fused_sum import PeerSizes
 from parallel.group import TensorParallelGroup
 from parallel.kept_memory import KeptMemory, kv_block
-from parallel.numerics.arithmetic import FAST, ExactArithmetic, most_nodes
+from parallel.numerics.arithmetic import most_nodes
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
-from worker.dummy_weights import DummyCheckpoint
 from worker.kept_kv import take_kv
-from worker.kept_weights import KeptWeights, note_of
 from worker.layers.rotary import check_length
 from worker.memory import DeviceMemory, await_idle, free_bytes, profile_cuda
 from worker.model_runner import ModelRunner
-from worker.models.decoder import Decoder
 from worker.peaks import Peaks, measure_peaks
 from worker.pending_step import PendingStep
 from worker.protocol import FrameKind, FrameLimits, StepFrame, StepResult
-from worker.quantised_weights import QuantisedCheckpoint
 from worker.sampler import Sampler
-from worker.self_test import check_exactness, check_steps
-from worker.staged_weights import StagedWeights, free_pinned, has_room, own_stream
+from worker.self_test import check_steps
+from worker.shard import DTYPES, Shard, naming_the_rank
 from worker.step_layout import launch_bound_tokens
-from worker.weights import AnyCheckpoint, Checkpoint
 
 _log = logging.getLogger(__name__)
 
 _MAX_SUM_BYTES = 512 << 20
-# The words of torch where the node has no memory.
-_NO_MEMORY = "can't allocate memory"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8_e4m3": FP8}
 
 
 class FrameSource(Protocol):
@@ -65,7 +55,7 @@ class FrameSource(Protocol):
 
 
 class TPWorker:
-    """Rank `group.rank` of a tensor-parallel group: `load`, `allocate`, then `step` or `run`, then `close`.
+    """Rank `group.rank` of a tensor-parallel group: `shard.load`, `allocate`, then `step` or `run`, then `close`.
 
     Args:
         config: resolved; `auto` in dtype or attention is refused.
@@ -90,25 +80,18 @@ class TPWorker:
             raise ConfigError(f"dtype={config.dtype} and attention must be resolved before a worker starts")
         if plan.tp_size != group.size:
             raise ConfigError(f"a plan for tensor_parallel_size={plan.tp_size} does not fit {group.size} ranks")
+        self.shard = Shard(config, model, model_path, plan, group, kept)
+        """The rank's weights."""
         self._config = config
         self._model = model
-        self._model_path = model_path
         self._group = group
         self._kept = kept
-        self._dtype = DTYPES[config.dtype]
         self._device = group.device
-        self._arithmetic = ExactArithmetic(self._device) if config.is_exact else FAST
         self._plan = plan
-        self._decoder = self._new_decoder()
-        self._weights = None if kept is None else KeptWeights(self._decoder, kept)
-        self._staged: StagedWeights | None = None
-        self._staged_note = ""  # for the staged weights, once they serve
-        self._staging: object = None  # an id of the weights that are being read or staged
         # Held while a step is launched. Rank 0 may have its result while another rank still launches the rest of it.
         self._launching = threading.Lock()
         self._runner: ModelRunner | None = None
         self._kv: list[torch.Tensor] = []  # the pool's memory, which a device that computes must not lose
-        self._weight_bytes = 0
 
     @property
     def device(self) -> torch.device:
@@ -120,162 +103,16 @@ class TPWorker:
         """The size of the model's vocabulary."""
         return self._model.vocab_size
 
+    def take_staged(self) -> None:
+        """Has the shard's staged weights serve from the next step on. On another thread, between two steps: rank 0 has
+        the last one's result. Raises as `Shard.take_staged` does."""
+        with self._launching:
+            self.shard.take_staged()
+
     @property
     def is_kept(self) -> bool:
         """Whether weights and KV outlive this process."""
         return self._kept is not None
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of this rank's weights; 0 before `load`."""
-        return self._weight_bytes
-
-    @torch.inference_mode()
-    def load(
-        self,
-        on_progress: Callable[[float], None] | None = None,
-        identity: str = "",
-        *,
-        must_find: bool = False,
-        beside: bool = False,
-    ) -> None:
-        """Reads this rank's shard, unless it outlived another process of the rank.
-
-        Args:
-            on_progress: gets the share done, 0 to 1.
-            identity: tells the weights from others.
-            must_find: nobody can read them.
-            beside: other ranks serve on the device. Where it has no room for them, they wait in the host's memory until
-                `bring`.
-
-        Raises:
-            CheckpointError: the files are not what they should be.
-            EngineError: numerics are exact, and this CPU does not keep the contract; or the weights are lost, or not as
-                they were.
-            OutOfMemoryError: the device or the node has no room for the shard.
-        """
-        if self._device.type == "cpu" and self._config.parallel.threads_per_rank is not None:
-            torch.set_num_threads(self._config.parallel.threads_per_rank)
-        check = self._arithmetic.choose(fast=None, exact=check_exactness)
-        if check is not None and self._device.type == "cpu":  # a GPU's kernels are of the model: see `allocate`
-            check(self._arithmetic, resolved(self._config.attention.decode_backend), self._dtype, self._device)
-        began = time.monotonic()
-        with (
-            naming_the_rank(self._group.rank, self._device, "loading the weights"),
-            self._open(self._model, self._model_path, self._config.revision) as checkpoint,
-        ):
-            num_found = 0 if self._weights is None else self._weights.find(checkpoint, identity, on_progress)
-            if not num_found:
-                if must_find:
-                    raise EngineError(f"nothing is left of rank {self._group.rank}'s weights, which came from memory")
-                if self._weights is None:
-                    self._decoder.load(checkpoint, on_progress)
-                elif beside and not has_room(self._device, self._shard_bytes):
-                    self._weights.load_on_host(checkpoint, identity, on_progress)
-                else:
-                    self._weights.load(checkpoint, identity, on_progress)
-            if DTYPES[self._config.kv_dtype] is FP8:
-                self._decoder.set_kv_scales(checkpoint.kv_scales())
-            self._weight_bytes = num_found or checkpoint.bytes_loaded
-        _log.info(
-            "rank %d: %.2f GiB of weights %s in %.1f s",
-            self._group.rank,
-            self._weight_bytes / (1 << 30),
-            "found" if num_found else "read",
-            time.monotonic() - began,
-        )
-
-    @torch.inference_mode()
-    def bring(self, step_bytes: int) -> DeviceMemory:
-        """Brings the shard, if it waits on the host, to the device. Returns what is free then, less `step_bytes` for
-        steps, which nobody measures.
-
-        Raises:
-            OutOfMemoryError: the device has no room for the shard.
-            EngineError: the device failed.
-        """
-        assert self._weights is not None, "none wait"
-        with naming_the_rank(self._group.rank, self._device, "bringing the weights"):
-            self._weights.bring()
-        return DeviceMemory(free_bytes(self._device), activation_bytes=step_bytes)
-
-    @torch.inference_mode()
-    def put_away(self) -> None:
-        """Moves the weights to the host's memory, after `leave`; `allocate` brings them back.
-
-        Raises:
-            OutOfMemoryError: the host has no room for them. The process has to be ended.
-        """
-        assert self._weights is not None, "they are not kept"
-        with naming_the_rank(self._group.rank, self._device, "putting the weights away"):
-            self._weights.put_away()
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-
-    @torch.inference_mode()
-    def stage(
-        self,
-        model: ModelConfig,
-        checkpoint: Path | Mapping[str, torch.Tensor],
-        revision: str | None = None,
-        identity: str = "",
-    ) -> bool:
-        """Reads this rank's shard of other weights beside those that serve; on another thread, while steps run.
-
-        Args:
-            model: of the same shape.
-            checkpoint: a directory or a .gguf file on this node, or the tensors of one by name, on any device here.
-            revision: the checkpoint's; tells random weights apart.
-            identity: tells these weights from others.
-
-        Returns:
-            Whether they wait in the host's memory, since the device has no room for them.
-
-        Raises:
-            CheckpointError: the files are not what they should be.
-            ConfigError: keys and values in FP8 would have other factors, or other weights be in FP8, which graphs hold.
-            OutOfMemoryError: the node has no room for the shard.
-            EngineError: the device failed, or has no room for a layer.
-        """
-        wanted = self._staging = object()
-        with (
-            naming_the_rank(self._group.rank, self._device, "staging other weights"),
-            own_stream(self._device),
-            self._open(model, checkpoint, revision) as source,
-        ):
-            other = self._new_decoder()
-            if DTYPES[self._config.kv_dtype] is FP8:
-                other.set_kv_scales(source.kv_scales())
-            if other.attention_layers != self._decoder.attention_layers:
-                raise ConfigError("the factors of keys and values in FP8 differ from those that serve; start anew")
-            staged = StagedWeights(self._decoder, other, source, self._weight_bytes)
-            note = "" if self._weights is None else note_of(identity, self._weight_bytes, staged.memory)
-        self._staged, self._staged_note = (staged, note) if self._staging is wanted else (None, "")
-        return staged.is_on_host
-
-    @torch.inference_mode()
-    def take_staged(self) -> None:
-        """Has the staged weights serve from the next step on. On another thread, between two steps: rank 0 has the last
-        one's result.
-
-        Raises:
-            EngineError: there are none, or the device failed. The process has to be ended.
-        """
-        with self._launching, naming_the_rank(self._group.rank, self._device, "exchanging weights"):
-            if self._staged is None:
-                raise EngineError(f"rank {self._group.rank} has no other weights")
-            if self._weights is not None:
-                self._weights.describe("")
-            self._staged.take_over()
-            if self._weights is not None:
-                self._weights.describe(self._staged_note)
-
-    def drop_staged(self) -> None:
-        """Frees the memory of the staged weights, or has none be staged by the `stage` that is under way."""
-        self._staging = self._staged = None
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-            free_pinned()
 
     def kv_page_bytes(self) -> PageBytes:
         """Bytes of one KV page on this rank, K and V."""
@@ -307,7 +144,7 @@ class TPWorker:
     def measure(self) -> Peaks:
         """Rates that this rank's device reaches, in the model's dtype; before `allocate`, while there is room."""
         with naming_the_rank(self._group.rank, self._device, "measuring the device"):
-            peaks = measure_peaks(self._device, self._dtype)
+            peaks = measure_peaks(self._device, self.shard.dtype)
         _log.info("rank %d: %s", self._group.rank, peaks)
         return peaks
 
@@ -343,8 +180,7 @@ class TPWorker:
         check_length(self._model, max_model_len)
         self.close()
         self._kv.clear()
-        if self._weights is not None:
-            self._weights.bring()
+        self.shard.bring()
         with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
             allocate: Callable[[int, int], torch.Tensor] | None = None
             if self._kept is not None:
@@ -386,15 +222,15 @@ class TPWorker:
     def check_steps(self, num_pages: int, max_model_len: int) -> None:
         """Checks with the first `num_pages` of the pool that exact numerics hold, as worker/self_test.py says; between
         `allocate` and the first step, on every rank. Of fast numerics nothing is checked."""
-        check = self._arithmetic.choose(fast=None, exact=check_steps)
+        check = self.shard.arithmetic.choose(fast=None, exact=check_steps)
         if check is None:
             return
         began, scheduler, page_size = time.monotonic(), self._config.scheduler, self._config.kv_cache.page_size
         assert self._runner is not None, "a check before allocate()"
         check(
-            self._arithmetic,
+            self.shard.arithmetic,
             self._runner,
-            self._decoder,
+            self.shard.decoder,
             self._group,
             num_tokens=min(num_pages * page_size, max_model_len, resolved(scheduler.max_num_batched_tokens)),
             max_rows=resolved(scheduler.max_num_seqs),
@@ -501,33 +337,6 @@ class TPWorker:
         # An idle group may wait for days: the coordinator's death ends the wait, not a deadline.
         return frames.recv(float("inf"))
 
-    def _new_decoder(self) -> Decoder:
-        """A decoder of the model's shape, not loaded."""
-        return Decoder(
-            self._model, self._plan, self._group, arithmetic=self._arithmetic, dtype=self._dtype, device=self._device
-        )
-
-    @property
-    def _shard_bytes(self) -> int:
-        """Bytes that this rank's weights take, about."""
-        return self._plan.weight_bytes(self._group.rank, self._config)
-
-    def _open(
-        self, model: ModelConfig, checkpoint: Path | Mapping[str, torch.Tensor], revision: str | None
-    ) -> AnyCheckpoint:
-        found: AnyCheckpoint
-        is_dummy = False
-        if not isinstance(checkpoint, Path):
-            found = Checkpoint.of_tensors(checkpoint, model)
-        elif is_dummy := self._config.load_format == "dummy":
-            found = DummyCheckpoint(model, revision)
-        else:
-            found = Checkpoint.open(checkpoint, model)
-        if self._config.quantization == "fp8" or (is_dummy and model.weight_scales is not None):
-            found = QuantisedCheckpoint(found, model)
-        found.keeps_fp8 = keeps_fp8(self._config, model)
-        return found
-
     def _new_runner(
         self,
         num_pages: int,
@@ -536,15 +345,15 @@ class TPWorker:
         allocate: Callable[[int, int], torch.Tensor] | None = None,
     ) -> ModelRunner:
         scheduler, attention = self._config.scheduler, self._config.attention
-        flops = StepCost.of(self._plan, self._dtype.itemsize).flops_per_token / self._group.size
+        flops = StepCost.of(self._plan, self.shard.dtype.itemsize).flops_per_token / self._group.size
         req_to_token_pool, token_to_kv_pool = self._pools(num_pages, max_model_len, num_window_pages, allocate)
         return ModelRunner(
-            self._decoder,
+            self.shard.decoder,
             create_backend(
                 resolved(attention.prefill_backend),
                 resolved(attention.decode_backend),
                 token_to_kv_pool,
-                exact=self._arithmetic.choose(fast=False, exact=True),
+                exact=self.shard.arithmetic.choose(fast=False, exact=True),
             ),
             req_to_token_pool,
             token_to_kv_pool,
@@ -566,17 +375,17 @@ class TPWorker:
     ) -> tuple[ReqToTokenPool, TokenToKVPool]:
         page_size = self._config.kv_cache.page_size
         token_to_kv_pool = TokenToKVPool(
-            self._decoder.attention_layers,
+            self.shard.decoder.attention_layers,
             num_pages=num_pages,
             page_size=page_size,
             dtype=DTYPES[self._config.kv_dtype],
-            compute_dtype=self._dtype,
+            compute_dtype=self.shard.dtype,
             device=self._device,
             num_window_pages=num_window_pages,
             allocate=allocate,
         )
         num_rows = self._limits(max_model_len).num_rows - 1
-        self._decoder.set_max_positions(max_model_len)
+        self.shard.decoder.set_max_positions(max_model_len)
         num_placed_pages = None if num_window_pages is None else num_pages
         req_to_token_pool = ReqToTokenPool(
             num_rows, -(-max_model_len // page_size), self._device, num_placed_pages=num_placed_pages
@@ -599,24 +408,3 @@ def peer_sizes(config: EngineConfig, model: ModelConfig, plan: ShardPlan) -> Pee
     row_bytes = model.hidden_size * DTYPES[config.dtype].itemsize
     of_row = model.hidden_size * torch.float32.itemsize * most_nodes(plan) if config.is_exact else row_bytes
     return PeerSizes(num_tokens, row_bytes, min(num_tokens * of_row, _MAX_SUM_BYTES))
-
-
-@contextmanager
-def naming_the_rank(rank: int, device: torch.device, during: str) -> Iterator[None]:
-    """Turns what the device or a kernel raises into an EngineError that says where and what to do, and what says that
-    memory is gone, on CPUs too, into an OutOfMemoryError."""
-    try:
-        yield
-    except EngineError:
-        raise
-    except (RuntimeError, MemoryError) as error:
-        what = str(error).strip().split("\n", 1)[0]
-        where = f"rank {rank} on {device} failed in {during}: {type(error).__name__}: {what}"
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or _NO_MEMORY in what:
-            advice = "lower kv_cache.memory_fraction or scheduler.max_num_batched_tokens, or use more ranks"
-            raise OutOfMemoryError(f"{where}; {advice}") from error
-        if device.type == "cpu":
-            raise
-        # CUDA reports a failed kernel at a later call: only a blocking run names the one that failed.
-        advice = "the calls in the log's traceback name the kernel if CUDA_LAUNCH_BLOCKING=1 is set in the runtime_env"
-        raise EngineError(f"{where}; {advice}") from error

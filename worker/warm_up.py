@@ -21,7 +21,8 @@ from parallel.numerics.arithmetic import ExactArithmetic
 from parallel.plan import ShardPlan
 from worker.memory import every_filter, free_bytes, new_rows
 from worker.self_test import check_exactness
-from worker.tp_worker import DTYPES, TPWorker, peer_sizes
+from worker.shard import DTYPES
+from worker.tp_worker import TPWorker, peer_sizes
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def _run_steps(config: EngineConfig, model: ModelConfig, device: torch.device) -
     sizes = replace(sizes, rows=most_tokens, sum_bytes=sizes.sum_bytes * most_tokens // max_tokens)
     group = TensorParallelGroup.alone(0, config.tensor_parallel_size, device, sizes)
     worker = TPWorker(config=config, model=model, model_path=Path(), plan=plan, group=group)
-    worker.load()
+    worker.shard.load()
     worker.allocate(most_rows * -(-row_len // page_size), row_len, at_once=True)
     batches = sorted({min(num_rows, max_rows) for num_rows in _NUM_ROWS})
     for step, (length, num_rows) in enumerate(itertools.product((1, _TOKENS_PER_ROW), batches), start=1):

@@ -246,12 +246,15 @@ class RankActor:
         worker = self._ready()
         warm_up(self._spec.config, self._spec.model, worker.device)
         self._progress = 0.0
-        worker.load(self._on_progress, self._spec.weights, beside=True)
+        worker.shard.load(self._on_progress, self._spec.weights, beside=True)
 
     def bring(self, step_bytes: int) -> RankLoad:
         """Brings the shard of `prepare` to the device. Returns what is left for the KV pool besides `step_bytes`."""
-        began = time.monotonic()
-        memory = self._ready().bring(step_bytes)
+        from worker.memory import DeviceMemory, free_bytes
+
+        began, worker = time.monotonic(), self._ready()
+        worker.shard.bring()
+        memory = DeviceMemory(free_bytes(worker.device), activation_bytes=step_bytes)
         return self._loaded(memory, time.monotonic() - began)
 
     def _loaded(self, memory: DeviceMemory, seconds: float) -> RankLoad:
@@ -269,12 +272,12 @@ class RankActor:
 
     def put_away(self) -> None:
         """Moves the weights to the node's memory; `allocate` brings them back."""
-        self._ready().put_away()
+        self._ready().shard.put_away()
 
     def read_weights(self) -> None:
         """Loads this rank's shard alone, where the size of the KV pool is known; no other rank takes part."""
         self._progress = 0.0
-        self._ready().load(self._on_progress, self._spec.weights, must_find=self._spec.is_in_memory)
+        self._ready().shard.load(self._on_progress, self._spec.weights, must_find=self._spec.is_in_memory)
 
     def measure(self) -> Peaks:
         """Measures what this rank's device can do; all ranks at the same time, since they may share it."""
@@ -344,14 +347,14 @@ class RankActor:
 
     @ray.method(concurrency_group="ctl")
     def stage(self, spec: RankSpec) -> bool:
-        """Reads this rank's shard of the weights of `spec` while `run` blocks. Returns and raises as `TPWorker.stage`
+        """Reads this rank's shard of the weights of `spec` while `run` blocks. Returns and raises as `Shard.stage`
         does."""
         config, path = spec.config, Path(spec.model_path)
         if spec.is_in_memory:
-            return self._ready().stage(spec.model, self._given, identity=spec.weights)
+            return self._ready().shard.stage(spec.model, self._given, identity=spec.weights)
         if not config.is_local_model and config.load_format != "dummy":
             path = resolve_model_path(config.model, config.revision)  # ranks of a node wait for one another
-        return self._ready().stage(spec.model, path, config.revision, spec.weights)
+        return self._ready().shard.stage(spec.model, path, config.revision, spec.weights)
 
     @ray.method(concurrency_group="ctl")
     def take_staged(self) -> None:
@@ -362,7 +365,7 @@ class RankActor:
     def drop_staged(self) -> None:
         """Forgets those weights, and tensors that were given."""
         self._given.clear()
-        self._ready().drop_staged()
+        self._ready().shard.drop_staged()
 
     @ray.method(concurrency_group="ctl")
     def abort(self, reason: str) -> None:

@@ -135,7 +135,7 @@ class RankGroup:
 
     def stage(self, starter: RankStarter) -> list[bool]:
         """Has every rank read the weights that `starter` starts with, while steps run, however long that takes; then
-        each rank's answer as `TPWorker.stage` gives it."""
+        each rank's answer as `Shard.stage` gives it."""
         return call(self._ranks, "stage", starter.spec(-1), size=self.size, timeout_s=math.inf)
 
     def take_staged(self, starter: RankStarter) -> None:
