@@ -25,7 +25,7 @@ from worker.kept_weights import KeptWeights, note_of
 from worker.models.decoder import Decoder
 from worker.quantised_weights import QuantisedCheckpoint
 from worker.self_test import check_exactness
-from worker.staged_weights import StagedWeights, free_pinned, has_room, own_stream
+from worker.staged_weights import StagedWeights, has_room, own_stream
 from worker.weights import AnyCheckpoint, Checkpoint
 
 _log = logging.getLogger(__name__)
@@ -184,7 +184,10 @@ class Shard:
                 raise ConfigError("the factors of keys and values in FP8 differ from those that serve; start anew")
             staged = StagedWeights(self.decoder, other, source, self.num_bytes)
             note = "" if self._kept_weights is None else note_of(identity, self.num_bytes, staged.memory)
-        self._staged, self._staged_note = (staged, note) if self._staging is wanted else (None, "")
+        if self._staging is wanted:
+            self._staged, self._staged_note = staged, note
+        else:
+            staged.forget()
         return staged.is_on_host
 
     @torch.inference_mode()
@@ -205,10 +208,11 @@ class Shard:
 
     def drop_staged(self) -> None:
         """Frees the memory of the staged weights, or has none be staged by the `stage` that is under way."""
-        self._staging = self._staged = None
+        staged, self._staged, self._staging = self._staged, None, None
+        if staged is not None:
+            staged.forget()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-            free_pinned()
 
     def _new_decoder(self) -> Decoder:
         """A decoder of the model's shape, not loaded."""

@@ -67,6 +67,10 @@ class StagedWeights:
         if self._live.device.type == "cuda":
             torch.cuda.synchronize(self._live.device)
 
+    def forget(self) -> None:
+        """Gives back the host's memory that they waited in."""
+        self._on_host.clear()
+
     @property
     def memory(self) -> Iterator[torch.Tensor]:
         """The memory of all of them, as vectors of bytes."""
