@@ -80,6 +80,10 @@ class LiveView(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     prompt_tokens: int
     prefix_hit_tokens: int
+    drafted: int
+    """Tokens that were guessed, and computed to see whether they are right."""
+    accepted: int
+    """The right ones."""
     peak_flops: float
     """Per second, of large matrix products: what all ranks together were measured to do at the start."""
     peak_bandwidth: float
@@ -146,6 +150,8 @@ class LiveStream:
             waiting=scheduler.num_waiting,
             prompt_tokens=scheduler.total_prompt_tokens,
             prefix_hit_tokens=scheduler.total_prefix_hit_tokens,
+            drafted=scheduler.total_drafted,
+            accepted=scheduler.total_accepted,
             peak_flops=self._board.peak_flops,
             peak_bandwidth=self._board.peak_bandwidth,
             pages=PagesView(
