@@ -50,8 +50,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama", {**test_families.SIZES, "tie_word_embeddings": True}),
     "untied_with_biases": ("qwen2", {**test_families.SIZES, "tie_word_embeddings": False}),
     "head_norms": ("qwen3", {**test_families.SIZES, "vocab_size": 333}),
-    "norm_offsets": ("gemma3_text", {**test_families.SIZES, **test_families.MODELS["gemma3_text"][1]}),
-    "sinks": ("gpt_oss", {**test_families.SIZES, **test_families.MODELS["gpt_oss"][1]}),
+    "norm_offsets": ("gemma3_text", {**test_families.SIZES, **test_families.MODELS["gemma3_text"]}),
+    "sinks": ("gpt_oss", {**test_families.SIZES, **test_families.MODELS["gpt_oss"]}),
     "experts": ("qwen2_moe", {**test_moe_models.SIZES, **test_moe_models.MODELS["qwen2_moe"][1]}),
     "latents": ("deepseek_v2", {**test_latent_models.SIZES, **test_latent_models.MODELS["lite"]}),
 }
