@@ -105,23 +105,6 @@ def test_usage_is_the_clients_own_count(complete: Any, chat: Any, tokenizer: Tok
     assert answer.system_fingerprint.startswith("lockstep-")
 
 
-def test_penalties_change_what_repeats(complete: Any) -> None:
-    def most_common(**fields: Any) -> int:
-        extra = {"ignore_eos": True, "return_token_ids": True, **fields.pop("extra", {})}
-        ids = (
-            complete(prompt="one two one two one two one two", max_tokens=12, extra=extra, streamed=False, **fields)
-            .choices[0]
-            .token_ids
-        )
-        return max(map(ids.count, ids))
-
-    plain = most_common()
-    assert plain > 3
-    assert most_common(frequency_penalty=2) < plain
-    assert most_common(presence_penalty=2) < plain
-    assert most_common(extra={"repetition_penalty": 1.5}) < plain
-
-
 @pytest.mark.slow
 def test_biases_allowed_ids_and_bad_words_decide_which_tokens_come(complete: Any, tokenizer: Tokenizer) -> None:
     plain = complete(extra={"return_token_ids": True}).choices[0]
@@ -187,10 +170,13 @@ def test_logprobs_have_the_sampled_token_its_bytes_and_those_asked_for(chat: Any
 
 @pytest.mark.slow
 def test_sampling_is_the_same_for_a_seed_and_within_top_k(chat: Any, complete: Any) -> None:
-    fields: dict[str, Any] = {"temperature": 1, "seed": 5, "top_p": 0.9, "n": 2}
-    one, two = (chat(**fields, extra={"top_k": 20, "min_p": 0.01}) for _ in range(2))
-    assert [choice.message.content for choice in one.choices] == [choice.message.content for choice in two.choices]
-    assert one.choices[0].message.content != one.choices[1].message.content
+    fields: dict[str, Any] = {"temperature": 1, "top_p": 0.9, "n": 2}
+    one, two, other = (
+        [choice.message.content for choice in chat(**fields, seed=seed, extra={"top_k": 20, "min_p": 0.01}).choices]
+        for seed in (5, 5, 100)
+    )
+    assert one == two != other
+    assert one[0] != one[1]
     assert complete(temperature=1, seed=1, extra={"top_k": 1}).choices[0].text == complete().choices[0].text
 
 
@@ -201,11 +187,6 @@ def test_prompts_may_be_token_ids_and_several(complete: Any, tokenizer: Tokenize
     assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in reply.choices][:2] == [text, text]
     assert reply.usage.prompt_tokens == 2 * len(ids) - 1
-
-
-def test_an_echo_alone_is_the_prompt(client: openai.OpenAI, endpoint: Any) -> None:
-    echoed = client.completions.create(model=endpoint.model, prompt=PROMPT, max_tokens=0, echo=True)
-    assert (echoed.choices[0].text, echoed.usage.completion_tokens if echoed.usage else None) == (PROMPT, 0)
 
 
 def test_special_tokens_show_where_asked(complete: Any, endpoint: Any) -> None:
@@ -222,16 +203,6 @@ def test_a_chat_can_continue_its_last_message(chat: Any) -> None:
     opened = chat(messages=messages, extra={"return_token_ids": True})
     assert continued.prompt_token_ids == opened.prompt_token_ids[: len(continued.prompt_token_ids)]
     assert continued.choices[0].message.content
-
-
-def test_usage_counts_up_in_every_chunk_when_asked(client: openai.OpenAI, endpoint: Any) -> None:
-    options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    stream = client.chat.completions.create(
-        model=endpoint.model, messages=MESSAGES, max_tokens=8, stream=True, stream_options=options
-    )
-    counts = [chunk.usage.completion_tokens for chunk in stream if chunk.usage is not None]
-    assert counts == sorted(counts)
-    assert counts[-1] <= 8
 
 
 def test_priority_salt_and_ignored_fields_pass(client: openai.OpenAI, endpoint: Any) -> None:
