@@ -97,6 +97,25 @@ def interpreter() -> None:
     fast_interpreter.speed_up()
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where kernels run: interpreted on CPU tensors, or compiled for a GPU."""
+    import torch
+
+    if request.param == "cpu":
+        request.getfixturevalue("interpreter")
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the interpreter's products ascending chains, as a GPU's are."""
+    from tests.chain_dot import use_chain_dot
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        use_chain_dot(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of SMALL with random weights, which takes a hundredth of SmolLM2's time."""

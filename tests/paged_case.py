@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,23 @@ from tests.batches import batch_of
 
 PADDING = -1
 """The row of one token on page 0, which is NaN here."""
+
+
+def grouped_layer(
+    *,
+    kv_heads: int = 2,
+    group: int = 3,
+    head_dim: int = 64,
+    scale: float = 0.11,
+    sinks: torch.Tensor | torch.device | None = None,
+    **features: Any,
+) -> AttentionLayer:
+    """A layer of `group` query heads to each KV head; `sinks`: theirs, or where to make some, each one in bf16."""
+    num_heads = kv_heads * group
+    if isinstance(sinks, torch.device):
+        sinks = torch.linspace(-1.0, 3.0, num_heads).bfloat16().float().to(sinks)
+    heads = {"tp_q_head_num": num_heads, "tp_k_head_num": kv_heads, "head_dim": head_dim}
+    return AttentionLayer(layer_id=0, **heads, scale=scale, sinks=sinks, **features)
 
 
 class NewTokens(NamedTuple):

@@ -10,6 +10,7 @@ same dtype.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import sys
@@ -34,7 +35,7 @@ from configs.errors import ConfigError
 from tests.batches import batch_of
 from tests.latent_case import BATCHES as LATENT_BATCHES
 from tests.latent_case import LITE, LatentCase, layer_of
-from tests.paged_case import attention
+from tests.paged_case import attention, grouped_layer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROVIDERS = {"sgl_kernel": "sgl_kernel", "flash_attention_3": "flash_attn_interface"}
@@ -53,29 +54,7 @@ SMALL_BATCHES = {
 }
 
 
-def _layer(
-    *,
-    kv_heads: int = 2,
-    group: int = 4,
-    head_dim: int = 64,
-    window: int | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
-    sinks: torch.device | None = None,
-) -> AttentionLayer:
-    """`sinks`: where they are; None: it has none."""
-    return AttentionLayer(
-        layer_id=0,
-        tp_q_head_num=kv_heads * group,
-        tp_k_head_num=kv_heads,
-        head_dim=head_dim,
-        scale=0.11,
-        window=window,
-        softcap=softcap,
-        chunk=chunk,
-        # Each is one in bf16.
-        sinks=None if sinks is None else torch.linspace(-1.0, 3.0, kv_heads * group).bfloat16().float().to(sinks),
-    )
+_layer = functools.partial(grouped_layer, group=4)
 
 
 class Case:

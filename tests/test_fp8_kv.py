@@ -41,14 +41,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where kernels run: interpreted on CPU tensors, or compiled for a GPU."""
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-    return torch.device(request.param)
-
-
 def _layer(device: torch.device, *, head_dim: int = 64, sinks: bool = False, **features: Any) -> AttentionLayer:
     given = {"layer_id": 0, "tp_q_head_num": 6, "tp_k_head_num": 2, "head_dim": head_dim, "scale": 0.11, **SCALES}
     values = torch.linspace(-1.0, 3.0, 6, device=device) if sinks else None

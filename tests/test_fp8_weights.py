@@ -42,15 +42,11 @@ SMALL = WeightScales(16, 12)  # no step's multiple
 KINDS = [FP8_BLOCKS, ROWS, MATRIX, SMALL]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where the kernels run: interpreted on CPU tensors, or compiled for a GPU."""
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-        use_chain_dot(monkeypatch)
-    else:
+@pytest.fixture
+def device(device: torch.device, chains: None) -> torch.device:
+    if device.type == "cuda":
         use_chain_cublas()
-    return torch.device(request.param)
+    return device
 
 
 class Matrices(TensorSource):

@@ -25,14 +25,6 @@ BATCHES = {
 }
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the kernels run: interpreted on CPU tensors, or compiled for a GPU."""
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-    return torch.device(request.param)
-
-
 def _layer(**features: Any) -> AttentionLayer:
     shape = {"layer_id": 0, "tp_q_head_num": 6, "tp_k_head_num": 2, "head_dim": 64, "scale": 0.11}
     return AttentionLayer(**{**shape, **features})
