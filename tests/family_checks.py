@@ -13,7 +13,8 @@ import transformers
 from configs.read_config import read_model_config
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
-from tests.test_models import Case, Rank, on_ranks, save
+from tests.rank_threads import on_ranks
+from tests.test_models import Case, Rank, save
 from worker.models.decoder import Decoder
 
 CPU = torch.device("cpu")

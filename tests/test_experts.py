@@ -36,7 +36,7 @@ from parallel.numerics.arithmetic import FAST, ExactArithmetic, LayerContext
 from parallel.numerics.rank_sum import ExactSum
 from parallel.numerics.weight import TensorSource, as_matrix
 from parallel.plan import LayerShard, Span
-from tests.test_models import on_ranks
+from tests.rank_threads import on_ranks
 from worker.layers.experts import CudaExperts, Experts, ExpertsSpec
 from worker.layers.step import Padding
 

@@ -26,8 +26,9 @@ from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from tests.batches import batch_of
 from tests.paged_case import PagedCase
+from tests.rank_threads import on_ranks
 from tests.test_kernels import NUM_SLOTS, Heads
-from tests.test_models import Case, Rank, build, on_ranks, save
+from tests.test_models import Case, Rank, build, save
 from worker.models.decoder import Decoder
 from worker.weights import Checkpoint
 

@@ -29,7 +29,8 @@ from parallel.numerics.weight import ChainWeight, NodeWeight, TensorSource
 from parallel.plan import Span
 from tests.chain_dot import use_chain_dot
 from tests.dense_model import dense_model
-from tests.test_models import Case, Rank, on_ranks
+from tests.rank_threads import on_ranks
+from tests.test_models import Case, Rank
 from worker.dummy_weights import DummyCheckpoint
 from worker.kernels.moe import mixture
 from worker.quantised_weights import QuantisedCheckpoint

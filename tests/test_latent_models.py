@@ -26,7 +26,8 @@ from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from tests.conftest import ROOT
 from tests.family_checks import decoder_of, random_case
-from tests.test_models import Case, Rank, on_ranks
+from tests.rank_threads import on_ranks
+from tests.test_models import Case, Rank
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed import HashStore
 
 from configs.layers import Axis, Cut, GroupedQueryAttention, Linear
 from configs.model_config import ModelConfig
@@ -21,6 +18,7 @@ from parallel.numerics.arithmetic import FAST, LayerContext
 from parallel.numerics.weight import CpuWeight, CudaWeight, TensorSource
 from parallel.plan import LayerShard, ShardPlan, Span
 from tests.dense_model import dense_model
+from tests.rank_threads import on_ranks
 
 FP32: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
 
@@ -44,32 +42,6 @@ class Tensors(TensorSource):
         tensor = self.tensors[name]
         tensor = tensor if rows is None else tensor[slice(*rows)]
         out.copy_(tensor if columns is None else tensor[:, slice(*columns)])
-
-
-def on_ranks(size: int, body: Callable[[TensorParallelGroup], torch.Tensor]) -> list[torch.Tensor]:
-    """Runs `body` on every rank, each a thread; results in rank order."""
-    store = HashStore()
-    results: list[Any] = [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            group = TensorParallelGroup.create(
-                rank=rank, size=size, store=store, device="cpu", strategy="shared_memory", timeout_s=20.0
-            )
-            results[rank] = body(group)
-            group.close()
-        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 def _vocabulary(vocab_size: int) -> ModelConfig:
