@@ -22,9 +22,12 @@ import pytest
 from tests import fast_interpreter
 
 if TYPE_CHECKING:
+    import openai
     import torch
 
     from cluster.text.tokenizer import Tokenizer
+    from parallel.kept_memory import Keeper
+    from tests.rank_processes import Ranks
     from tests.scripted_engine import Run
 
 if not Path("/dev/nvidiactl").exists():
@@ -125,6 +128,36 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "config.json").write_text(json.dumps(SMALL))
     write_checkpoint(path, path)
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint whose steps take a millisecond and whose requests, CONTEXT tokens long, take minutes."""
+    from tests.test_failure import write_tiny
+
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Processes for the ranks of a node's groups, one for each GPU or two on the CPU."""
+    import torch
+
+    from tests.rank_processes import Ranks
+
+    pool = Ranks(min(torch.cuda.device_count(), 4) or 2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def keeper() -> Iterator[Keeper]:
+    """A node's keeper of the memory of its ranks."""
+    from parallel.kept_memory import Keeper
+
+    keeper = Keeper()
+    yield keeper
+    keeper.close()
 
 
 @pytest.fixture(scope="session")
@@ -293,3 +326,11 @@ def endpoint(ray_cluster: None, smollm2_path: Path) -> Iterator[Endpoint]:
     serve.run(build_app(app.engine.model_dump()), name="shared", route_prefix="/")
     yield Endpoint(f"http://127.0.0.1:{port}", "shared", "smollm2-135m-instruct")
     serve.shutdown()
+
+
+@pytest.fixture
+def client(endpoint: Endpoint) -> openai.OpenAI:
+    """OpenAI's client of `endpoint`."""
+    import openai
+
+    return openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0, timeout=300)

@@ -20,11 +20,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-@pytest.fixture
-def client(endpoint: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-
 @pytest.mark.parametrize("file", ["README.md", "docs/guides/quickstart.md"])
 def test_the_first_question_that_anyone_asks_gets_a_good_answer(endpoint: Any, file: str) -> None:
     """At temperature 1 it got another piece of nonsense each time, as it does from other servers of these four bits."""

@@ -62,12 +62,6 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint whose steps take a millisecond and whose requests, CONTEXT tokens long, take minutes."""
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
-
-
 def write_tiny(path: Path) -> Path:
     """The checkpoint of `tiny_path`, in an empty directory."""
     (path / "config.json").write_text(json.dumps(CONFIG))

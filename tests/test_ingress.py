@@ -522,5 +522,6 @@ def test_a_closed_connection_aborts_on_a_real_server(run: Run) -> None:
             unary.cancel()
             await asyncio.wait((unary,))
             await stack.until(lambda: stack.coordinator.aborted == [1, 2])
+            assert stack.engine.num_open == 0
 
     run(scenario, hang_after=3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,16 +19,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 MESSAGES: list[Any] = [{"role": "user", "content": "Name three fruits."}]
 EOS = 2
 PROMPT = "The sun rises in the"
-
-
-@pytest.fixture
-def client(endpoint: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0, timeout=300)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_path: Path) -> Tokenizer:
-    return Tokenizer.load(smollm2_path)
 
 
 @pytest.fixture
@@ -91,13 +80,13 @@ def chat(client: openai.OpenAI, endpoint: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.slow
-def test_usage_is_the_clients_own_count(complete: Any, chat: Any, tokenizer: Tokenizer) -> None:
+def test_usage_is_the_clients_own_count(complete: Any, chat: Any, smollm2: Tokenizer) -> None:
     reply = complete(extra={"return_token_ids": True})
     choice = reply.choices[0]
-    assert choice.prompt_token_ids == tokenizer.encode(PROMPT, add_special_tokens=True)
+    assert choice.prompt_token_ids == smollm2.encode(PROMPT, add_special_tokens=True)
     assert reply.usage.prompt_tokens == len(choice.prompt_token_ids)
     assert reply.usage.completion_tokens == len(choice.token_ids) == 8
-    assert tokenizer.decode(choice.token_ids) == choice.text
+    assert smollm2.decode(choice.token_ids) == choice.text
     answer = chat(extra={"return_token_ids": True})
     assert answer.usage.prompt_tokens == len(answer.prompt_token_ids)
     assert answer.usage.completion_tokens == len(answer.choices[0].token_ids)
@@ -106,7 +95,7 @@ def test_usage_is_the_clients_own_count(complete: Any, chat: Any, tokenizer: Tok
 
 
 @pytest.mark.slow
-def test_biases_allowed_ids_and_bad_words_decide_which_tokens_come(complete: Any, tokenizer: Tokenizer) -> None:
+def test_biases_allowed_ids_and_bad_words_decide_which_tokens_come(complete: Any, smollm2: Tokenizer) -> None:
     plain = complete(extra={"return_token_ids": True}).choices[0]
     first = plain.token_ids[0]
     banned = complete(logit_bias={str(first): -100}, extra={"return_token_ids": True}).choices[0]
@@ -115,12 +104,12 @@ def test_biases_allowed_ids_and_bad_words_decide_which_tokens_come(complete: Any
     assert forced.token_ids == [42, 42, 42]
     allowed = complete(max_tokens=8, extra={"allowed_token_ids": [100, 200, 300], "return_token_ids": True}).choices[0]
     assert set(allowed.token_ids) <= {100, 200, 300}
-    word = tokenizer.token_text(first)
+    word = smollm2.token_text(first)
     assert word.strip()
     assert word.strip() not in complete(extra={"bad_words": [word.strip()]}).choices[0].text.split()
     pair = tuple(plain.token_ids[1:3])
-    phrase = tokenizer.decode(pair).strip()
-    assert pair in bad_words([phrase], Vocabulary(tokenizer=tokenizer, size=tokenizer.vocab_size))
+    phrase = smollm2.decode(pair).strip()
+    assert pair in bad_words([phrase], Vocabulary(tokenizer=smollm2, size=smollm2.vocab_size))
     apart = complete(extra={"bad_words": [phrase], "return_token_ids": True}).choices[0].token_ids
     assert pair not in pairwise(apart)
     assert apart[:2] == plain.token_ids[:2]
@@ -180,8 +169,8 @@ def test_sampling_is_the_same_for_a_seed_and_within_top_k(chat: Any, complete: A
     assert complete(temperature=1, seed=1, extra={"top_k": 1}).choices[0].text == complete().choices[0].text
 
 
-def test_prompts_may_be_token_ids_and_several(complete: Any, tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(PROMPT, add_special_tokens=True)
+def test_prompts_may_be_token_ids_and_several(complete: Any, smollm2: Tokenizer) -> None:
+    ids = smollm2.encode(PROMPT, add_special_tokens=True)
     text = complete().choices[0].text
     reply = complete(prompt=[ids, ids[:-1]], n=2)
     assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]

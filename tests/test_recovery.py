@@ -34,7 +34,7 @@ from configs.load import parse_engine_config
 from parallel.kept_memory import KeptMemory
 from tests.odd_ranks import use_ranks
 from tests.served_group import ServedGroup, Streamed, served_group
-from tests.test_failure import complete, end_of, processes, running, until, write_tiny
+from tests.test_failure import complete, end_of, processes, running, until
 from worker.pending_step import PendingStep
 from worker.protocol import StepFrame
 
@@ -99,12 +99,6 @@ def test_what_fails_twice_at_the_same_place_is_not_tried_a_third_time() -> None:
 def test_what_can_never_be_rebuilt(changes: dict[str, Any], one_node: bool, reason: str | None) -> None:
     never = reason_never(parse_engine_config({"model": "m", "device": "cpu", **changes}), one_node=one_node)
     assert (never is None) if reason is None else (reason in str(never))
-
-
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of tests/test_failure.py."""
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 async def answer(engine: RunningEngine, on_token: Callable[[int], None] = lambda _: None) -> tuple[list[int], Finished]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,19 +17,9 @@ from cluster.requests.sampling_fields import SamplingFields
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import RequestError
 from configs.schema import GenerationDefaults, ServerConfig
-from tests.scripted_engine import MODEL, REPLY, Run, Stack, error_of, events, prompt_ids, runner
+from tests.scripted_engine import MODEL, REPLY, Run, Stack, error_of, events, prompt_ids
 
 PROMPT = "The cat sat"
-
-
-@pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path) -> Tokenizer:
-    return Tokenizer.load(smollm2_path)
-
-
-@pytest.fixture
-def run(smollm2: Tokenizer, tmp_path: Path) -> Run:
-    return runner(smollm2, tmp_path)
 
 
 def sampling(tokenizer: Tokenizer, defaults: GenerationDefaults | None = None, **fields: Any) -> SamplingParams:

@@ -39,17 +39,11 @@ from configs.schema import EngineConfig
 from tests.conftest import Endpoint
 from tests.odd_ranks import use_ranks
 from tests.served_group import ServedGroup, served_group
-from tests.test_failure import processes, running, write_tiny
+from tests.test_failure import processes, running
 from tests.test_recovery import BODIES, answer, status, streams
 from worker.memory import DeviceMemory
 
 LOG = logging.getLogger(__name__)
-
-
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of tests/test_failure.py."""
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 async def num_cached(engine: RunningEngine) -> int:

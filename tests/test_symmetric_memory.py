@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -39,13 +38,6 @@ CUDA_STRATEGIES = [
     for size in (2, 3, 4)
 ]
 STRATEGIES = [("shared_memory", 2), *CUDA_STRATEGIES]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(min(torch.cuda.device_count(), 4) or 2)
-    yield pool
-    pool.close()
 
 
 def check_sum(total: Tensor, parts: list[Tensor]) -> None:
