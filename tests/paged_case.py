@@ -163,8 +163,7 @@ class PagedCase:
         self.k, self.v = (x.to(device) for x in (self.k, self.v))
 
     def in_pool(self) -> tuple[TokenToKVPool, ForwardBatch]:
-        """A pool with these pages, and the batch of all rows but padding, with the poison behind each row's last
-        page."""
+        """A pool with these pages, and the batch of all rows but padding."""
         num_pages, page_size = self.k.shape[:2]
         pool = TokenToKVPool(
             [self.layer],
@@ -176,11 +175,14 @@ class PagedCase:
         )
         for pages, written in zip(pool.pages(0), (self.k, self.v), strict=True):
             pages.copy_(written)
-        rows = self.rows[:-1]
+        return pool, self.batch(range(len(self.rows) - 1))
+
+    def batch(self, rows: Sequence[int]) -> ForwardBatch:
+        """The batch of `rows`, in this order, with the poison behind each row's last page."""
         table = ReqToTokenPool(len(rows), self.table.shape[1], self.device)
-        table.page_table[1:] = self.table[:-1]
-        batch = batch_of(table, [(i + 1, *lens) for i, lens in enumerate(rows)], page_size)
-        return pool, replace(batch, paged=replace(batch.paged, page_table=table.page_table[1:]))
+        table.page_table[1:] = self.table[list(rows)]
+        batch = batch_of(table, [(i, *self.rows[row]) for i, row in enumerate(rows, 1)], self.k.shape[1])
+        return replace(batch, paged=replace(batch.paged, page_table=table.page_table[1:]))
 
     def paged(self, rows: Sequence[int], cuts: Sequence[tuple[int, int]] | None = None) -> PagedMetadata:
         """Of `rows`, in this order, and of each the new tokens from the first to before the second of its cut; None:
