@@ -131,6 +131,21 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def small_logits(small_path: Path) -> Logits:
+    """The logits that transformers' small model has after each of some token ids: [num_tokens, vocab_size] fp32."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(small_path, dtype=torch.float32)
+
+    def logits(ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([ids])).logits[0]
+
+    return logits
+
+
+@pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint whose steps take a millisecond and whose requests, CONTEXT tokens long, take minutes."""
     from tests.test_failure import write_tiny

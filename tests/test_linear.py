@@ -45,20 +45,7 @@ class Tensors(TensorSource):
 
 
 def _vocabulary(vocab_size: int) -> ModelConfig:
-    return dense_model(
-        model_type="llama",
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=256,
-        vocab_size=vocab_size,
-        max_position_embeddings=64,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4),
-        tie_word_embeddings=True,
-    )
+    return dense_model(hidden_size=16, num_attention_heads=8, vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

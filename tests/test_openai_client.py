@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from cluster.requests.sampling import Vocabulary, bad_words
 from cluster.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -92,27 +90,6 @@ def test_usage_is_the_clients_own_count(complete: Any, chat: Any, smollm2: Token
     assert answer.usage.completion_tokens == len(answer.choices[0].token_ids)
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
     assert answer.system_fingerprint.startswith("lockstep-")
-
-
-@pytest.mark.slow
-def test_biases_allowed_ids_and_bad_words_decide_which_tokens_come(complete: Any, smollm2: Tokenizer) -> None:
-    plain = complete(extra={"return_token_ids": True}).choices[0]
-    first = plain.token_ids[0]
-    banned = complete(logit_bias={str(first): -100}, extra={"return_token_ids": True}).choices[0]
-    assert first not in banned.token_ids
-    forced = complete(logit_bias={"42": 100}, max_tokens=3, extra={"return_token_ids": True}).choices[0]
-    assert forced.token_ids == [42, 42, 42]
-    allowed = complete(max_tokens=8, extra={"allowed_token_ids": [100, 200, 300], "return_token_ids": True}).choices[0]
-    assert set(allowed.token_ids) <= {100, 200, 300}
-    word = smollm2.token_text(first)
-    assert word.strip()
-    assert word.strip() not in complete(extra={"bad_words": [word.strip()]}).choices[0].text.split()
-    pair = tuple(plain.token_ids[1:3])
-    phrase = smollm2.decode(pair).strip()
-    assert pair in bad_words([phrase], Vocabulary(tokenizer=smollm2, size=smollm2.vocab_size))
-    apart = complete(extra={"bad_words": [phrase], "return_token_ids": True}).choices[0].token_ids
-    assert pair not in pairwise(apart)
-    assert apart[:2] == plain.token_ids[:2]
 
 
 def test_min_tokens_holds_the_end_back(chat: Any) -> None:

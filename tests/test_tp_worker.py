@@ -27,7 +27,6 @@ from attention import registry
 from attention.step_shape import StepShape
 from configs.errors import ConfigError, EngineError, OutOfMemoryError
 from configs.model_config import ModelConfig
-from configs.rope import RopeConfig
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
@@ -55,20 +54,7 @@ from worker.tp_worker import TPWorker, naming_the_rank
 from worker.weights import expected_shapes
 
 PAGE_SIZE = 8
-MODEL = dense_model(
-    model_type="llama",
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    intermediate_size=256,
-    vocab_size=300,
-    max_position_embeddings=128,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=1e4),
-    tie_word_embeddings=True,
-)
+MODEL = dense_model(num_hidden_layers=2, vocab_size=300)
 _Row = tuple[int, Sequence[int] | None, bool]
 
 
