@@ -35,6 +35,23 @@ class FA3Provider(ABC):
     name: ClassVar[str]
 
     @abstractmethod
+    def _call(
+        self,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        lens: torch.Tensor,
+        window: int,
+        **same: Any,
+    ) -> torch.Tensor:
+        """`attend` by this build.
+
+        Args:
+            lens: `cache_seqlens`.
+            window: keys before the query's own position that it sees; -1: all.
+            same: the arguments that every build calls by the same names.
+        """
+
     def attend(
         self,
         q: torch.Tensor,
@@ -72,6 +89,22 @@ class FA3Provider(ABC):
         Returns:
             `out`, or the new tensor, contiguous.
         """
+        not_always_known = {"attention_chunk": layer.chunk, "sinks": sinks, "qv": qv}
+        return self._call(
+            q,
+            k_pages,
+            v_pages,
+            paged.cache_seqlens,
+            -1 if layer.window is None else layer.window - 1,
+            page_table=paged.page_table,
+            cu_seqlens_q=paged.cu_seqlens_q,
+            max_seqlen_q=paged.max_seqlen_q,
+            softmax_scale=layer.scale,
+            softcap=layer.softcap or 0.0,
+            num_splits=num_splits,
+            out=out,
+            **{name: value for name, value in not_always_known.items() if value is not None},
+        )
 
     def probe(self, layer: AttentionLayer, *, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Attends once from the last of four tokens, as `layer` would but with chunks of two; waits for the device.
@@ -127,34 +160,10 @@ class SglKernel(FA3Provider):
     def __init__(self, with_kvcache: Callable[..., torch.Tensor]) -> None:
         self._with_kvcache = with_kvcache
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        paged: PagedMetadata,
-        layer: AttentionLayer,
-        *,
-        sinks: torch.Tensor | None = None,
-        qv: torch.Tensor | None = None,
-        num_splits: int = 0,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def _call(self, q: Any, k_pages: Any, v_pages: Any, lens: Any, window: int, **same: Any) -> torch.Tensor:
+        after = -1 if window < 0 else 0
         return self._with_kvcache(
-            q,
-            k_pages,
-            v_pages,
-            cache_seqlens=paged.cache_seqlens,
-            page_table=paged.page_table,
-            cu_seqlens_q=paged.cu_seqlens_q,
-            max_seqlen_q=paged.max_seqlen_q,
-            softmax_scale=layer.scale,
-            causal=True,
-            window_size=_window(layer),
-            softcap=layer.softcap or 0.0,
-            num_splits=num_splits,
-            out=out,
-            **_features(layer, sinks, qv),
+            q, k_pages, v_pages, cache_seqlens=lens, causal=True, window_size=(window, after), **same
         )
 
 
@@ -166,49 +175,10 @@ class FlashAttention3(FA3Provider):
     def __init__(self, fwd: Callable[..., Any]) -> None:
         self._fwd = fwd
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        paged: PagedMetadata,
-        layer: AttentionLayer,
-        *,
-        sinks: torch.Tensor | None = None,
-        qv: torch.Tensor | None = None,
-        num_splits: int = 0,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        left, right = _window(layer)
-        attended, *_ = self._fwd(
-            q,
-            k_pages,
-            v_pages,
-            out=out,
-            cu_seqlens_q=paged.cu_seqlens_q,
-            seqused_k=paged.cache_seqlens,
-            max_seqlen_q=paged.max_seqlen_q,
-            page_table=paged.page_table,
-            softmax_scale=layer.scale,
-            is_causal=True,
-            window_size_left=left,
-            window_size_right=right,
-            softcap=layer.softcap or 0.0,
-            num_splits=num_splits,
-            **_features(layer, sinks, qv),
-        )
+    def _call(self, q: Any, k_pages: Any, v_pages: Any, lens: Any, window: int, **same: Any) -> torch.Tensor:
+        sides = {"window_size_left": window, "window_size_right": -1 if window < 0 else 0}
+        attended, *_ = self._fwd(q, k_pages, v_pages, seqused_k=lens, is_causal=True, **sides, **same)
         return attended
-
-
-def _window(layer: AttentionLayer) -> tuple[int, int]:
-    """FA3's window: keys before and after the query's own position; -1 is all."""
-    return (-1, -1) if layer.window is None else (layer.window - 1, 0)
-
-
-def _features(layer: AttentionLayer, sinks: torch.Tensor | None, qv: torch.Tensor | None) -> dict[str, Any]:
-    """Arguments that not every build knows: only for layers that need them."""
-    given = {"attention_chunk": layer.chunk, "sinks": sinks, "qv": qv}
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def sinks_of(layer: AttentionLayer) -> torch.Tensor | None:

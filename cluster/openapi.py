@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import msgspec
@@ -51,19 +51,19 @@ class _WithoutTitles(GenerateJsonSchema):
         return False
 
 
-def build_document(version: str, routes: Sequence[Route] = ROUTES) -> dict[str, Any]:
+def build_document(version: str) -> dict[str, Any]:
     """The document as plain data, the same on every run.
 
     Raises:
         ValueError: two models that differ have one name.
     """
-    schemas = _request_schemas(routes)
-    for name, schema in _answer_schemas(routes).items():
+    schemas = _request_schemas()
+    for name, schema in _answer_schemas().items():
         if schemas.setdefault(name, schema) != schema:
             raise ValueError(f"two models of the API are named {name}")
     paths: dict[str, dict[str, Any]] = {}
     failures: dict[str, Any] = {}
-    for route in routes:
+    for route in ROUTES:
         for status in route.errors:
             failures[_failure_name(route, status)] = _failure(route, status)
         paths.setdefault(route.path.replace(":path}", "}"), {})[route.method.lower()] = _described(route)
@@ -77,7 +77,7 @@ def build_document(version: str, routes: Sequence[Route] = ROUTES) -> dict[str, 
         },
         "servers": [{"url": "/"}],
         "security": [{"bearer": []}, {"x-api-key": []}],
-        "tags": [{"name": tag} for tag in dict.fromkeys(route.tag for route in routes)],
+        "tags": [{"name": tag} for tag in dict.fromkeys(route.tag for route in ROUTES)],
         "paths": paths,
         "components": {
             "schemas": dict(sorted(schemas.items())),
@@ -95,8 +95,8 @@ def build_document(version: str, routes: Sequence[Route] = ROUTES) -> dict[str, 
     }
 
 
-def _request_schemas(routes: Iterable[Route]) -> dict[str, Any]:
-    models: list[type[BaseModel]] = list(dict.fromkeys(route.request for route in routes if route.request is not None))
+def _request_schemas() -> dict[str, Any]:
+    models: list[type[BaseModel]] = list(dict.fromkeys(route.request for route in ROUTES if route.request is not None))
     _, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REF + "{model}", schema_generator=_WithoutTitles
     )
@@ -104,8 +104,8 @@ def _request_schemas(routes: Iterable[Route]) -> dict[str, Any]:
     return {name: _untitled(schema) for name, schema in schemas.items()}
 
 
-def _answer_schemas(routes: Iterable[Route]) -> dict[str, Any]:
-    types = [kind for route in routes for kind in (route.answer, route.event, route.error) if kind is not None]
+def _answer_schemas() -> dict[str, Any]:
+    types = [kind for route in ROUTES for kind in (route.answer, route.event, route.error) if kind is not None]
     _, components = msgspec.json.schema_components(types, ref_template=_REF + "{name}")
     return {name: _untitled(schema) for name, schema in components.items()}
 

@@ -116,14 +116,14 @@ class Ring:
         """The address that `attach` needs. Whoever has it and runs as the same user can read and write the frames."""
         return self._segment.address
 
-    def writer(self, *, setting: str = STEP_TIMEOUT) -> RingWriter:
-        """The writing end; only one in all. `setting` is what a DeadlineError names as the bound of its waits."""
-        return RingWriter(self, self._segment, setting)
+    def writer(self) -> RingWriter:
+        """The writing end; only one in all."""
+        return RingWriter(self, self._segment)
 
-    def reader(self, index: int, *, setting: str = STEP_TIMEOUT) -> RingReader:
+    def reader(self, index: int) -> RingReader:
         """Reading end `index` of `num_readers`; only one for each index."""
         assert 0 <= index < self.num_readers, f"reader {index} of {self.num_readers}"
-        return RingReader(self, self._segment, index, setting)
+        return RingReader(self, self._segment, index)
 
     def reader_status(self, index: int) -> ReaderStatus:
         """The last state of reader `index`; any process may ask. Raises EngineError after `close`."""
@@ -156,10 +156,9 @@ class Ring:
 class RingWriter:
     """FrameWriter of a ring."""
 
-    def __init__(self, ring: Ring, segment: Segment, setting: str) -> None:
+    def __init__(self, ring: Ring, segment: Segment) -> None:
         self._ring = ring
         self._segment = segment
-        self._setting = setting
         self._slots = [segment.view(ring.slot(i), 8 + ring.slot_bytes) for i in range(ring.slots)]
         self._num_sent = segment.words[ring.head]
         self._free_until = self._num_sent  # frames below this number certainly find their slot free
@@ -197,7 +196,7 @@ class RingWriter:
                 spin_s=ring.spin_us * 1e-6,
             ):
                 raise DeadlineError(
-                    f"reader {index} left no room among {ring.slots} frames for {self._setting}={timeout_s:g}; "
+                    f"reader {index} left no room among {ring.slots} frames for {STEP_TIMEOUT}={timeout_s:g}; "
                     f"its heartbeat is {ring.reader_status(index).heartbeat_age_s:.1f} s old"
                 )
         self._free_until = min(segment.words[cursor] for cursor in cursors) + ring.slots
@@ -206,10 +205,9 @@ class RingWriter:
 class RingReader:
     """FrameReader of a ring."""
 
-    def __init__(self, ring: Ring, segment: Segment, index: int, setting: str) -> None:
+    def __init__(self, ring: Ring, segment: Segment, index: int) -> None:
         self._ring = ring
         self._segment = segment
-        self._setting = setting
         self._slots = [segment.view(ring.slot(i), 8 + ring.slot_bytes) for i in range(ring.slots)]
         self._cursor = ring.cursor(index)
         self._sleeper = ring.sleepers + 1 + index
@@ -265,7 +263,7 @@ class RingReader:
             spin_s = 0.0
             segment.words[self._cursor + 1] = time.monotonic_ns()
             if time.monotonic() >= deadline:
-                raise DeadlineError(f"no frame came within {self._setting}={timeout_s:g}")
+                raise DeadlineError(f"no frame came within {STEP_TIMEOUT}={timeout_s:g}")
 
 
 def _slot_stride(slot_bytes: int) -> int:

@@ -20,7 +20,7 @@ from configs.errors import DeadlineError, EngineError
 from parallel.channel import STEP_TIMEOUT
 from parallel.sockets import LENGTH, pack_frame
 
-INIT_TIMEOUT = "parallel.init_timeout_s"
+_INIT_TIMEOUT = "parallel.init_timeout_s"
 
 _FAILED = 0xFFFFFFFF  # in place of a length: a second length and the reason follow, and the channel is over
 _MAX_REASON_BYTES = 4096
@@ -157,11 +157,10 @@ class TcpListener:
         host, port = self._sock.getsockname()[:2]
         return f"{host}:{port}:{self._token}"
 
-    def accept(self, num_peers: int, *, timeout_s: float, setting: str = INIT_TIMEOUT) -> list[Connection]:
+    def accept(self, num_peers: int, *, timeout_s: float) -> list[Connection]:
         """One connection for each index below `num_peers`, in index order.
 
-        Whoever does not prove the secret is turned away. Raises DeadlineError when not all came within `timeout_s`,
-        which `setting` bounds.
+        Whoever does not prove the secret is turned away. Raises DeadlineError when not all came within `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         connections: dict[int, Connection] = {}
@@ -176,7 +175,9 @@ class TcpListener:
             except TimeoutError:
                 for connection in connections.values():
                     connection.close()
-                raise DeadlineError(f"channel ends {missing} did not connect within {setting}={timeout_s:g}") from None
+                raise DeadlineError(
+                    f"channel ends {missing} did not connect within {_INIT_TIMEOUT}={timeout_s:g}"
+                ) from None
             try:
                 sock.settimeout(min(_HANDSHAKE_S, left))
                 index = self._admit(sock)
@@ -203,11 +204,11 @@ class TcpListener:
         return index
 
 
-def connect(address: str, index: int, *, timeout_s: float, setting: str = INIT_TIMEOUT) -> Connection:
+def connect(address: str, index: int, *, timeout_s: float) -> Connection:
     """Connects to the listener at `address` as its peer `index`.
 
     Raises:
-        DeadlineError: nobody answered within `timeout_s`, which `setting` bounds.
+        DeadlineError: nobody answered within `timeout_s`.
         EngineError: the listener is gone, or does not know the secret, or turned this end away.
     """
     host, port, token = address.rsplit(":", 2)
@@ -220,7 +221,7 @@ def connect(address: str, index: int, *, timeout_s: float, setting: str = INIT_T
         sock.sendall(_HELLO.pack(_MAGIC, index, proof, challenge))
         answer = _read_exactly(sock, _CHALLENGE_BYTES)
     except TimeoutError:
-        raise DeadlineError(f"{peer} did not answer within {setting}={timeout_s:g}") from None
+        raise DeadlineError(f"{peer} did not answer within {_INIT_TIMEOUT}={timeout_s:g}") from None
     except OSError as error:
         raise EngineError(f"{peer} cannot be reached: {error.strerror or error}") from error
     if not hmac.compare_digest(answer, _proof(token, b"listener", index, challenge)):
@@ -232,10 +233,9 @@ def connect(address: str, index: int, *, timeout_s: float, setting: str = INIT_T
 class TcpWriter:
     """FrameWriter over one connection per reader."""
 
-    def __init__(self, connections: Sequence[Connection], *, max_frame_bytes: int, setting: str = STEP_TIMEOUT) -> None:
+    def __init__(self, connections: Sequence[Connection], *, max_frame_bytes: int) -> None:
         self._connections = list(connections)
         self._max_frame_bytes = max_frame_bytes
-        self._setting = setting
 
     def send(self, frame: bytes, timeout_s: float) -> None:
         if len(frame) > self._max_frame_bytes:
@@ -244,7 +244,7 @@ class TcpWriter:
             )
         deadline = time.monotonic() + timeout_s
         for connection in self._connections:
-            connection.write(frame, deadline, f"{self._setting}={timeout_s:g}")
+            connection.write(frame, deadline, f"{STEP_TIMEOUT}={timeout_s:g}")
 
     def fail(self, reason: str) -> None:
         for connection in self._connections:
@@ -258,14 +258,13 @@ class TcpWriter:
 class TcpReader:
     """FrameReader over one connection."""
 
-    def __init__(self, connection: Connection, *, max_frame_bytes: int, setting: str = STEP_TIMEOUT) -> None:
+    def __init__(self, connection: Connection, *, max_frame_bytes: int) -> None:
         self._connection = connection
         self._max_frame_bytes = max_frame_bytes
-        self._setting = setting
 
     def recv(self, timeout_s: float) -> bytes:
         return self._connection.read(
-            self._max_frame_bytes, time.monotonic() + timeout_s, f"{self._setting}={timeout_s:g}"
+            self._max_frame_bytes, time.monotonic() + timeout_s, f"{STEP_TIMEOUT}={timeout_s:g}"
         )
 
     def poll(self) -> bytes | None:

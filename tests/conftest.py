@@ -22,9 +22,12 @@ import pytest
 from tests import fast_interpreter
 
 if TYPE_CHECKING:
+    import openai
     import torch
 
     from cluster.text.tokenizer import Tokenizer
+    from parallel.kept_memory import Keeper
+    from tests.rank_processes import Ranks
     from tests.scripted_engine import Run
 
 if not Path("/dev/nvidiactl").exists():
@@ -97,6 +100,25 @@ def interpreter() -> None:
     fast_interpreter.speed_up()
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where kernels run: interpreted on CPU tensors, or compiled for a GPU."""
+    import torch
+
+    if request.param == "cpu":
+        request.getfixturevalue("interpreter")
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the interpreter's products ascending chains, as a GPU's are."""
+    from tests.chain_dot import use_chain_dot
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        use_chain_dot(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of SMALL with random weights, which takes a hundredth of SmolLM2's time."""
@@ -106,6 +128,51 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "config.json").write_text(json.dumps(SMALL))
     write_checkpoint(path, path)
     return path
+
+
+@pytest.fixture(scope="session")
+def small_logits(small_path: Path) -> Logits:
+    """The logits that transformers' small model has after each of some token ids: [num_tokens, vocab_size] fp32."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(small_path, dtype=torch.float32)
+
+    def logits(ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([ids])).logits[0]
+
+    return logits
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint whose steps take a millisecond and whose requests, CONTEXT tokens long, take minutes."""
+    from tests.test_failure import write_tiny
+
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Processes for the ranks of a node's groups, one for each GPU or two on the CPU."""
+    import torch
+
+    from tests.rank_processes import Ranks
+
+    pool = Ranks(min(torch.cuda.device_count(), 4) or 2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def keeper() -> Iterator[Keeper]:
+    """A node's keeper of the memory of its ranks."""
+    from parallel.kept_memory import Keeper
+
+    keeper = Keeper()
+    yield keeper
+    keeper.close()
 
 
 @pytest.fixture(scope="session")
@@ -274,3 +341,11 @@ def endpoint(ray_cluster: None, smollm2_path: Path) -> Iterator[Endpoint]:
     serve.run(build_app(app.engine.model_dump()), name="shared", route_prefix="/")
     yield Endpoint(f"http://127.0.0.1:{port}", "shared", "smollm2-135m-instruct")
     serve.shutdown()
+
+
+@pytest.fixture
+def client(endpoint: Endpoint) -> openai.OpenAI:
+    """OpenAI's client of `endpoint`."""
+    import openai
+
+    return openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0, timeout=300)

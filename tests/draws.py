@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from configs.rope import RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from tests.dense_model import dense_model
@@ -19,21 +18,7 @@ CPU = torch.device("cpu")
 
 def plan_of(tp_size: int, vocab_size: int) -> ShardPlan:
     """The ranges of a small model with that vocabulary."""
-    model = dense_model(
-        model_type="llama",
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        intermediate_size=256,
-        vocab_size=vocab_size,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4),
-        tie_word_embeddings=True,
-    )
-    return ShardPlan.create(model, tp_size)
+    return ShardPlan.create(dense_model(vocab_size=vocab_size), tp_size)
 
 
 def sampler_alone(vocab: int, num_rows: int, device: torch.device = CPU, *, use_triton: bool) -> Sampler:

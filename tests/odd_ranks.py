@@ -6,15 +6,24 @@ from typing import Any
 
 import pytest
 
+import cluster.engine.running_engine
 from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.ranks.rank_actor import RankActor
 
 
-class OddCoordinator(CoordinatorActor):
-    """Starts ranks of the class `ranks`, in the process that it runs in alone."""
+def use_ranks(monkeypatch: pytest.MonkeyPatch, ranks: type[RankActor], **patches: object) -> None:
+    """Has engines that start from here on consist of such ranks.
 
-    ranks: type[RankActor]
+    Args:
+        patches: what else is there in the coordinator's process, by its name in cluster.ranks.resizing.
+    """
 
-    def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", self.ranks)
-        return super().start(placement_group)
+    class OddCoordinator(CoordinatorActor):
+        def start(self, placement_group: Any) -> EngineFacts:
+            # In the process that it runs in alone.
+            pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", ranks)
+            for name, value in patches.items():
+                pytest.MonkeyPatch().setattr(f"cluster.ranks.resizing.{name}", value)
+            return super().start(placement_group)
+
+    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", OddCoordinator)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,23 @@ from tests.batches import batch_of
 
 PADDING = -1
 """The row of one token on page 0, which is NaN here."""
+
+
+def grouped_layer(
+    *,
+    kv_heads: int = 2,
+    group: int = 3,
+    head_dim: int = 64,
+    scale: float = 0.11,
+    sinks: torch.Tensor | torch.device | None = None,
+    **features: Any,
+) -> AttentionLayer:
+    """A layer of `group` query heads to each KV head; `sinks`: theirs, or where to make some, each one in bf16."""
+    num_heads = kv_heads * group
+    if isinstance(sinks, torch.device):
+        sinks = torch.linspace(-1.0, 3.0, num_heads).bfloat16().float().to(sinks)
+    heads = {"tp_q_head_num": num_heads, "tp_k_head_num": kv_heads, "head_dim": head_dim}
+    return AttentionLayer(layer_id=0, **heads, scale=scale, sinks=sinks, **features)
 
 
 class NewTokens(NamedTuple):
@@ -146,8 +163,7 @@ class PagedCase:
         self.k, self.v = (x.to(device) for x in (self.k, self.v))
 
     def in_pool(self) -> tuple[TokenToKVPool, ForwardBatch]:
-        """A pool with these pages, and the batch of all rows but padding, with the poison behind each row's last
-        page."""
+        """A pool with these pages, and the batch of all rows but padding."""
         num_pages, page_size = self.k.shape[:2]
         pool = TokenToKVPool(
             [self.layer],
@@ -159,11 +175,14 @@ class PagedCase:
         )
         for pages, written in zip(pool.pages(0), (self.k, self.v), strict=True):
             pages.copy_(written)
-        rows = self.rows[:-1]
+        return pool, self.batch(range(len(self.rows) - 1))
+
+    def batch(self, rows: Sequence[int]) -> ForwardBatch:
+        """The batch of `rows`, in this order, with the poison behind each row's last page."""
         table = ReqToTokenPool(len(rows), self.table.shape[1], self.device)
-        table.page_table[1:] = self.table[:-1]
-        batch = batch_of(table, [(i + 1, *lens) for i, lens in enumerate(rows)], page_size)
-        return pool, replace(batch, paged=replace(batch.paged, page_table=table.page_table[1:]))
+        table.page_table[1:] = self.table[list(rows)]
+        batch = batch_of(table, [(i, *self.rows[row]) for i, row in enumerate(rows, 1)], self.k.shape[1])
+        return replace(batch, paged=replace(batch.paged, page_table=table.page_table[1:]))
 
     def paged(self, rows: Sequence[int], cuts: Sequence[tuple[int, int]] | None = None) -> PagedMetadata:
         """Of `rows`, in this order, and of each the new tokens from the first to before the second of its cut; None:

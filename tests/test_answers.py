@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from cluster.engine.messages import SamplingParams
 from tests.conftest import Logits
-from tests.local_group import Limits, LocalGroup, assert_scores_equal
+from tests.local_group import Limits, LocalGroup
 
 NUM_NEW_TOKENS = 24
 
@@ -57,18 +55,6 @@ def assert_greedy(logits: Logits, answers: list[Answer]) -> None:
 
 
 @pytest.fixture(scope="module")
-def small_logits(small_path: Path) -> Logits:
-    """The small model by transformers."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(small_path, dtype=torch.float32)
-
-    def logits(ids: list[int]) -> torch.Tensor:
-        with torch.inference_mode():
-            return model(torch.tensor([ids])).logits[0]
-
-    return logits
-
-
-@pytest.fixture(scope="module")
 def group(request: pytest.FixtureRequest, small_path: Path) -> Iterator[LocalGroup]:
     group = LocalGroup(small_path, request.param, Limits().num_pages)
     yield group
@@ -104,20 +90,6 @@ def test_answers_equal_transformers_in_chunks_from_the_cache_and_after_preemptio
 ) -> None:
     # Six requests end at 634 tokens in 42 pages: 40 pages force one of them out on the way.
     _check_every_way(group, small_logits, SHORT_LENGTHS, 40)
-
-
-@pytest.mark.parametrize("group", [1, 3], indirect=True, ids=lambda size: f"tp{size}")
-def test_prompt_logprobs_equal_transformers_in_chunks_and_with_a_warm_prefix_cache(
-    group: LocalGroup, small_logits: Logits
-) -> None:
-    prompts = make_prompts([1, 2, 17, 100], group.model.vocab_size)
-    plain, scored = ([(prompt, SamplingParams(max_tokens=1, prompt_logprobs=k)) for prompt in prompts] for k in (-1, 5))
-    together = group.generate(scored, Limits(), at_once=True)
-    again = group.generate([*plain, *scored], Limits(chunk=48, prefix_caching=True), at_once=False)
-    for index, prompt in enumerate(prompts):
-        expected = small_logits(prompt)[:-1].log_softmax(-1)
-        for scores in (together.scores[index], again.scores[len(prompts) + index]):
-            assert_scores_equal(scores, prompt, expected)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,11 @@ from attention.layer import AttentionLayer
 from attention.registry import create_backend
 from configs.errors import EngineError
 from tests.batches import batch_of
+from tests.paged_case import PagedCase, grouped_layer
 
 CPU = torch.device("cpu")
+SCALE = 0.44
+"""By which scores spread as widely as a sharp head's."""
 BATCHES = {
     # (prefix_len, extend_len) of each row
     "decode": [(0, 1), (1, 1), (16, 1), (63, 1), (64, 1), (100, 1)],
@@ -27,21 +29,6 @@ BATCHES = {
     "extend_with_prefix": [(16, 20), (7, 2), (0, 18)],
     "mixed": [(20, 1), (0, 17), (90, 1), (33, 9), (0, 1)],
 }
-
-
-def _layer(
-    q_heads: int, kv_heads: int, head_dim: int, window: int | None, softcap: float | None, **more: Any
-) -> AttentionLayer:
-    return AttentionLayer(
-        layer_id=0,
-        tp_q_head_num=q_heads,
-        tp_k_head_num=kv_heads,
-        head_dim=head_dim,
-        scale=0.11,
-        window=window,
-        softcap=softcap,
-        **more,
-    )
 
 
 def _oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix_len: int, layer: AttentionLayer) -> torch.Tensor:
@@ -63,61 +50,25 @@ def _oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix_len: int, 
     return out
 
 
-class Setup:
-    """A pool with poisoned slots and rows of random keys and values."""
+def _run(case: PagedCase) -> torch.Tensor:
+    """[num_tokens, Hq, D] of every row, by the backend."""
+    pool, batch = case.in_pool()
+    backend = create_backend("torch_native", "torch_native", pool)
+    backend.init_forward_metadata(batch)
+    q = torch.cat(case.q[:-1])
+    out = backend.attend(q.flatten(1), case.layer)
+    assert out.is_contiguous()
+    return out.view(q.shape)
 
-    def __init__(self, layer: AttentionLayer, page_size: int, rows: list[tuple[int, int]], dtype: torch.dtype) -> None:
-        self.layer, self.page_size, self.rows, self.dtype = layer, page_size, rows, dtype
-        max_pages = math.ceil(max(prefix + extend for prefix, extend in rows) / page_size) + 2
-        num_pages = max_pages * len(rows)
-        self.table = ReqToTokenPool(len(rows), max_pages, CPU)
-        # Unused entries would be far outside the pool.
-        self.table.page_table[:] = 1 << 30
-        self.pool = TokenToKVPool([layer], num_pages=num_pages, page_size=page_size, dtype=dtype, device=CPU)
-        for poisoned in self.pool.pages(0):
-            poisoned.fill_(float("nan"))
-        shuffled = np.random.default_rng(0).permutation(np.arange(1, num_pages + 1, dtype=np.int32))
-        generator = torch.Generator().manual_seed(1)
-        self.q, self.k, self.v = [], [], []
-        for i, (prefix, extend) in enumerate(rows):
-            used = math.ceil((prefix + extend) / page_size)
-            self.table.page_table[i + 1, :used] = torch.from_numpy(shuffled[i * max_pages : i * max_pages + used])
-            heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_k_head_num)
-            lens = (extend, prefix + extend, prefix + extend)
-            for target, num_heads, length in zip((self.q, self.k, self.v), heads, lens, strict=True):
-                values = 2 * torch.randn(length, num_heads, layer.head_dim, generator=generator)
-                target.append(values.to(dtype))
-            slots = torch.tensor([self._slot(i + 1, position) for position in range(prefix)], dtype=torch.int64)
-            self.pool.set_kv(0, slots, self.k[i][:prefix].flatten(1), self.v[i][:prefix].flatten(1))
 
-    def _slot(self, row: int, position: int) -> int:
-        return int(self.table.page_table[row, position // self.page_size]) * self.page_size + position % self.page_size
+def _expected(case: PagedCase) -> torch.Tensor:
+    rows = zip(case.q[:-1], case.keys, case.values, case.rows[:-1], strict=True)
+    return torch.cat([_oracle(q.float(), k.float(), v.float(), prefix, case.layer) for q, k, v, (prefix, _) in rows])
 
-    def batch(self) -> ForwardBatch:
-        batch = batch_of(self.table, [(i + 1, *lens) for i, lens in enumerate(self.rows)], self.page_size)
-        # With the poison behind each row's last page.
-        return replace(batch, paged=replace(batch.paged, page_table=self.table.page_table[1:]))
 
-    def run(self) -> list[torch.Tensor]:
-        """[extend_len, Hq, D] of each row, by the backend."""
-        backend = create_backend("torch_native", "torch_native", self.pool)
-        batch = self.batch()
-        backend.init_forward_metadata(batch)
-        k, v = (
-            torch.cat([whole[prefix:] for whole, (prefix, _) in zip(wholes, self.rows, strict=True)]).flatten(1)
-            for wholes in (self.k, self.v)
-        )
-        self.pool.set_kv(0, batch.out_cache_loc, k, v)
-        out = backend.attend(torch.cat(self.q).flatten(1), self.layer)
-        assert out.is_contiguous()
-        shaped = out.view(-1, self.layer.tp_q_head_num, self.layer.head_dim)
-        return list(shaped.split([extend for _, extend in self.rows]))
-
-    def expected(self) -> list[torch.Tensor]:
-        return [
-            _oracle(q.float(), k.float(), v.float(), prefix, self.layer)
-            for q, k, v, (prefix, _) in zip(self.q, self.k, self.v, self.rows, strict=True)
-        ]
+def _check(layer: AttentionLayer, batch: str, page_size: int = 16) -> None:
+    case = PagedCase(layer, page_size, BATCHES[batch], CPU)
+    torch.testing.assert_close(_run(case), _expected(case), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -127,9 +78,7 @@ class Setup:
 def test_equals_the_oracle_for_every_page_size_window_softcap_and_batch(
     batch: str, page_size: int, window: int | None, softcap: float | None
 ) -> None:
-    setup = Setup(_layer(6, 2, 64, window, softcap), page_size, BATCHES[batch], torch.float32)
-    for ours, expected in zip(setup.run(), setup.expected(), strict=True):
-        torch.testing.assert_close(ours, expected, atol=2e-5, rtol=2e-5)
+    _check(grouped_layer(scale=SCALE, window=window, softcap=softcap), batch, page_size)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -139,24 +88,21 @@ def test_equals_the_oracle_for_every_page_size_window_softcap_and_batch(
 def test_sinks_and_chunks_equal_the_oracle(
     batch: str, chunk: int | None, window: int | None, softcap: float | None
 ) -> None:
-    # Of the size of the scores, whose spread is 0.11 * 4 * sqrt(64).
+    # Of the size of the scores, whose spread is SCALE * sqrt(64).
     sinks = 3.5 * torch.randn(6, generator=torch.Generator().manual_seed(2))
-    layer = _layer(6, 2, 64, window, softcap, chunk=chunk, sinks=sinks)
-    setup = Setup(layer, 16, BATCHES[batch], torch.float32)
-    for ours, expected in zip(setup.run(), setup.expected(), strict=True):
-        torch.testing.assert_close(ours, expected, atol=2e-5, rtol=2e-5)
+    _check(grouped_layer(scale=SCALE, window=window, softcap=softcap, chunk=chunk, sinks=sinks), batch)
 
 
 @pytest.mark.parametrize("batch", list(BATCHES))
 def test_chunks_without_sinks_equal_the_oracle(batch: str) -> None:
-    setup = Setup(_layer(6, 2, 64, None, None, chunk=16), 16, BATCHES[batch], torch.float32)
-    for ours, expected in zip(setup.run(), setup.expected(), strict=True):
-        torch.testing.assert_close(ours, expected, atol=2e-5, rtol=2e-5)
+    _check(grouped_layer(scale=SCALE, chunk=16), batch)
 
 
 def test_layers_that_see_different_keys_share_a_step() -> None:
-    layers = [_layer(2, 1, 8, *sight) for sight in ((None, None), (3, None))]
-    layers = [replace(layer, layer_id=i) for i, layer in enumerate([*layers, replace(layers[0], chunk=4)])]
+    sights: list[dict[str, Any]] = [{}, {"window": 3}, {"chunk": 4}]
+    layers = [
+        replace(grouped_layer(kv_heads=1, group=2, head_dim=8, **sight), layer_id=i) for i, sight in enumerate(sights)
+    ]
     table = ReqToTokenPool(1, 3, CPU)
     table.page_table[1] = torch.tensor([2, 1, 3])
     pool = TokenToKVPool(layers, num_pages=3, page_size=4, dtype=torch.float32, device=CPU)
@@ -174,25 +120,24 @@ def test_layers_that_see_different_keys_share_a_step() -> None:
 @pytest.mark.parametrize("kv_heads", [1, 3])
 @pytest.mark.parametrize("batch", ["decode", "extend_with_prefix", "mixed"])
 def test_equals_the_oracle_for_every_head_geometry(batch: str, kv_heads: int, group: int, head_dim: int) -> None:
-    setup = Setup(_layer(kv_heads * group, kv_heads, head_dim, None, None), 16, BATCHES[batch], torch.float32)
-    for ours, expected in zip(setup.run(), setup.expected(), strict=True):
-        torch.testing.assert_close(ours, expected, atol=2e-5, rtol=2e-5)
+    _check(grouped_layer(kv_heads=kv_heads, group=group, head_dim=head_dim, scale=SCALE), batch)
 
 
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-4.0, 4.0, 6)])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("batch", ["decode", "extend", "mixed"])
 def test_bfloat16_stays_within_its_own_rounding(batch: str, softcap: float | None, sinks: torch.Tensor | None) -> None:
-    setup = Setup(_layer(6, 2, 64, None, softcap, sinks=sinks), 16, BATCHES[batch], torch.bfloat16)
-    for ours, expected in zip(setup.run(), setup.expected(), strict=True):
-        assert ours.dtype is torch.bfloat16
-        # Outputs are averages of values of scale 2: two bf16 roundings of the largest.
-        torch.testing.assert_close(ours.float(), expected, atol=0.03, rtol=0.03)
+    layer = grouped_layer(scale=SCALE, softcap=softcap, sinks=sinks)
+    case = PagedCase(layer, 16, BATCHES[batch], CPU, torch.bfloat16)
+    ours = _run(case)
+    assert ours.dtype is torch.bfloat16
+    # Outputs are averages of values of scale 1: two bf16 roundings of the largest.
+    torch.testing.assert_close(ours.float(), _expected(case), atol=0.015, rtol=0.015)
 
 
 def test_a_forward_batch_names_mode_positions_slots_and_sampled_tokens() -> None:
     def create(rows: list[tuple[int, int]]) -> ForwardBatch:
-        return Setup(_layer(1, 1, 8, None, None), 4, rows, torch.float32).batch()
+        return PagedCase(grouped_layer(), 4, rows, CPU).in_pool()[1]
 
     assert create([(3, 1), (0, 1)]).mode is ForwardMode.DECODE
     assert create([(3, 2), (0, 3)]).mode is ForwardMode.EXTEND

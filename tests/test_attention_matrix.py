@@ -175,13 +175,11 @@ def _by_graph(backend: AttentionBackend, case: Case) -> torch.Tensor:
     return out
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where kernels run: interpreted on CPU tensors, or compiled for a GPU."""
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
+@pytest.fixture
+def device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if device.type == "cpu":
         monkeypatch.setattr(decode, "_MAX_SPLITS", 4)  # each a turn of the interpreter's loop, empty or not
-    return torch.device(request.param)
+    return device
 
 
 def _cells() -> Iterator[Any]:

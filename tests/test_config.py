@@ -18,7 +18,6 @@ from configs.layers import Axis
 from configs.load import all_settings, load_app_config, parse_engine_config
 from configs.model_config import ModelConfig
 from configs.resolve import HostFacts, ResolvedConfig, resolve
-from configs.rope import RopeConfig
 from configs.schema import EngineConfig, GenerationDefaults, KVCacheConfig
 from parallel.plan import ShardPlan
 from tests.dense_model import dense_model
@@ -50,21 +49,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def _model(**changes: Any) -> ModelConfig:
-    values: dict[str, Any] = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 128,
-        "vocab_size": 256,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "rope": RopeConfig(theta=10000.0),
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-    }
+    values = {"num_hidden_layers": 2, "vocab_size": 256, "max_position_embeddings": 2048, "dtype": "bfloat16"}
     return dense_model(**{**values, **changes})
 
 

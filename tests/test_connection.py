@@ -84,18 +84,6 @@ def test_a_client_that_does_not_read_its_socket_loses_its_request(run: Run) -> N
     run(scenario, reply=[19556] * 7900, max_model_len=8192, hang_after=7899)
 
 
-def test_a_client_that_leaves_aborts_its_request(run: Run) -> None:
-    async def scenario(stack: Stack) -> None:
-        async with served(stack.model) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
-            async with client.stream("POST", "/v1/chat/completions", json=CHAT) as response:
-                async for _ in response.aiter_lines():
-                    break
-            await stack.until(lambda: stack.coordinator.aborted == [1])
-            assert stack.engine.num_open == 0
-
-    run(scenario, hang_after=3)
-
-
 def test_a_silent_stream_says_that_it_is_alive(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "KEEP_ALIVE_S", 0.05)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from cluster.engine.messages import EngineStats, Finished, FinishReason, Samplin
 from cluster.engine.state import EngineState
 from cluster.ranks.liveness import Liveness, RankClock
 from cluster.ranks.recovery import Recovery
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.scheduler import Scheduler
 from configs.errors import (
     DeadlineError,
     EngineError,
@@ -31,24 +32,15 @@ from configs.errors import (
     StepHungError,
 )
 from parallel.step_cost import StepCost
+from tests import fake_engine
+from tests.fake_engine import EOS
 from tests.fake_ranks import FakeRanks, Pool
 from worker.protocol import FrameKind, RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
-EOS = 7
-LIMITS = SchedulerLimits(
-    num_pages=64,
-    page_size=4,
-    max_num_seqs=8,
-    max_num_batched_tokens=32,
-    prefill_chunk_size=16,
-    max_model_len=128,
-    vocab_size=1000,
-    max_num_queued_requests=100,
-    max_num_queued_tokens=10_000,
-    steps_in_flight=2,
-    enable_prefix_caching=True,
-    eos_token_ids=(EOS,),
+LIMITS = replace(
+    fake_engine.LIMITS, max_num_batched_tokens=32, prefill_chunk_size=16, max_model_len=128, vocab_size=1000
 )
+
 
 COST = StepCost(1000, 100, 10, ())
 

@@ -182,7 +182,7 @@ def test_draws_the_tokens_that_torch_draws_from_a_whole_vocabulary(vocab: int) -
 
 def test_noise_is_the_cpu_samplers_for_every_seed_and_position(device: torch.device) -> None:
     rng = np.random.default_rng(0)
-    count = 24
+    count = 12 if device.type == "cpu" else 24
     params = _params(*[{"temperature": 1.0}] * count)
     params["seed"] = rng.integers(-(2**63), 2**63 - 1, count)
     params["seed"][:4] = [0, -1, 2**63 - 1, -(2**63)]
@@ -244,9 +244,8 @@ def test_of_more_equal_tokens_than_a_list_holds_every_group_takes_the_same(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     if device.type == "cpu":
-        monkeypatch.setattr(
-            sampling, "_MOST_GROUPS", type(sampling._MOST_GROUPS)(4)
-        )  # so that some rows are searched as wholes
+        # So that some rows are searched as wholes.
+        monkeypatch.setattr(sampling, "_MOST_GROUPS", type(sampling._MOST_GROUPS)(4))
     params = _params(*[{"temperature": 2.0, "top_k": k, "seed": k} for k in (1, 20, 64)])
     logits = torch.zeros(3, VOCAB)
     logits[1, 700:710] = 1.0
@@ -260,7 +259,7 @@ def test_of_more_equal_tokens_than_a_list_holds_every_group_takes_the_same(
             span = plan.vocab[group.rank]
             sampler = Sampler(plan, group, 4, use_triton=True)
             local = logits[:, span.start : span.stop].contiguous()
-            return [draw(sampler, local, params, positions + i)[0] for i in range(6)]
+            return [draw(sampler, local, params, positions + i)[0] for i in range(2 if device.type == "cpu" else 6)]
 
         first, *others = _run_ranks(tp_size, device, body)
         assert all(other == first for other in others)

@@ -14,42 +14,11 @@ pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from attention.kernels.decode import DecodeTuning, choose, paged_decode
 from attention.layer import AttentionLayer
-from tests.paged_case import PADDING, PagedCase
+from tests.paged_case import PADDING, PagedCase, grouped_layer
 
 LARGE = DecodeTuning(block_n=64, num_warps=4, num_stages=3, num_splits=1)
 SMALL = DecodeTuning(block_n=32, num_warps=2, num_stages=3, num_splits=1)
 LENS = [1, 130, 16, 65, 64, 33]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the kernel runs: interpreted on CPU tensors, or compiled for a GPU."""
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-    return torch.device(request.param)
-
-
-def _layer(
-    *,
-    kv_heads: int = 2,
-    group: int = 3,
-    head_dim: int = 64,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> AttentionLayer:
-    return AttentionLayer(
-        layer_id=0,
-        tp_q_head_num=kv_heads * group,
-        tp_k_head_num=kv_heads,
-        head_dim=head_dim,
-        scale=0.11,
-        window=window,
-        softcap=softcap,
-        chunk=chunk,
-        sinks=sinks,
-    )
 
 
 def _split(tuning: DecodeTuning, num_splits: int) -> DecodeTuning:
@@ -94,7 +63,7 @@ class Case(PagedCase):
 def test_equals_plain_attention_for_every_page_size_window_and_softcap(
     page_size: int, tuning: DecodeTuning, window: int | None, softcap: float | None, device: torch.device
 ) -> None:
-    case = Case(_layer(window=window, softcap=softcap), page_size, LENS, device)
+    case = Case(grouped_layer(window=window, softcap=softcap), page_size, LENS, device)
     case.check(case.run(tuning))
 
 
@@ -109,7 +78,7 @@ def test_equals_plain_attention_for_every_page_size_window_and_softcap(
 def test_equals_plain_attention_for_every_head_geometry(
     group: int, head_dim: int, tuning: DecodeTuning, device: torch.device
 ) -> None:
-    case = Case(_layer(kv_heads=1 if group > 4 else 3, group=group, head_dim=head_dim), 16, [70, 1, 40], device)
+    case = Case(grouped_layer(kv_heads=1 if group > 4 else 3, group=group, head_dim=head_dim), 16, [70, 1, 40], device)
     case.check(case.run(tuning))
 
 
@@ -122,14 +91,14 @@ def test_equals_plain_attention_in_chunks_and_with_sinks(
     tuning: DecodeTuning, features: dict[str, Any], with_sinks: bool, device: torch.device
 ) -> None:
     sinks = torch.linspace(-1.0, 3.0, 3, device=device) if with_sinks else None
-    case = Case(_layer(kv_heads=1, **features, sinks=sinks), 16, [1, 130, 64, 65, 33], device)
+    case = Case(grouped_layer(kv_heads=1, **features, sinks=sinks), 16, [1, 130, 64, 65, 33], device)
     case.check(case.run(tuning))
 
 
 @pytest.mark.parametrize("tuning", [SMALL, _split(SMALL, 3)], ids=["one run", "three runs"])
 def test_a_sink_takes_its_share_once_however_large_or_small_it_is(tuning: DecodeTuning, device: torch.device) -> None:
     sinks = torch.tensor([-math.inf, -500.0, -3.0, 0.0, 5.0, 500.0], device=device)
-    case = Case(_layer(kv_heads=1, group=6, sinks=sinks), 16, [130, 1], device)
+    case = Case(grouped_layer(kv_heads=1, group=6, sinks=sinks), 16, [130, 1], device)
     out = case.run(tuning)
     case.check(out)
     assert bool((out[:, 5] == 0).all())
@@ -139,7 +108,7 @@ def test_a_sink_takes_its_share_once_however_large_or_small_it_is(tuning: Decode
 def test_groups_of_more_heads_than_the_smallest_tile_has_rows(
     group: int, tuning: DecodeTuning, device: torch.device
 ) -> None:
-    case = Case(_layer(kv_heads=2, group=group), 16, [70, 1], device)
+    case = Case(grouped_layer(kv_heads=2, group=group), 16, [70, 1], device)
     case.check(case.run(tuning))
 
 
@@ -152,7 +121,7 @@ def test_values_may_be_the_first_columns_of_keys(
     num_splits: int, group: int, head_dim: int, v_dim: int, dtype: torch.dtype | None, device: torch.device
 ) -> None:
     """70 heads of more than 256 columns are two programs', or in fp32 five."""
-    case = Case(_layer(kv_heads=1, group=group, head_dim=head_dim), 16, LENS[:4], device, dtype)
+    case = Case(grouped_layer(kv_heads=1, group=group, head_dim=head_dim), 16, LENS[:4], device, dtype)
     case.values = case.keys
     q, rows = torch.cat(case.q[:-1]), range(4)
     out = torch.full((*q.shape[:2], v_dim), math.nan, dtype=case.dtype, device=device)
@@ -163,17 +132,17 @@ def test_values_may_be_the_first_columns_of_keys(
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_float16_errs_at_most_twice_as_far_as_torch(num_splits: int, device: torch.device) -> None:
-    case = Case(_layer(), 16, LENS, device, torch.float16)
+    case = Case(grouped_layer(), 16, LENS, device, torch.float16)
     case.check(case.run(_split(SMALL, num_splits)))
 
 
 def test_rows_with_fewer_blocks_than_runs_leave_the_others_empty(device: torch.device) -> None:
-    case = Case(_layer(), 16, [1, 31, 150], device)
+    case = Case(grouped_layer(), 16, [1, 31, 150], device)
     case.check(case.run(_split(SMALL, 20)))
 
 
 def test_large_scores_of_either_sign_stay_finite(device: torch.device) -> None:
-    case = Case(_layer(), 16, LENS, device)
+    case = Case(grouped_layer(), 16, LENS, device)
     case.q = [200.0 * q for q in case.q]  # scores of several hundreds, which fp32 rounds to about 1e-4
     exact, _ = case.expected(torch.float32)
     for tuning in (LARGE, _split(SMALL, 3)):
@@ -185,7 +154,7 @@ def test_large_scores_of_either_sign_stay_finite(device: torch.device) -> None:
 def test_a_row_alone_equals_the_row_between_others_and_padding_bit_for_bit(
     tuning: DecodeTuning, device: torch.device
 ) -> None:
-    case = Case(_layer(), 16, LENS, device)
+    case = Case(grouped_layer(), 16, LENS, device)
     together = case.run(tuning)
     padded = case.run(tuning, [4, PADDING, 1, 0, PADDING])
     assert bool(padded[[1, 4]].isnan().all()), "the padding page is NaN here: a padding row reads nothing else"
@@ -217,7 +186,7 @@ SIZES = [1, 4, 8, 12, 20, 28, 60, 180, 200]
 @pytest.mark.parametrize("batch_size", SIZES)
 def test_as_it_tunes_itself_errs_at_most_twice_as_far_as_torch(batch_size: int, page_size: int) -> None:
     lens = torch.randint(1, 700, (batch_size,), generator=torch.Generator().manual_seed(2)).tolist()
-    case = Case(_layer(kv_heads=8, group=4, head_dim=128), page_size, lens, GPU)
+    case = Case(grouped_layer(kv_heads=8, group=4, head_dim=128), page_size, lens, GPU)
     case.check(case.run(None))
 
 
@@ -228,20 +197,22 @@ def test_as_it_tunes_itself_errs_at_most_twice_as_far_as_torch(batch_size: int, 
 @pytest.mark.parametrize("batch_size", [1, 16, 90])
 def test_every_geometry_fits_as_it_tunes_itself(batch_size: int, group: int, head_dim: int, dtype: torch.dtype) -> None:
     sinks = torch.linspace(-1.0, 3.0, 2 * group, device=GPU)
-    case = Case(_layer(group=group, head_dim=head_dim, chunk=200, sinks=sinks), 16, [300, 70] * batch_size, GPU, dtype)
+    case = Case(
+        grouped_layer(group=group, head_dim=head_dim, chunk=200, sinks=sinks), 16, [300, 70] * batch_size, GPU, dtype
+    )
     case.check(case.run(None))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 1000])
 def test_one_long_row_errs_at_most_twice_as_far_as_torch(window: int | None) -> None:
-    case = Case(_layer(kv_heads=2, group=8, head_dim=128, window=window), 64, [33_000], GPU)
+    case = Case(grouped_layer(kv_heads=2, group=8, head_dim=128, window=window), 64, [33_000], GPU)
     case.check(case.run(None))
 
 
 @pytest.mark.gpu
 def test_a_join_that_starts_early_waits_for_all_parts() -> None:
-    case = Case(_layer(kv_heads=8, group=4, head_dim=128), 64, [700, 3, 1500, 64] * 4, GPU)
+    case = Case(grouped_layer(kv_heads=8, group=4, head_dim=128), 64, [700, 3, 1500, 64] * 4, GPU)
     tuning = choose(16, 8)
     assert tuning.early_join
     rows = range(len(case.lens))
@@ -264,7 +235,7 @@ def test_a_join_that_starts_early_waits_for_all_parts() -> None:
 def test_a_replayed_graph_reads_lengths_and_pages_written_in_place(num_rows: int) -> None:
     """3 rows of 8 KV heads are split, 40 are not."""
     lens = torch.randint(1, 900, (50,), generator=torch.Generator().manual_seed(3)).tolist()
-    case = Case(_layer(kv_heads=8, group=4, head_dim=128), 16, lens, GPU)
+    case = Case(grouped_layer(kv_heads=8, group=4, head_dim=128), 16, lens, GPU)
     assert (choose(num_rows, 8).num_splits > 1) == (num_rows == 3)
     first = list(range(num_rows))
     static, q = case.paged(first), case.queries(first).clone()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,11 +16,6 @@ from cluster.text.detokenizer import Detokenizer, StreamDetokenizer
 from cluster.text.stop_regex import StopRegex
 from cluster.text.stops import TextEnd, TextOptions
 from cluster.text.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path) -> Tokenizer:
-    return Tokenizer.load(smollm2_path)
 
 
 @pytest.fixture(scope="module")

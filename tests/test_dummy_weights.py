@@ -23,7 +23,6 @@ from configs.load import load_app_config
 from configs.model_config import ModelConfig
 from configs.quantization import FP8_BLOCKS
 from configs.read_config import read_model_config
-from configs.rope import RopeConfig
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.numerics.tensor_source import TensorSource
@@ -61,13 +60,8 @@ BIASED = dense_model(
     hidden_size=96,
     num_hidden_layers=2,
     num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=16,
     intermediate_size=320,
     vocab_size=700,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e4),
     tie_word_embeddings=False,
     qkv_bias=True,
     qk_norm=True,

@@ -22,11 +22,6 @@ def reference(smollm2_logits: Logits) -> Logits:
     return lambda ids: smollm2_logits(ids).log_softmax(-1)
 
 
-@pytest.fixture
-def client(endpoint: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0, timeout=300)
-
-
 @pytest.mark.slow
 def test_echoed_logprobs_equal_transformers_as_evaluation_harnesses_ask(
     client: openai.OpenAI, endpoint: Any, reference: Logits

@@ -20,32 +20,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-@pytest.fixture
-def client(endpoint: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-
-def test_the_openai_client_gets_the_same_answer_streamed_and_whole(client: openai.OpenAI, endpoint: Any) -> None:
-    whole = client.chat.completions.create(model=endpoint.model, messages=MESSAGES, temperature=0, max_tokens=24)
-    answer = whole.choices[0].message.content
-    assert answer is not None
-    assert "Paris" in answer
-    assert whole.usage is not None
-    stream = client.chat.completions.create(
-        model=endpoint.model,
-        messages=MESSAGES,
-        temperature=0,
-        max_tokens=24,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    chunks = list(stream)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == answer
-    assert chunks[-1].usage == whole.usage.model_copy(
-        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details if chunks[-1].usage else None}
-    )
-
-
 @pytest.mark.parametrize("file", ["README.md", "docs/guides/quickstart.md"])
 def test_the_first_question_that_anyone_asks_gets_a_good_answer(endpoint: Any, file: str) -> None:
     """At temperature 1 it got another piece of nonsense each time, as it does from other servers of these four bits."""
@@ -55,51 +29,6 @@ def test_the_first_question_that_anyone_asks_gets_a_good_answer(endpoint: Any, f
     assert not {"temperature", "top_p", "seed"} & set(body), "the config file says how its model is sampled"
     reply = httpx.post(f"{endpoint.url}/v1/chat/completions", json={**body, "n": 16}, timeout=60).json()
     assert {choice["message"]["content"] for choice in reply["choices"]} == {"The capital of France is Paris."}
-
-
-def test_a_seed_repeats_an_answer_and_n_gives_different_ones(client: openai.OpenAI, endpoint: Any) -> None:
-    def ask(seed: int) -> list[str | None]:
-        reply = client.chat.completions.create(
-            model=endpoint.model,
-            messages=[{"role": "user", "content": "Tell me a story."}],
-            temperature=1,
-            top_p=0.95,
-            n=3,
-            seed=seed,
-            max_tokens=16,
-        )
-        return [choice.message.content for choice in reply.choices]
-
-    first = ask(1)
-    assert ask(1) == first
-    assert ask(100) != first
-    assert len(set(first)) == 3
-
-
-def test_completions_take_token_ids_and_return_logprobs(client: openai.OpenAI, endpoint: Any) -> None:
-    reply = client.completions.create(
-        model=endpoint.model, prompt=[504, 1234, 42], temperature=0, max_tokens=4, logprobs=3
-    )
-    logprobs = reply.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.token_logprobs is not None
-    assert len(logprobs.token_logprobs) == 4
-    # Greedy: the sampled token is the likeliest of those listed.
-    assert logprobs.top_logprobs is not None
-    for own, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
-        assert own == pytest.approx(max(top.values()))
-
-
-def test_stop_strings_and_stop_token_ids_end_an_answer(client: openai.OpenAI, endpoint: Any) -> None:
-    def ask(**fields: Any) -> Any:
-        return client.completions.create(
-            model=endpoint.model, prompt="1 2 3 4 5 6", temperature=0, max_tokens=24, **fields
-        ).choices[0]
-
-    text = ask().text
-    stop = text[5:8]
-    assert ask(stop=stop).text == text[: text.index(stop)]
-    assert ask(stop=stop).finish_reason == "stop"
 
 
 def test_models_health_and_readiness(endpoint: Any) -> None:
@@ -148,16 +77,6 @@ def test_a_closed_connection_frees_its_pages_at_once(endpoint: Any) -> None:
     endpoint.wait_idle(5)
 
 
-def test_a_second_like_prompt_is_taken_from_the_prefix_cache(client: openai.OpenAI, endpoint: Any) -> None:
-    prompt = "A sentence that is long enough to fill some pages of the cache. " * 8
-    first = client.completions.create(model=endpoint.model, prompt=prompt, temperature=0, max_tokens=8)
-    again = client.completions.create(model=endpoint.model, prompt=prompt, temperature=0, max_tokens=8)
-    assert again.choices[0].text == first.choices[0].text
-    assert again.usage is not None
-    assert again.usage.prompt_tokens_details is not None
-    assert (again.usage.prompt_tokens_details.cached_tokens or 0) >= 64
-
-
 async def storm(endpoint: Any, num_requests: int) -> dict[str, int]:
     """Random requests, a third of which hang up at a random moment; how each ended."""
     rng = random.Random(5)
@@ -195,24 +114,14 @@ async def storm(endpoint: Any, num_requests: int) -> dict[str, int]:
     return ends
 
 
-def check_storm(endpoint: Any, num_requests: int) -> None:
-    ends = asyncio.run(storm(endpoint, num_requests))
+def test_a_storm_of_requests_and_aborts_leaves_nothing_behind(endpoint: Any) -> None:
+    ends = asyncio.run(storm(endpoint, 40))
     assert set(ends) <= {"tokens", "hung up", "error 400"}, ends
-    assert sum(ends.values()) == num_requests
+    assert sum(ends.values()) == 40
     status = endpoint.wait_idle(30)
     total = status["num_free_pages"] + status["num_cached_pages"] + status["num_owned_pages"]
     assert total == 16384 // 16
     assert httpx.get(f"{endpoint.url}/ready").status_code == 200
-
-
-def test_a_storm_of_requests_and_aborts_leaves_nothing_behind(endpoint: Any) -> None:
-    check_storm(endpoint, 40)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-def test_four_hundred_random_requests_with_random_aborts_leave_nothing_behind(endpoint: Any) -> None:
-    check_storm(endpoint, 400)
 
 
 @pytest.mark.exhaustive
@@ -305,7 +214,8 @@ def test_penalties_biases_and_allowed_ids_rule_what_the_model_says(endpoint: Any
             assert len(set(plain)) < 6, "the model repeats the prompt"
             asked: list[dict[str, Any]] = [
                 {"repetition_penalty": 1.8},
-                {"frequency_penalty": 2.0, "presence_penalty": 2.0},
+                {"frequency_penalty": 2.0},
+                {"presence_penalty": 2.0},
                 {"logit_bias": {str(token): -100 for token in set(plain)}},
                 {"allowed_token_ids": [*range(500, 600)], "temperature": 1, "seed": 1},
                 {"stop_token_ids": plain[:1], "min_tokens": 5},
@@ -314,10 +224,10 @@ def test_penalties_biases_and_allowed_ids_rule_what_the_model_says(endpoint: Any
             ]
             one_by_one = [await ids(**fields) for fields in asked]
             assert await asyncio.gather(*(ids(**fields) for fields in asked)) == one_by_one
-            repeating, frequent, biased, allowed, late, without, same = one_by_one
+            repeating, frequent, present, biased, allowed, late, without, same = one_by_one
             assert same == plain
-            assert len(set(repeating)) > len(set(plain))
-            assert len(set(frequent)) > len(set(plain))
+            for penalised in (repeating, frequent, present):
+                assert len(set(penalised)) > len(set(plain))
             assert not set(biased) & set(plain)
             assert set(allowed) <= set(range(500, 600))
             # The stop id ends nothing because it cannot be sampled before; then it ends the answer, if it comes.

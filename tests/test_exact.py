@@ -13,14 +13,12 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from attention.cpu_backend import CpuBackend
 from attention.registry import create_backend
@@ -40,6 +38,7 @@ from parallel.numerics.rank_sum import CudaExactSum
 from parallel.numerics.tree import SumTree
 from parallel.plan import ShardPlan, Span
 from tests.local_group import Limits, LocalGroup
+from tests.rank_threads import on_ranks
 from tests.test_answers import make_prompts
 from worker import self_test, shard
 from worker.layers.experts import CpuExperts
@@ -331,21 +330,16 @@ def _check_steps(folder: Path, model: str, size: int) -> None:
     )
     spec = read_model_config(folder)
     config = resolve(given, spec, HostFacts(num_cores=2, num_gpus=0)).config
-    plan, store = ShardPlan.create(spec, size, exact=True), HashStore()
+    plan = ShardPlan.create(spec, size, exact=True)
 
-    def check(rank: int) -> None:
-        group = TensorParallelGroup.create(
-            rank=rank, size=size, store=store, device="cpu", strategy="shared_memory", timeout_s=60.0
-        )
+    def check(group: TensorParallelGroup) -> None:
         worker = TPWorker(config=config, model=spec, model_path=folder, plan=plan, group=group)
         worker.shard.load()
         worker.allocate(14, 220, 14 if model == "windows" else None)
         worker.check_steps(14, 220)
         worker.close()
-        group.close()
 
-    with ThreadPoolExecutor(size) as pool:
-        list(pool.map(check, range(size)))
+    on_ranks(size, check)
 
 
 @pytest.mark.parametrize(("model", "size"), [("windows", 1), ("windows", 3), ("experts", 2)])

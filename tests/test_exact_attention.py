@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,8 +20,9 @@ from attention.kernels import exact
 from attention.kernels.exact import Schedule, paged_exact
 from attention.kv_pool import FP8
 from attention.layer import AttentionLayer
-from tests.paged_case import PADDING, PagedCase
+from tests.paged_case import PADDING, PagedCase, grouped_layer
 
+pytestmark = pytest.mark.usefixtures("chains")
 SMALL = Schedule(block_m=16, num_warps=4, num_stages=2)
 LARGE = Schedule(block_m=64, num_warps=4, num_stages=2)
 SCHEDULES = [
@@ -47,29 +47,6 @@ BATCHES = {
 }
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the kernel runs: interpreted on CPU tensors, or compiled for a GPU."""
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-        request.getfixturevalue("chains")
-    return torch.device(request.param)
-
-
-@pytest.fixture
-def chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the interpreter add the terms of a product one after the other, in fp32."""
-    from triton.runtime import interpreter
-
-    def create_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
-        left, right, total = a.data.astype(np.float32), b.data.astype(np.float32), d.data.copy()
-        for k in range(left.shape[1]):
-            total += left[:, k, None] * right[None, k]
-        return interpreter.TensorHandle(total, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-
-
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans of 32 positions and tiles of 16, so that short rows have many."""
@@ -77,18 +54,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "tile_of", lambda *_: 16)
 
 
-def layer_of(
-    device: torch.device, *, kv_heads: int = 1, group: int = 3, head_dim: int = 16, sinks: bool = False, **features: Any
-) -> AttentionLayer:
-    return AttentionLayer(
-        layer_id=0,
-        tp_q_head_num=kv_heads * group,
-        tp_k_head_num=kv_heads,
-        head_dim=head_dim,
-        scale=0.31,
-        sinks=torch.linspace(-1.0, 3.0, kv_heads * group, device=device) if sinks else None,
-        **features,
-    )
+def layer_of(device: torch.device, *, sinks: bool = False, **features: Any) -> AttentionLayer:
+    shape = {"kv_heads": 1, "head_dim": 16, "scale": 0.31, **features}
+    return grouped_layer(sinks=device if sinks else None, **shape)
 
 
 def run(

@@ -20,19 +20,10 @@ from parallel.numerics.kernels.node_gemm import Tile, is_by_cublas, node_gemm, s
 from parallel.numerics.kernels.tree_sum import sum_subtrees
 from parallel.numerics.tree import Additions
 from parallel.plan import Span
-from tests.chain_dot import use_chain_dot
 
 FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
 SMALL = Tile(16, 16, 16, 1, 2)
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where the kernels run: interpreted on CPU tensors, or compiled for a GPU."""
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-        use_chain_dot(monkeypatch)
-    return torch.device(request.param)
+pytestmark = pytest.mark.usefixtures("chains")
 
 
 @pytest.fixture(params=[False, True], ids=["", "fp16"])

@@ -18,7 +18,6 @@ pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from parallel.numerics.tree import SumTree
 from parallel.plan import Span
-from tests.chain_dot import use_chain_dot
 from worker.kernels import moe
 from worker.kernels.grouped_experts import Biases, Tile, Tiles, Tokens
 from worker.kernels.moe import gated_silu_and_mul, mixture
@@ -29,18 +28,10 @@ FIRST_SLOT = 16
 TOKENS = 12  # as a batch: more than take a program for every pair
 # Rows that nobody stores may hold anything.
 pytestmark = [
+    pytest.mark.usefixtures("chains"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
 ]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where the kernels run: interpreted on CPU tensors, or compiled for a GPU."""
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-        use_chain_dot(monkeypatch)
-    return torch.device(request.param)
 
 
 @dataclass(frozen=True)
@@ -193,9 +184,8 @@ SCHEDULES = [
     ("shape", "num_tokens"), [(SMALL, 2), (NARROW_LEAVES, 9), pytest.param(WIDE_LEAVES, 9, marks=SLOW)]
 )
 def test_a_leaf_is_a_chain_over_experts_and_a_node_the_halving_tree(
-    interpreter: None, monkeypatch: pytest.MonkeyPatch, shape: Shape, num_tokens: int
+    interpreter: None, shape: Shape, num_tokens: int
 ) -> None:
-    use_chain_dot(monkeypatch)
     case = Case.create(shape, num_tokens, torch.device("cpu"))
     leaves = case.leaves()
     separate = tuple((i, i + 1) for i in range(shape.num_leaves))

@@ -36,8 +36,7 @@ from parallel.numerics.arithmetic import FAST, ExactArithmetic, LayerContext
 from parallel.numerics.rank_sum import ExactSum
 from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import LayerShard, Span, as_matrix
-from tests.chain_dot import use_chain_dot
-from tests.test_models import on_ranks
+from tests.rank_threads import on_ranks
 from worker.layers.experts import CudaExperts, Experts, ExpertsSpec
 from worker.layers.step import Padding
 
@@ -379,15 +378,6 @@ def test_on_a_gpu_the_block_is_as_exact_as_transformers(family: Family, num_toke
     assert (y - expected)[same].abs().max() <= 2 * (theirs - expected)[same].abs().max()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def exact_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where Triton's kernels run: interpreted on CPU tensors, or compiled for a GPU."""
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-        use_chain_dot(monkeypatch)
-    return torch.device(request.param)
-
-
 def _exact_layers(family: Family, size: int, device: torch.device) -> list[CudaExperts]:
     """Those of all ranks; leaves, of 8 columns, are dealt as evenly as they go."""
     spec, dtype = family.spec, torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -425,18 +415,18 @@ def _total(layer: CudaExperts, x: torch.Tensor, padding: Padding) -> torch.Tenso
     ],
 )
 def test_exact_kernels_sum_ranks_and_batches_to_the_bits_of_one_token_on_one_rank(
-    name: str, sizes: tuple[int, ...], exact_device: torch.device
+    name: str, sizes: tuple[int, ...], device: torch.device, chains: None
 ) -> None:
     family = FAMILIES[name]
-    [alone] = _exact_layers(family, 1, exact_device)
-    x = _x(10).to(exact_device, torch.float32 if exact_device.type == "cpu" else torch.bfloat16)
+    [alone] = _exact_layers(family, 1, device)
+    x = _x(10).to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
     expected = torch.cat([_total(alone, x[i : i + 1], _no_padding(x[i : i + 1])) for i in (0, 4, 8)])
-    if exact_device.type == "cpu":
+    if device.type == "cpu":
         torch.testing.assert_close(expected, _expected(_block(family), x)[::4], rtol=1e-4, atol=1e-5)
-    padding = Padding(torch.full((10,), 16, device=exact_device), 16)
+    padding = Padding(torch.full((10,), 16, device=device), 16)
     padding.slots[1] = 0
     for size in sizes:
-        layers = _exact_layers(family, size, exact_device)
+        layers = _exact_layers(family, size, device)
         trees = [layer.rank_sum.tree for layer in layers if isinstance(layer.rank_sum, ExactSum)]
         rooms = [torch.empty(count, *x.shape, device=x.device) for count in trees[0].counts]
         nodes = [node for layer, out in zip(layers, rooms, strict=True) for node in layer.partial(x, padding, out)]

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="a CPU install has no Triton")
 from attention.kernels.extend import ExtendTuning, paged_extend
 from attention.kernels.merge import merge_states
 from attention.layer import AttentionLayer
-from tests.paged_case import PADDING, NewTokens, PagedCase, both_ways, in_order, mask_of, tree
+from tests.paged_case import PADDING, NewTokens, PagedCase, both_ways, grouped_layer, in_order, mask_of, tree
 
 SMALL = ExtendTuning(block_m=16, block_n=16, num_warps=4, num_stages=2)
 MEDIUM = ExtendTuning(block_m=32, block_n=16, num_warps=4, num_stages=2)
@@ -39,36 +39,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 LSES = [70.0, -math.inf, math.log(3.0) - 90.0], [-math.inf, -math.inf, -90.0]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the kernel runs: interpreted on CPU tensors, or compiled for a GPU."""
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-    return torch.device(request.param)
-
-
-def layer_of(
-    device: torch.device,
-    *,
-    kv_heads: int = 1,
-    group: int = 3,
-    head_dim: int = 64,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    sinks: bool = False,
-) -> AttentionLayer:
-    return AttentionLayer(
-        layer_id=0,
-        tp_q_head_num=kv_heads * group,
-        tp_k_head_num=kv_heads,
-        head_dim=head_dim,
-        scale=0.11,
-        window=window,
-        softcap=softcap,
-        chunk=chunk,
-        sinks=torch.linspace(-1.0, 3.0, kv_heads * group, device=device) if sinks else None,
-    )
+def layer_of(device: torch.device, *, kv_heads: int = 1, sinks: bool = False, **features: Any) -> AttentionLayer:
+    return grouped_layer(kv_heads=kv_heads, sinks=device if sinks else None, **features)
 
 
 def run(

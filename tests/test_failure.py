@@ -36,7 +36,7 @@ from cluster.serve.placement import group_bundles
 from configs.errors import CheckpointError, DeadlineError, EngineError, LockstepError, RankDiedError
 from configs.load import parse_engine_config
 from configs.read_config import read_model_config
-from tests.odd_ranks import OddCoordinator
+from tests.odd_ranks import use_ranks
 from worker.weights import expected_shapes
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
@@ -60,12 +60,6 @@ CONFIG = {
     "tie_word_embeddings": True,
     "eos_token_id": 2,
 }
-
-
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint whose steps take a millisecond and whose requests, CONTEXT tokens long, take minutes."""
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def write_tiny(path: Path) -> Path:
@@ -245,12 +239,6 @@ class FaultyRank(RankActor):
         super().run()
 
 
-class FaultyCoordinator(OddCoordinator):
-    """A coordinator that starts faulty ranks."""
-
-    ranks = FaultyRank
-
-
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_every_request_with_its_own_words(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -261,7 +249,7 @@ def test_a_rank_that_raises_ends_every_request_with_its_own_words(
             end = await asyncio.wait_for(end_of(stream), 10)
             assert end.error == "rank 1 failed: ZeroDivisionError: a bug in this very step"
 
-    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", FaultyCoordinator)
+    use_ranks(monkeypatch, FaultyRank)
     asyncio.run(main())
 
 
@@ -339,12 +327,6 @@ class DyingRank(RankActor):
         return super().load()
 
 
-class DyingCoordinator(OddCoordinator):
-    """A coordinator that starts dying ranks."""
-
-    ranks = DyingRank
-
-
 @pytest.mark.slow
 def test_a_rank_that_dies_while_loading_ends_the_start_at_once(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -358,7 +340,7 @@ def test_a_rank_that_dies_while_loading_ends_the_start_at_once(
         assert time.monotonic() < began + 30
         await until(lambda: rank_processes() <= before, 20, "the ranks end")
 
-    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", DyingCoordinator)
+    use_ranks(monkeypatch, DyingRank)
     asyncio.run(main())
 
 

@@ -26,13 +26,7 @@ from configs.read_config import read_model_config
 from configs.rope import RopeConfig
 from parallel.plan import Span, leaf_columns
 from tests.conftest import ROOT
-from tests.family_checks import (
-    check_backend_needs,
-    check_bytes_read,
-    check_dummy_weights,
-    check_exact_logits,
-    check_greedy_tokens,
-)
+from tests.family_checks import check_exact_logits, random_case
 from tests.test_models import Case, check_logits, save
 from worker.layers.rotary import inverse_frequencies
 from worker.weights import Checkpoint, expected_shapes
@@ -51,121 +45,73 @@ SIZES: dict[str, Any] = {
 }
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 # Windows below the prompts' lengths; softcaps that scores and logits reach.
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": (
-        "Gemma2",
-        {
-            "sliding_window": 8,
-            "query_pre_attn_scalar": 24,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 24,
+        "final_logit_softcapping": 3.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
         },
-    ),
-    "gemma3_text": (
-        "Gemma3",
-        {
-            "sliding_window": 8,
-            "sliding_window_pattern": 2,
-            "query_pre_attn_scalar": 24,
-            "final_logit_softcapping": 3.0,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-            },
-        },
-    ),
+    },
     # Heads turn in part; q, k and v are one tensor, and gate and up; every prompt with its answer is a long one.
-    "phi3": (
-        "Phi3",
-        {
-            "head_dim": 16,
-            "sliding_window": 24,
-            "pad_token_id": 0,
-            "original_max_position_embeddings": 8,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.75,
-                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
-                "long_factor": [1.0, 1.5, 2.5, 4.0, 8.0, 16.0],
-            },
+    "phi3": {
+        "head_dim": 16,
+        "sliding_window": 24,
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 8,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            "long_factor": [1.0, 1.5, 2.5, 4.0, 8.0, 16.0],
         },
-    ),
-    "glm4": ("Glm4", {"pad_token_id": 0, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}}),
+    },
+    "glm4": {"pad_token_id": 0, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}},
     # Chunks that prompts leave; of the layers with experts one has positions, and one has none.
-    "llama4_text": (
-        "Llama4",
-        {
-            "pad_token_id": 0,
-            "attention_chunk_size": 8,
-            "no_rope_layer_interval": 2,
-            "attn_scale": 0.5,
-            "floor_scale": 4,
-            "intermediate_size": 96,
-            "intermediate_size_mlp": 384,
-            "moe_layers": [0, 1],
-            "num_local_experts": 6,
-            "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3},
-        },
-    ),
+    "llama4_text": {
+        "pad_token_id": 0,
+        "attention_chunk_size": 8,
+        "no_rope_layer_interval": 2,
+        "attn_scale": 0.5,
+        "floor_scale": 4,
+        "intermediate_size": 96,
+        "intermediate_size_mlp": 384,
+        "moe_layers": [0, 1],
+        "num_local_experts": 6,
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3},
+    },
     # 96 columns are 3 units of 32: on 4 ranks, one has none.
-    "gpt_oss": (
-        "GptOss",
-        {
-            "sliding_window": 8,
-            "intermediate_size": 96,
-            "num_local_experts": 6,
-            "num_experts_per_tok": 3,
-            "swiglu_limit": 0.6,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "beta_fast": 8.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 512,
-            },
+    "gpt_oss": {
+        "sliding_window": 8,
+        "intermediate_size": 96,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 0.6,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "beta_fast": 8.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 512,
         },
-    ),
+    },
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return _case(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def _case(model_type: str, path: Path) -> Case:
-    name, options = MODELS[model_type]
-    torch.manual_seed(0)
-    config_class = transformers.CONFIG_MAPPING[model_type]
-    config = config_class(**{**SIZES, **options}, attn_implementation="eager")
-    hf = getattr(transformers, f"{name}ForCausalLM")(config)
-    with torch.no_grad():
-        # Of the initial size, scores are far below their softcap, and layers hardly add to the residual.
-        for parameter in hf.parameters():
-            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
-        for name_, parameter in hf.named_parameters():
-            if name_.endswith("sinks"):
-                parameter.normal_()
-    save(hf, path)
-    return Case(hf, path, read_model_config(path))
-
-
-@pytest.mark.parametrize("tp_size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
-def test_logits_equal_transformers_on_any_number_of_ranks(case: Case, tp_size: int) -> None:
-    check_logits(case, tp_size)
-
-
-@pytest.mark.parametrize("tp_size", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_greedy_tokens_equal_transformers_through_the_runner(case: Case, tp_size: int) -> None:
-    check_greedy_tokens(case, tp_size)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
-def test_exact_logits_are_the_same_bits_however_they_are_computed(case: Case, dtype: torch.dtype) -> None:
-    check_exact_logits(case, dtype)
+def case_of(model_type: str, path: Path) -> Case:
+    return random_case(model_type, {**SIZES, **MODELS[model_type]}, path)
 
 
 @pytest.mark.slow
@@ -180,24 +126,6 @@ def test_leaves_of_several_heads_and_many_columns_are_the_same_bits_on_any_ranks
     assert (axis.leaf_heads, leaf_columns(4096)) == (2, 512)
     for dtype in (torch.float32, torch.bfloat16):
         check_exact_logits(case, dtype, (1, 2, 3, 5, 8))
-
-
-def test_tensors_are_those_of_the_checkpoint(case: Case) -> None:
-    stored = load_file(case.path / "model.safetensors")
-    assert expected_shapes(case.model) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
-
-
-@pytest.mark.parametrize("tp_size", [1, 3])
-def test_ranks_read_their_ranges_of_every_tensor(case: Case, tp_size: int) -> None:
-    check_bytes_read(case, tp_size)
-
-
-def test_dummy_weights_are_one_model_here_and_in_transformers(case: Case, tmp_path: Path) -> None:
-    check_dummy_weights(case, tmp_path)
-
-
-def test_ranks_ask_of_a_backend_what_check_says_of_the_model(case: Case) -> None:
-    check_backend_needs(case)
 
 
 # ---- config.json
@@ -220,7 +148,7 @@ def _read(directory: Path, model_type: str, **changes: Any) -> ModelConfig:
 def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path: Path, model_type: str) -> None:
     left_out = dict.fromkeys(("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"), ...)
     # As many heads as the family has KV heads by default, and layers for one whole turn of the windows.
-    counts = {key: value for key, value in MODELS[model_type][1].items() if key.startswith("num_")}
+    counts = {key: value for key, value in MODELS[model_type].items() if key.startswith("num_")}
     ours = _read(tmp_path, model_type, num_attention_heads=8, num_hidden_layers=7, **counts, **left_out)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     attention = _attention(ours)
@@ -262,7 +190,7 @@ def test_what_a_config_of_heads_that_turn_in_part_leaves_out_is_as_transformers_
 
 
 def test_a_longrope_is_short_where_no_sequence_may_be_longer_than_it_was_first_trained_for(tmp_path: Path) -> None:
-    _, options = MODELS["phi3"]
+    options = MODELS["phi3"]
     config = transformers.Phi3Config(**{**SIZES, **options, "original_max_position_embeddings": 512})
     config.save_pretrained(tmp_path)
     theirs = transformers.models.phi3.modeling_phi3.Phi3RotaryEmbedding(config)
@@ -381,7 +309,7 @@ def test_a_step_counts_the_experts_that_tokens_hit(tmp_path: Path) -> None:
 
 def test_llama_4_is_the_text_part_of_a_checkpoint_with_images(tmp_path: Path) -> None:
     (text_path := tmp_path / "text").mkdir()
-    case = _case("llama4_text", text_path)
+    case = case_of("llama4_text", text_path)
     text = json.loads((case.path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": text}))
     tensors = load_file(case.path / "model.safetensors")
@@ -420,7 +348,7 @@ def test_the_guide_has_a_row_for_every_family() -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 3])
 def test_gpt_oss_is_read_from_four_bits_as_transformers_unpacks_them(tmp_path: Path, tp_size: int) -> None:
-    case = _case("gpt_oss", tmp_path)
+    case = case_of("gpt_oss", tmp_path)
     plain, stored = load_file(tmp_path / "model.safetensors"), {}
     draw = torch.Generator().manual_seed(0)
     for name, tensor in plain.items():
@@ -450,7 +378,7 @@ def test_gpt_oss_is_read_from_four_bits_as_transformers_unpacks_them(tmp_path: P
 
 
 def test_four_bits_are_refused_where_half_of_them_is_missing(tmp_path: Path) -> None:
-    case = _case("gpt_oss", tmp_path)
+    case = case_of("gpt_oss", tmp_path)
     name = "model.layers.0.mlp.experts.down_proj"
     stored = load_file(tmp_path / "model.safetensors")
     num_experts, inputs, outputs = stored.pop(name).shape

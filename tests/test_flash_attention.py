@@ -10,15 +10,14 @@ same dtype.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
-import math
 import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -26,15 +25,13 @@ from attention.backend import AttentionBackend
 from attention.fa3 import FlashAttentionBackend
 from attention.fa3_builds import SGLANG_KERNEL, FA3Provider, FlashAttention3, SglKernel, load_provider, sinks_of
 from attention.forward_batch import ForwardBatch
-from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.registry import create_backend
 from attention.step_shape import StepShape
 from configs.errors import ConfigError
-from tests.batches import batch_of
 from tests.latent_case import BATCHES as LATENT_BATCHES
 from tests.latent_case import LITE, LatentCase, layer_of
-from tests.paged_case import attention
+from tests.paged_case import PADDING, PagedCase, attention, grouped_layer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROVIDERS = {"sgl_kernel": "sgl_kernel", "flash_attention_3": "flash_attn_interface"}
@@ -53,33 +50,11 @@ SMALL_BATCHES = {
 }
 
 
-def _layer(
-    *,
-    kv_heads: int = 2,
-    group: int = 4,
-    head_dim: int = 64,
-    window: int | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
-    sinks: torch.device | None = None,
-) -> AttentionLayer:
-    """`sinks`: where they are; None: it has none."""
-    return AttentionLayer(
-        layer_id=0,
-        tp_q_head_num=kv_heads * group,
-        tp_k_head_num=kv_heads,
-        head_dim=head_dim,
-        scale=0.11,
-        window=window,
-        softcap=softcap,
-        chunk=chunk,
-        # Each is one in bf16.
-        sinks=None if sinks is None else torch.linspace(-1.0, 3.0, kv_heads * group).bfloat16().float().to(sinks),
-    )
+_layer = functools.partial(grouped_layer, group=4)
 
 
-class Case:
-    """Rows of random keys and values in a poisoned pool of one layer. Row i of the batch is row i + 1 of the table."""
+class Case(PagedCase):
+    """Rows over a pool of one layer, for the backend and for each build of FA3."""
 
     def __init__(
         self,
@@ -89,96 +64,40 @@ class Case:
         *,
         device: torch.device = CUDA,
         dtype: torch.dtype = torch.bfloat16,
-        max_len: int = MAX_LEN,
     ) -> None:
-        self.layer, self.rows, self.device, self.dtype = layer, list(rows), device, dtype
-        max_pages = max_len // page_size
-        num_pages = max_pages * len(rows)
-        self.table = ReqToTokenPool(len(rows), max_pages, device)
-        # Unused entries would be far outside the pool.
-        self.table.page_table[1:] = 1 << 30
-        self.pool = TokenToKVPool([layer], num_pages=num_pages, page_size=page_size, dtype=dtype, device=device)
-        shuffled = np.random.default_rng(0).permutation(np.arange(1, num_pages + 1, dtype=np.int32))
-        for i, (prefix, extend) in enumerate(rows):
-            used = math.ceil((prefix + extend) / page_size)
-            self.table.page_table[i + 1, :used] = torch.from_numpy(shuffled[i * max_pages : i * max_pages + used])
-        in_use = self.table.page_table[1:][self.table.page_table[1:] < 1 << 30]
-        for pages in self.pool.pages(0):
-            pages.fill_(float("nan"))
-            if page_size >= 128:
-                # FA3 may fetch such pages whole: what is unused in them weighs nothing but has to be finite.
-                pages[in_use.long()] = 1000.0
-        generator = torch.Generator(device).manual_seed(1)
-        self.q, self.k, self.v = [], [], []
-        for i, (prefix, extend) in enumerate(rows):
-            heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_k_head_num)
-            lens = (extend, prefix + extend, prefix + extend)
-            for target, num_heads, length in zip((self.q, self.k, self.v), heads, lens, strict=True):
-                values = torch.randn(length, num_heads, layer.head_dim, generator=generator, device=device)
-                target.append(values.to(dtype))
-            positions = torch.arange(prefix, device=device)
-            pages_of = self.table.page_table[i + 1, positions // page_size].long()
-            slots = pages_of * page_size + positions % page_size
-            self.pool.set_kv(0, slots, self.k[i][:prefix].flatten(1), self.v[i][:prefix].flatten(1))
-
-    def batch(self, chosen: Sequence[int] | None = None, *, padding: int = 0) -> ForwardBatch:
-        """The batch of the rows `chosen`, in that order (None: all), and as many padding rows."""
-        chosen = range(len(self.rows)) if chosen is None else chosen
-        rows = [*((i + 1, *self.rows[i]) for i in chosen), *[(0, 0, 1)] * padding]
-        batch = batch_of(self.table, rows, self.pool.page_size)
-        # With the poison behind each row's last page.
-        paged = dataclasses.replace(batch.paged, page_table=self.table.page_table[[row for row, _, _ in rows]])
-        return dataclasses.replace(batch, paged=paged)
+        super().__init__(layer, page_size, rows, device, dtype)
+        narrow, in_use = self.table, self.table[:PADDING][self.table[:PADDING] < 1 << 30].long()
+        self.table = torch.full((len(narrow), MAX_LEN // page_size), 1 << 30, dtype=torch.int32)
+        self.table[:, : narrow.shape[1]] = narrow
+        if page_size >= 128:
+            # FA3 may fetch such pages whole: what is unused in them weighs nothing but has to be finite.
+            for pages in (self.k, self.v):
+                pages[in_use] = pages[in_use].nan_to_num(1000.0)
+        self.pool, _ = self.in_pool()
+        self.all_rows = range(len(rows))
 
     def backend(self, provider: str | None = None) -> FlashAttentionBackend:
         return FlashAttentionBackend([self.layer], self.pool, provider=provider)
 
-    def run(self, backend: AttentionBackend, chosen: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """[extend_len, Hq, D] of each row `chosen`; q is a slice of wider rows, as of a fused projection."""
-        chosen = range(len(self.rows)) if chosen is None else chosen
-        batch = self.batch(chosen)
-        backend.init_forward_metadata(batch)
-        q, k, v = self.qkv(chosen)
-        self.pool.set_kv(0, batch.out_cache_loc, k, v)
+    def run(self, backend: AttentionBackend, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """[num_tokens, Hq, D] of `rows`, None: of all but padding."""
+        rows = self.all_rows if rows is None else rows
+        backend.init_forward_metadata(self.batch(rows))
+        q = self.queries(rows).flatten(1)
         out = backend.attend(q, self.layer)
         assert out.shape == q.shape
         assert out.is_contiguous()
-        shaped = out.view(-1, self.layer.tp_q_head_num, self.layer.head_dim)
-        return list(shaped.split([self.rows[i][1] for i in chosen]))
+        return out.view(len(q), -1, self.layer.head_dim)
 
-    def run_fa3(self, provider: FA3Provider, *, num_splits: int = 0) -> list[torch.Tensor]:
-        """[extend_len, Hq, D] of each row by this build of FA3."""
-        batch = self.batch()
-        q, k, v = self.qkv(range(len(self.rows)))
-        self.pool.set_kv(0, batch.out_cache_loc, k, v)
-        heads = q.view(-1, self.layer.tp_q_head_num, self.layer.head_dim)
+    def run_fa3(self, provider: FA3Provider, *, num_splits: int = 0) -> torch.Tensor:
+        """[num_tokens, Hq, D] of all rows but padding by this build of FA3."""
+        batch, q = self.batch(self.all_rows), self.queries(self.all_rows)
         out = provider.attend(
-            heads, *self.pool.pages(0), batch.paged, self.layer, sinks=sinks_of(self.layer), num_splits=num_splits
+            q, *self.pool.pages(0), batch.paged, self.layer, sinks=sinks_of(self.layer), num_splits=num_splits
         )
-        assert out.shape == heads.shape
+        assert out.shape == q.shape
         assert out.is_contiguous()
-        return list(out.split([extend for _, extend in self.rows]))
-
-    def qkv(self, chosen: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The new tokens of the rows `chosen`, [num_tokens, heads * D] each."""
-        q, k, v = (
-            torch.cat([rows[i][-self.rows[i][1] :] for i in chosen]).flatten(1) for rows in (self.q, self.k, self.v)
-        )
-        return torch.cat([q, k, v], dim=1)[:, : q.shape[1]], k, v
-
-    def expected(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """[extend_len, Hq, D] fp32 of every row, computed in `dtype`."""
-        rows = zip(self.q, self.k, self.v, strict=True)
-        return [attention(q, k, v, self.layer, dtype)[0] for q, k, v in rows]
-
-    def check(self, rows: list[torch.Tensor]) -> None:
-        """Asserts that `rows` err at most twice as far from fp32 as torch in the same dtype."""
-        # Joined before the largest is taken: torch's max, unlike Python's, never passes over a NaN.
-        ours, exact, same_dtype = (
-            torch.cat(values).float() for values in (rows, self.expected(torch.float32), self.expected(self.dtype))
-        )
-        error, bound = (float((values - exact).abs().max()) for values in (ours, same_dtype))
-        assert error <= 2 * bound + 1e-3, f"error {error:.5f}, {bound:.5f} by torch in {self.dtype}"
+        return out
 
 
 # On the CPU, over an emulation of either build's function.
@@ -265,7 +184,7 @@ def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, in
 
 def _small(layer: AttentionLayer, batch: str = "mixed", page_size: int = 16) -> Case:
     rows = SMALL_BATCHES[batch]
-    return Case(layer, page_size, rows, device=CPU, dtype=torch.float16, max_len=64)
+    return Case(layer, page_size, rows, device=CPU, dtype=torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -285,9 +204,8 @@ def test_tells_each_provider_what_the_torch_backend_computes(
 ) -> None:
     case = _small(_layer(group=3, **features), batch, page_size)
     expected = case.run(create_backend("torch_native", "torch_native", case.pool))
-    for rows in (case.run(case.backend()), case.run_fa3(emulated)):
-        for ours, theirs in zip(rows, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.01)
+    for ours in (case.run(case.backend()), case.run_fa3(emulated)):
+        torch.testing.assert_close(ours, expected, atol=0.01, rtol=0.01)
 
 
 @pytest.mark.parametrize("emulated", list(EMULATED), indirect=True)
@@ -301,9 +219,7 @@ def test_latent_layers_are_attended_to_in_the_absorbed_form(batch: str, emulated
 
 def test_writes_to_the_tensor_that_it_is_given() -> None:
     case = _small(_layer(), "decode")
-    paged = case.batch().paged
-    case.run(create_backend("torch_native", "torch_native", case.pool))
-    q = torch.cat(case.q)
+    paged, q = case.batch(case.all_rows).paged, case.queries(case.all_rows)
     for provider in EMULATED.values():
         out = torch.empty_like(q)
         assert provider.attend(q, *case.pool.pages(0), paged, case.layer, out=out) is out
@@ -326,7 +242,7 @@ def test_keys_stay_whole_in_a_captured_step_of_short_rows_and_in_no_other(
     for provider in (FlashAttention3(fwd), SglKernel(with_kvcache)):
         monkeypatch.setattr("attention.fa3.load_provider", lambda *_, provider=provider: provider)
         case = _small(_layer())
-        backend, batch, q = case.backend(), case.batch(), torch.cat(case.q).flatten(1)
+        backend, batch, q = case.backend(), case.batch(case.all_rows), case.queries(case.all_rows).flatten(1)
         told.clear()  # of the probe
         short, long = backend.capture_shapes(StepShape(96, 21, 20), 1000)
         assert (short.max_seq_len, long) == (768, StepShape(96, 21, 20))
@@ -351,7 +267,7 @@ def test_refuses_paged_metadata_that_fa3_would_misread(
     batch: str, wrong: dict[str, torch.Tensor], emulated: FA3Provider
 ) -> None:
     case = _small(_layer(), "decode")
-    good = case.batch()
+    good = case.batch(case.all_rows)
     paged = dataclasses.replace(good.paged, **wrong)
     with pytest.raises(AssertionError):
         case.backend().init_forward_metadata(dataclasses.replace(good, paged=paged))
@@ -543,13 +459,6 @@ def test_latent_layers_err_at_most_twice_as_far_as_torch_or_are_refused_at_the_s
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("features", [{"chunk": 100}, {"sinks": CUDA}])
-def test_a_backend_with_chunks_or_sinks_errs_at_most_twice_as_far_as_torch(features: dict[str, Any]) -> None:
-    case = Case(_layer(head_dim=128, **features), 64, BATCHES["mixed"])
-    case.check(case.run(case.backend()))
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("batch", ["decode", "mixed"])
 def test_float16_errs_at_most_twice_as_far_as_torch(batch: str) -> None:
     case = Case(_layer(), 16, BATCHES[batch], dtype=torch.float16)
@@ -562,18 +471,17 @@ def test_float16_errs_at_most_twice_as_far_as_torch(batch: str) -> None:
 def test_a_request_alone_equals_the_same_request_in_a_batch(head_dim: int, batch: str) -> None:
     case = Case(_layer(head_dim=head_dim), 16, BATCHES[batch])
     backend = case.backend()
-    for i, in_batch in enumerate(case.run(backend)):
-        [alone] = case.run(backend, [i])
-        torch.testing.assert_close(alone, in_batch, atol=0.01, rtol=0.01)
+    in_batch = case.run(backend).split([extend for _, extend in BATCHES[batch]])
+    for i, answer in enumerate(in_batch):
+        torch.testing.assert_close(case.run(backend, [i]), answer, atol=0.01, rtol=0.01)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "window"), [(64, None), (128, None), (128, 33)])
 def test_a_replayed_graph_equals_the_eager_step_bit_for_bit(head_dim: int, window: int | None) -> None:
     case = Case(_layer(head_dim=head_dim, window=window), 16, BATCHES["decode"])
-    case.run(case.backend())  # writes the new tokens' keys and values
     backend = case.backend()
-    static, q = case.batch([2, 2, 2], padding=1), torch.cat(case.q[:4]).flatten(1)
+    static, q = case.batch([2, 2, 2, PADDING]), torch.cat(case.q[:4]).flatten(1)
 
     def step(batch: ForwardBatch) -> torch.Tensor:
         backend.init_forward_metadata(batch)
@@ -586,7 +494,7 @@ def test_a_replayed_graph_equals_the_eager_step_bit_for_bit(head_dim: int, windo
         replayed = step(static)
     results = []
     for rows in ([0, 1, 2], [5, 3, 4], [1, 5, 0]):
-        batch = case.batch(rows, padding=1)
+        batch = case.batch([*rows, PADDING])
         static.paged.cache_seqlens.copy_(batch.paged.cache_seqlens)
         static.paged.page_table.copy_(batch.paged.page_table)
         graph.replay()

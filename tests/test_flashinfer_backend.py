@@ -237,13 +237,6 @@ def test_the_tokens_of_a_row_in_one_chunk_are_planned_as_a_row() -> None:
     assert inputs.last_page_len.tolist() == [4, 4, 4, 4, 4, 1, 4, 4, 4, 1, 0, 0]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-    return torch.device(request.param)
-
-
 @pytest.mark.parametrize("chunk", [None, 16])
 @pytest.mark.parametrize(("page_size", "num_rows"), [(1, 3), (16, 300)])
 def test_lists_the_pages_of_all_rows_without_gaps(

@@ -26,8 +26,9 @@ from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from tests.batches import batch_of
 from tests.paged_case import PagedCase
+from tests.rank_threads import on_ranks
 from tests.test_kernels import NUM_SLOTS, Heads
-from tests.test_models import Case, Rank, build, on_ranks, save
+from tests.test_models import Case, Rank, build, save
 from worker.models.decoder import Decoder
 from worker.weights import Checkpoint
 
@@ -39,14 +40,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "no scales": {"k_scale": 1.0, "v_scale": 1.0},
     "all": {"window": 20, "chunk": 32, "softcap": 2.0, "sinks": True},
 }
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where kernels run: interpreted on CPU tensors, or compiled for a GPU."""
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-    return torch.device(request.param)
 
 
 def _layer(device: torch.device, *, head_dim: int = 64, sinks: bool = False, **features: Any) -> AttentionLayer:

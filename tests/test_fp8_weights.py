@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from configs.model_config import ModelConfig
 from configs.quantization import FP8_BLOCKS, WeightScales
-from configs.rope import RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.fp8 import FP8, Fp8Matrix, multiply
@@ -30,7 +30,8 @@ from parallel.numerics.weight import ChainWeight, NodeWeight
 from parallel.plan import Span, blocks_of
 from tests.chain_dot import use_chain_dot
 from tests.dense_model import dense_model
-from tests.test_models import Case, Rank, on_ranks
+from tests.rank_threads import on_ranks
+from tests.test_models import Case, Rank
 from worker.dummy_weights import DummyCheckpoint
 from worker.kernels.moe import mixture
 from worker.quantised_weights import QuantisedCheckpoint
@@ -43,15 +44,11 @@ SMALL = WeightScales(16, 12)  # no step's multiple
 KINDS = [FP8_BLOCKS, ROWS, MATRIX, SMALL]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where the kernels run: interpreted on CPU tensors, or compiled for a GPU."""
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-        use_chain_dot(monkeypatch)
-    else:
+@pytest.fixture
+def device(device: torch.device, chains: None) -> torch.device:
+    if device.type == "cuda":
         use_chain_cublas()
-    return torch.device(request.param)
+    return device
 
 
 class Matrices(TensorSource):
@@ -191,17 +188,9 @@ def test_experts_have_the_bits_of_the_weights_as_they_are_read(
 # ---- sources
 
 
-def _model(**changes: object) -> ModelConfig:
-    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 20, "vocab_size": 320}
-    sizes |= {"rope": RopeConfig(theta=1e4), "layer_windows": (None, None), "max_position_embeddings": 128}
-    sizes |= {
-        "model_type": "llama",
-        "rms_norm_eps": 1e-5,
-        "intermediate_size": 448,
-        "num_hidden_layers": 2,
-        "tie_word_embeddings": False,
-    }
-    return dense_model(**sizes, **changes)  # type: ignore[arg-type]
+def _model(**changes: Any) -> ModelConfig:
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 20}
+    return dense_model(**sizes, intermediate_size=448, num_hidden_layers=2, tie_word_embeddings=False, **changes)
 
 
 def _read(source: TensorSource, name: str, rows: Span, columns: Span) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,13 +40,6 @@ LARGE_SHAPES = [(129, 4096), (512, 4096), (1000, 1000), (2000, 576), (300, 16384
 SIZES_OF_STEP = PeerSizes(rows=2048, row_bytes=32768, sum_bytes=64 << 20)
 
 SIZES = [pytest.param(size, marks=pytest.mark.multi_gpu) for size in (2, 3, 4)]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(min(torch.cuda.device_count(), 4) or 2)
-    yield pool
-    pool.close()
 
 
 def expected_of(parts: list[Tensor], residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

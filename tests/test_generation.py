@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -21,11 +20,6 @@ from cluster.text.stops import TextOptions
 from cluster.text.tokenizer import Tokenizer
 
 MULTI_BYTE = "👩‍👩‍👧‍👦 né 漢字 🏳️‍🌈 Ünïcödé \U0001f600 �"
-
-
-@pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path) -> Tokenizer:
-    return Tokenizer.load(smollm2_path)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 import ray
 
-import cluster.engine.running_engine
 from cluster.engine.messages import FinishReason, SamplingParams
 from cluster.engine.running_engine import RunningEngine, describe
 from cluster.ranks.rank_actor import Location, RankActor
@@ -31,7 +30,7 @@ from configs.load import parse_engine_config
 from configs.read_config import read_model_config
 from tests.conftest import SHARE_GPUS
 from tests.gpu_engine import write_shape
-from tests.odd_ranks import OddCoordinator
+from tests.odd_ranks import use_ranks
 from worker.pending_step import PendingStep
 from worker.protocol import StepFrame
 
@@ -105,30 +104,6 @@ class CrampedRank(SharingRank):
 
         worker.launch = cramped  # type: ignore[method-assign]
         super().run()
-
-
-class SharingCoordinator(OddCoordinator):
-    """A coordinator that starts ranks that may share a GPU."""
-
-    ranks: type[RankActor] = SharingRank
-
-
-class HangingCoordinator(SharingCoordinator):
-    """A coordinator that starts ranks that hang at once."""
-
-    ranks = HangingRank
-
-
-class CrampedCoordinator(SharingCoordinator):
-    """A coordinator that starts ranks with little memory."""
-
-    ranks = CrampedRank
-
-
-class LaterHangingCoordinator(SharingCoordinator):
-    """A coordinator that starts ranks that hang later."""
-
-    ranks = LaterHangingRank
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +219,7 @@ def test_answers_are_the_same_when_ranks_are_killed_and_stopped(
 
     if torch.cuda.device_count() < size and (strategy == "symmetric_memory" or SHARE_GPUS not in os.environ):
         pytest.skip("the ranks need GPUs of their own")
-    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", SharingCoordinator)
+    use_ranks(monkeypatch, SharingRank)
 
     async def main() -> None:
         async with running(shape, size, strategy, spares) as engine:
@@ -269,11 +244,11 @@ def test_answers_are_the_same_when_ranks_are_killed_and_stopped(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [HangingCoordinator, LaterHangingCoordinator])
+@pytest.mark.parametrize("kind", [HangingRank, LaterHangingRank])
 def test_a_device_that_hangs_is_found_within_seconds_and_one_that_compiles_is_left_alone(
-    gpu_cluster: None, shape: Path, monkeypatch: pytest.MonkeyPatch, kind: type[SharingCoordinator]
+    gpu_cluster: None, shape: Path, monkeypatch: pytest.MonkeyPatch, kind: type[RankActor]
 ) -> None:
-    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", kind)
+    use_ranks(monkeypatch, kind)
 
     async def main() -> None:
         async with running(shape, 1, "auto", 0) as engine:
@@ -312,7 +287,7 @@ def test_answers_are_the_same_while_the_number_of_ranks_changes(
 
     if strategy == "auto" and torch.cuda.device_count() < max(sizes):
         pytest.skip("symmetric memory needs a GPU for each rank")
-    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", SharingCoordinator)
+    use_ranks(monkeypatch, SharingRank)
 
     async def main() -> None:
         async with running(shape, sizes[0], strategy, spares) as engine:
@@ -342,7 +317,7 @@ def test_a_group_that_sleeps_leaves_its_gpus_and_answers_the_same_when_it_wakes_
 
     if strategy == "symmetric_memory" and torch.cuda.device_count() < size:
         pytest.skip("symmetric memory needs a GPU for each rank")
-    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", SharingCoordinator)
+    use_ranks(monkeypatch, SharingRank)
 
     def free_bytes() -> list[int]:
         return [torch.cuda.mem_get_info(device)[0] for device in range(size)]
@@ -386,7 +361,7 @@ def test_a_device_that_is_out_of_memory_in_a_step_gets_smaller_steps_and_the_ans
     async def main() -> None:
         async with running(shape, 1, "auto", 0) as engine:
             expected = await answer(engine)
-        monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", CrampedCoordinator)
+        use_ranks(monkeypatch, CrampedRank)
         async with running(shape, 1, "auto", 0) as engine:
             for _ in range(2):
                 assert await answer(engine) == expected
@@ -405,7 +380,7 @@ def test_a_trainer_on_the_same_gpus_hands_its_weights_over(
 
     from worker.dummy_weights import DummyCheckpoint
 
-    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", SharingCoordinator)
+    use_ranks(monkeypatch, SharingRank)
     model = read_model_config(shape)
     trained = {it.name: torch.empty(it.shape, dtype=torch.bfloat16, device="cuda") for it in model.tensors()}
     for name, tensor in trained.items():

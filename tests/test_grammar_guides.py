@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tokenizers import decoders, models, normalizers
 
 from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput
 from cluster.scheduling.request import mask_of
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.scheduler import Scheduler
 from cluster.structured.bad_words import BadWordsGuide, BothGuides
 from cluster.structured.compiler import GrammarCompiler
 from cluster.structured.guides import GrammarGuide, RequestGuides
@@ -25,6 +26,7 @@ from cluster.structured.spec import GrammarKind, GrammarSpec
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import GuideError
 from tests.chats import read_grammar
+from tests.fake_engine import LIMITS
 from tests.schemas import SchemaMaker
 from worker.protocol import RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
@@ -370,18 +372,14 @@ class Steps:
         self.maker = RequestGuides(VOCAB, [EOS], guides.woken.set)
         self.maker.set_tokenizer(guides.tokenizer.to_json())
         self.scheduler = Scheduler(
-            SchedulerLimits(
+            replace(
+                LIMITS,
                 num_pages=num_pages,
-                page_size=4,
                 max_num_seqs=6,
                 max_num_batched_tokens=64,
                 prefill_chunk_size=64,
                 max_model_len=128,
                 vocab_size=VOCAB,
-                max_num_queued_requests=100,
-                max_num_queued_tokens=10_000,
-                steps_in_flight=2,
-                enable_prefix_caching=True,
                 eos_token_ids=(EOS,),
             ),
             make_guide=self.maker.make,

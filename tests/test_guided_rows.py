@@ -14,23 +14,11 @@ from cluster.engine.messages import Finished, FinishReason, GenerateRequest, Sam
 from cluster.scheduling import limits as limits_module
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.errors import GuideError, OverloadedError, RequestError
+from tests import fake_engine
+from tests.fake_engine import EOS
 from worker.protocol import RowFlag, StepFrame, StepResult, UInt32Array
 
-EOS = 7
-LIMITS = SchedulerLimits(
-    num_pages=64,
-    page_size=4,
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
-    prefill_chunk_size=16,
-    max_model_len=64,
-    vocab_size=40,
-    max_num_queued_requests=100,
-    max_num_queued_tokens=10_000,
-    steps_in_flight=2,
-    enable_prefix_caching=True,
-    eos_token_ids=(EOS,),
-)
+LIMITS = replace(fake_engine.LIMITS, max_num_batched_tokens=64, prefill_chunk_size=16)
 
 
 def mask_of(*ids: int) -> UInt32Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,6 @@ from tests.test_weight_change import CPU, family_decoder, family_model
 from worker.kept_kv import take_kv
 
 NUM_PAGES, PAGE_SIZE = 5, 4
-
-
-@pytest.fixture
-def keeper() -> Iterator[Keeper]:
-    keeper = Keeper()
-    yield keeper
-    keeper.close()
 
 
 def pool_of(model: ModelConfig, size: int, rank: int, dtype: torch.dtype, kept: KeptMemory | None) -> TokenToKVPool:

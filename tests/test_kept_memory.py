@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,13 +26,6 @@ if memory.is_cuda:
     torch.cuda.synchronize()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-@pytest.fixture
-def keeper() -> Iterator[Keeper]:
-    keeper = Keeper()
-    yield keeper
-    keeper.close()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])

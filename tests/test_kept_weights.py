@@ -11,7 +11,6 @@ import torch
 from configs.errors import ConfigError, EngineError
 from configs.model_config import ModelConfig
 from configs.quantization import FP8_BLOCKS
-from configs.rope import RopeConfig
 from configs.schema import EngineConfig
 from parallel.kept_memory import Keeper, KeptMemory
 from parallel.numerics.arithmetic import LayerContext
@@ -134,10 +133,9 @@ def test_weights_that_were_exchanged_are_kept_in_the_place_of_the_old(
 @torch.inference_mode()
 def test_weights_in_fp8_are_kept_exchanged_and_counted(kept: KeptMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerContext, "keeps_fp8", True)
-    sizes = {"hidden_size": 960, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 20, "vocab_size": 320}
-    sizes |= {"intermediate_size": 448, "num_hidden_layers": 2}
-    others = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope": RopeConfig(theta=1e4)}
-    model = dense_model(**sizes, **others, max_position_embeddings=64, dtype="bfloat16", weight_scales=FP8_BLOCKS)
+    sizes = {"hidden_size": 960, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 20}
+    others = {"tie_word_embeddings": False, "dtype": "bfloat16", "weight_scales": FP8_BLOCKS}
+    model = dense_model(**sizes, **others, num_hidden_layers=2, intermediate_size=448)
     first, staged, next_one = (new_decoder(model) for _ in range(3))
     weights = KeptWeights(first, kept)
     weights.load(source := QuantisedCheckpoint(DummyCheckpoint(model), model), "a")

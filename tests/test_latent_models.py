@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from attention.kv_pool import TokenToKVPool
 from configs.errors import CheckpointError, ConfigError
@@ -26,15 +25,9 @@ from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from tests.conftest import ROOT
-from tests.family_checks import (
-    check_backend_needs,
-    check_bytes_read,
-    check_dummy_weights,
-    check_greedy_tokens,
-    decoder_of,
-)
-from tests.test_models import Case, Rank, check_logits, on_ranks, save
-from worker.weights import expected_shapes
+from tests.family_checks import decoder_of, random_case
+from tests.rank_threads import on_ranks
+from tests.test_models import Case, Rank
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -91,49 +84,9 @@ MODELS: dict[str, dict[str, Any]] = {
 SHAPE = ROOT / "benchmarks" / "models" / "deepseek-v2-lite"
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    torch.manual_seed(0)
-    family = "DeepseekV3" if request.param == "v3" else "DeepseekV2"
-    config_class = getattr(transformers, f"{family}Config")
-    config = config_class(**{**SIZES, **MODELS[request.param]}, attn_implementation="eager")
-    hf = getattr(transformers, f"{family}ForCausalLM")(config)
-    with torch.no_grad():
-        # Of the initial size, heads would hardly prefer any token, nor routers any expert.
-        for parameter in hf.parameters():
-            parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)
-        for name, buffer in hf.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_()
-    path = tmp_path_factory.mktemp(request.param)
-    save(hf, path)
-    return Case(hf, path, read_model_config(path))
-
-
-@pytest.mark.parametrize("tp_size", [1, 3, 6, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
-def test_logits_equal_transformers_on_any_number_of_ranks(case: Case, tp_size: int) -> None:
-    check_logits(case, tp_size)
-
-
-@pytest.mark.parametrize("tp_size", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_greedy_tokens_equal_transformers_through_the_runner(case: Case, tp_size: int) -> None:
-    check_greedy_tokens(case, tp_size)
-
-
-def test_tensors_are_those_of_the_checkpoint_and_of_transformers_layers(case: Case) -> None:
-    stored = load_file(case.path / "model.safetensors")
-    assert expected_shapes(case.model) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
-    routed = [hasattr(layer.mlp, "experts") for layer in case.hf.model.layers]
-    assert [isinstance(layer.feed_forward, MixtureOfExperts) for layer in case.model.layers] == routed
-
-
-@pytest.mark.parametrize("tp_size", [1, 4, 6])
-def test_ranks_read_their_heads_and_the_latents_weights_whole(case: Case, tp_size: int) -> None:
-    check_bytes_read(case, tp_size)
-
-
-def test_dummy_weights_are_one_model_here_and_in_transformers(case: Case, tmp_path: Path) -> None:
-    check_dummy_weights(case, tmp_path)
+def case_of(name: str, path: Path) -> Case:
+    model_type = "deepseek_v3" if name == "v3" else "deepseek_v2"
+    return random_case(model_type, {**SIZES, **MODELS[name]}, path, factor=6.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -151,8 +104,10 @@ def test_a_token_leaves_one_latent_and_one_rotated_key_on_every_rank(
         assert plan.kv_page_bytes(rank, 16, name) == (16 * per_token, 0)
 
 
-def test_bf16_is_as_exact_as_transformers_bf16(case: Case) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_is_as_exact_as_transformers_bf16(name: str, tmp_path: Path) -> None:
     """Absorbed decodes round other numbers than transformers does."""
+    case = case_of(name, tmp_path)
     tokens = torch.randint(0, SIZES["vocab_size"], (40,), generator=torch.Generator().manual_seed(3)).tolist()
 
     def body(group: TensorParallelGroup) -> list[torch.Tensor]:
@@ -166,10 +121,6 @@ def test_bf16_is_as_exact_as_transformers_bf16(case: Case) -> None:
     # Of most positions: at some, a rounded state chooses other experts.
     rms = [(it.float() - expected).square().mean(1).sqrt().median() for it in (torch.cat(ours), theirs)]
     assert rms[0] <= 1.5 * rms[1]
-
-
-def test_ranks_ask_of_a_backend_what_check_says_of_the_model(case: Case) -> None:
-    check_backend_needs(case)
 
 
 def test_head_counts_that_flashinfer_has_no_kernels_for_are_refused_before_anything_starts() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed import HashStore
 
 from configs.layers import Axis, Cut, GroupedQueryAttention, Linear
 from configs.model_config import ModelConfig
@@ -22,6 +19,7 @@ from parallel.numerics.tensor_source import TensorSource
 from parallel.numerics.weight import CpuWeight, CudaWeight
 from parallel.plan import LayerShard, ShardPlan, Span
 from tests.dense_model import dense_model
+from tests.rank_threads import on_ranks
 
 FP32: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
 
@@ -47,47 +45,8 @@ class Tensors(TensorSource):
         out.copy_(tensor if columns is None else tensor[:, slice(*columns)])
 
 
-def on_ranks(size: int, body: Callable[[TensorParallelGroup], torch.Tensor]) -> list[torch.Tensor]:
-    """Runs `body` on every rank, each a thread; results in rank order."""
-    store = HashStore()
-    results: list[Any] = [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            group = TensorParallelGroup.create(
-                rank=rank, size=size, store=store, device="cpu", strategy="shared_memory", timeout_s=20.0
-            )
-            results[rank] = body(group)
-            group.close()
-        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
-
-
 def _vocabulary(vocab_size: int) -> ModelConfig:
-    return dense_model(
-        model_type="llama",
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=256,
-        vocab_size=vocab_size,
-        max_position_embeddings=64,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4),
-        tie_word_embeddings=True,
-    )
+    return dense_model(hidden_size=16, num_attention_heads=8, vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -29,13 +29,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 SERVING = [name for name, spec in BACKENDS.items() if Feature.MASK in spec.features and name != "flashinfer"]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-    return torch.device(request.param)
-
-
 def _case(device: torch.device, features: dict[str, Any], page_size: int = 16) -> PagedCase:
     on_device = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in features.items()}
     layer = AttentionLayer(layer_id=0, tp_q_head_num=6, tp_k_head_num=2, head_dim=64, scale=0.11, **on_device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -35,7 +36,7 @@ IDENTITY = Identity(model_name="m", application="a", deployment="Engine", replic
 
 def samples(text: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Every sample by name and labels other than the replica's own."""
-    common = set(IDENTITY.labels().items())
+    common = set(asdict(IDENTITY).items())
     found = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
@@ -88,7 +89,7 @@ def test_a_histogram_counts_as_prometheus_own_client_does() -> None:
         reference.observe(value)
     metrics.observe(table.TTFT, values[:100])
     metrics.observe(table.TTFT, np.array(values[100:]))
-    ours = samples(exposition(metrics, IDENTITY.labels()))
+    ours = samples(exposition(metrics, asdict(IDENTITY)))
     for family in reference.collect():
         for sample in family.samples:
             if not sample.name.endswith("_created"):
@@ -298,7 +299,7 @@ def scraped(response: httpx.Response) -> dict[tuple[str, frozenset[tuple[str, st
     found = {}
     for family in text_string_to_metric_families(response.text):
         for sample in family.samples:
-            own = {name: value for name, value in sample.labels.items() if name not in IDENTITY.labels()}
+            own = {name: value for name, value in sample.labels.items() if name not in asdict(IDENTITY)}
             found[sample.name, labels(**own)] = sample.value
     return found
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore, Store
 
 from attention.backend import AttentionBackend
 from attention.kv_pool import FP8, ReqToTokenPool, TokenToKVPool
@@ -25,6 +22,7 @@ from parallel.numerics.arithmetic import FAST, ExactArithmetic
 from parallel.plan import ShardPlan
 from tests.batches import batch_of
 from tests.dense_model import dense_model
+from tests.rank_threads import on_ranks
 from worker.layers.rotary import check_length, inverse_frequencies
 from worker.models.decoder import Decoder
 from worker.weights import Checkpoint
@@ -182,36 +180,6 @@ class Rank:
         hidden = self.decoder.forward(batch, self.backend)
         logits = whole_logits(self.decoder.local_logits(hidden), self.plan, self.group)
         return list(logits.split([len(tokens) for _, _, tokens in rows]))
-
-
-def on_ranks(size: int, body: Callable[[TensorParallelGroup], list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """Runs `body` on every rank of a group, each a thread; results in rank order."""
-    if size == 1:
-        with torch.inference_mode():
-            return [body(TensorParallelGroup.single())]
-    store: Store = HashStore()
-    results: dict[int, list[torch.Tensor]] = {}
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            group = TensorParallelGroup.create(
-                rank=rank, size=size, store=store, device="cpu", strategy="shared_memory", timeout_s=20.0
-            )
-            with torch.inference_mode():
-                results[rank] = body(group)
-            group.close()
-        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if errors:
-        raise errors[0]
-    return [results[rank] for rank in range(size)]
 
 
 def _tokens(seed: int, count: int = NUM_TOKENS) -> list[int]:

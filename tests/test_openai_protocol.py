@@ -27,28 +27,6 @@ def completion(**fields: Any) -> CompletionRequest:
     return check_request(CompletionRequest, {"model": "m", "prompt": "x", **fields}, SERVER)[0]
 
 
-def test_every_supported_field_is_read() -> None:
-    request = chat(
-        temperature=0,
-        top_p=0.5,
-        top_k=-1,
-        min_p=0.1,
-        seed=-5,
-        max_tokens=3,
-        stop=["a"],
-        stop_token_ids=[7],
-        ignore_eos=True,
-        n=2,
-        stream=True,
-        stream_options={"include_usage": True},
-        logprobs=True,
-        top_logprobs=3,
-    )
-    assert (request.temperature, request.top_p, request.top_k, request.min_p) == (0.0, 0.5, -1, 0.1)
-    assert (request.seed, request.max_tokens, request.n, request.num_logprobs) == (-5, 3, 2, 3)
-    assert request.include_usage
-
-
 def test_null_means_the_default_everywhere() -> None:
     names = set(ChatRequest.model_fields) - {"model", "messages"}
     assert chat(**dict.fromkeys(names)) == chat()

@@ -12,7 +12,6 @@ from configs.errors import ConfigError
 from configs.layers import Axis, Columns, DenseMLP, GroupedQueryAttention, HeadGroups
 from configs.model_config import ModelConfig
 from configs.numerics import check_exact
-from configs.rope import RopeConfig
 from parallel.plan import ShardPlan, Span, column_granule, leaf_columns, vocab_granule
 from tests.dense_model import dense_model
 
@@ -31,7 +30,6 @@ def _model(
 ) -> ModelConfig:
     num_q, num_kv, head_dim = heads
     return dense_model(
-        model_type="llama",
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=num_q,
@@ -39,9 +37,6 @@ def _model(
         head_dim=head_dim,
         intermediate_size=mlp,
         vocab_size=vocab,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=10000.0),
         tie_word_embeddings=tied,
         qkv_bias=bias,
     )

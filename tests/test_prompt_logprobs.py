@@ -13,6 +13,7 @@ import torch
 
 from cluster.engine.messages import SamplingParams
 from configs.errors import EngineError
+from tests.conftest import SMALL, Logits
 from tests.fake_engine import LIMITS, Engine, prompt_of
 from tests.local_group import Limits, LocalGroup, assert_scores_equal
 from worker.prompt_logprobs import WantedTokens
@@ -194,34 +195,12 @@ def test_equal_log_probabilities_stand_in_the_order_of_their_ids() -> None:
     assert scores.logprobs.item() == scores.top_logprobs[0, 3].item() == logits.log_softmax(-1)[0, 4].item()
 
 
-VOCAB = 320
+VOCAB = SMALL["vocab_size"]
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """A random model of transformers in fp32, and where it is saved."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=384,
-            max_position_embeddings=1024,
-            initializer_range=0.2,
-        )
-    ).eval()
-    path = tmp_path_factory.mktemp("tiny")
-    model.save_pretrained(path)
-    return model, path
-
-
-@pytest.fixture(scope="module")
-def group(request: pytest.FixtureRequest, tiny: tuple[Any, Path]) -> Iterator[LocalGroup]:
-    group = LocalGroup(tiny[1], request.param, Limits().num_pages)
+def group(request: pytest.FixtureRequest, small_path: Path) -> Iterator[LocalGroup]:
+    group = LocalGroup(small_path, request.param, Limits().num_pages)
     yield group
     group.close()
 
@@ -231,32 +210,36 @@ def _request(length: int, k: int, max_tokens: int) -> tuple[list[int], SamplingP
     return prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, prompt_logprobs=k)
 
 
-# Of each request the prompt's length, the number of likeliest tokens, and the answer's length. The longest prompt has
-# more targets than one step takes.
+# Of each request the prompt's length, which says its tokens, the number of likeliest tokens, and the answer's length.
+# The longest prompt has more targets than one step takes.
 MANY = [(300, -1, 60), (1, 3, 4), (2, 0, 4), (600, 2, 4), (40, VOCAB, 4), (300, 1, 60), (600, 5, 4)]
 CROWDED = [(10, -1, 120), (11, -1, 120), (12, -1, 120), (600, 2, 4), (40, 7, 4)]
 
 
 @pytest.mark.parametrize(
-    ("group", "shapes", "limits", "preempts"),
+    ("group", "shapes", "limits", "at_once", "preempts"),
     [
-        pytest.param(1, MANY, Limits(chunk=2048), False, id="whole"),
-        pytest.param(2, MANY, Limits(chunk=33, prefix_caching=True), False, id="chunked"),
-        pytest.param(3, CROWDED, Limits(chunk=8, max_num_seqs=5, num_pages=45), True, id="preempted"),
+        pytest.param(1, MANY, Limits(chunk=2048), True, False, id="whole"),
+        pytest.param(2, MANY, Limits(chunk=33, prefix_caching=True), True, False, id="chunked"),
+        pytest.param(1, MANY, Limits(chunk=48, prefix_caching=True), False, False, id="warm"),
+        pytest.param(3, CROWDED, Limits(chunk=8, max_num_seqs=5, num_pages=45), True, True, id="preempted"),
     ],
     indirect=["group"],
 )
 def test_scores_equal_transformers_beside_other_requests(
-    group: LocalGroup, tiny: tuple[Any, Path], shapes: list[tuple[int, int, int]], limits: Limits, preempts: bool
+    group: LocalGroup,
+    small_logits: Logits,
+    shapes: list[tuple[int, int, int]],
+    limits: Limits,
+    at_once: bool,
+    preempts: bool,
 ) -> None:
     requests = [_request(*shape) for shape in shapes]
-    answers = group.generate(requests, limits, at_once=True)
+    answers = group.generate(requests, limits, at_once=at_once)
     assert (answers.stats.total_preemptions > 0) == preempts
     for (prompt, sampling), scores, tokens in zip(requests, answers.scores, answers.tokens, strict=True):
         assert len(tokens) == sampling.max_tokens
         if sampling.prompt_logprobs < 0:
             assert len(scores.logprobs) == 0
             continue
-        with torch.inference_mode():
-            expected = tiny[0](torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
-        assert_scores_equal(scores, prompt, expected)
+        assert_scores_equal(scores, prompt, small_logits(prompt)[:-1].log_softmax(-1))

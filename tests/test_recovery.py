@@ -24,8 +24,6 @@ import numpy as np
 import pytest
 import torch
 
-import cluster.engine.running_engine
-from cluster.engine.coordinator_actor import CoordinatorActor
 from cluster.engine.messages import Finished, FinishReason, SamplingParams
 from cluster.engine.running_engine import RunningEngine
 from cluster.ranks.liveness import RankClock
@@ -34,9 +32,9 @@ from cluster.ranks.recovery import Recovery, reason_never
 from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError
 from configs.load import parse_engine_config
 from parallel.kept_memory import KeptMemory
-from tests.odd_ranks import OddCoordinator
+from tests.odd_ranks import use_ranks
 from tests.served_group import ServedGroup, Streamed, served_group
-from tests.test_failure import complete, end_of, processes, running, until, write_tiny
+from tests.test_failure import complete, end_of, processes, running, until
 from worker.pending_step import PendingStep
 from worker.protocol import StepFrame
 
@@ -101,12 +99,6 @@ def test_what_fails_twice_at_the_same_place_is_not_tried_a_third_time() -> None:
 def test_what_can_never_be_rebuilt(changes: dict[str, Any], one_node: bool, reason: str | None) -> None:
     never = reason_never(parse_engine_config({"model": "m", "device": "cpu", **changes}), one_node=one_node)
     assert (never is None) if reason is None else (reason in str(never))
-
-
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of tests/test_failure.py."""
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 async def answer(engine: RunningEngine, on_token: Callable[[int], None] = lambda _: None) -> tuple[list[int], Finished]:
@@ -276,18 +268,12 @@ class UnableRank(RankActor):
         return super().load()
 
 
-class UnableCoordinator(OddCoordinator):
-    """A coordinator that starts such ranks."""
-
-    ranks = UnableRank
-
-
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_rank_that_cannot_leave_is_replaced_with_the_one_that_died(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", UnableCoordinator)
+    use_ranks(monkeypatch, UnableRank)
 
     async def main() -> None:
         async with running(tiny_path, recovery={"max_rebuilds": 2}) as engine:
@@ -310,18 +296,12 @@ class GoneRank(RankActor):
         return super().join(host, port, generation, one_node)
 
 
-class GoneCoordinator(OddCoordinator):
-    """A coordinator that starts such ranks."""
-
-    ranks = GoneRank
-
-
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_group_whose_device_is_gone_goes_on_with_fewer_ranks(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", GoneCoordinator)
+    use_ranks(monkeypatch, GoneRank)
     recovery = {"max_rebuilds": 3, "min_ranks": 2}
 
     async def main() -> None:
@@ -351,18 +331,12 @@ class PoisonedRank(RankActor):
         super().run()
 
 
-class PoisonedCoordinator(OddCoordinator):
-    """A coordinator that starts poisoned ranks."""
-
-    ranks = PoisonedRank
-
-
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_request_that_fails_its_step_again_ends_the_group_after_one_rebuild(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", PoisonedCoordinator)
+    use_ranks(monkeypatch, PoisonedRank)
 
     async def main() -> None:
         async with running(tiny_path, recovery={"max_rebuilds": 9}) as engine:
@@ -402,26 +376,14 @@ class LoopingRank(HangingRank):
     waits = False
 
 
-class HangingCoordinator(OddCoordinator):
-    """A coordinator that starts ranks that hang."""
-
-    ranks: type[RankActor] = HangingRank
-
-
-class LoopingCoordinator(HangingCoordinator):
-    """A coordinator that starts ranks that loop."""
-
-    ranks = LoopingRank
-
-
 @pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [HangingCoordinator, pytest.param(LoopingCoordinator, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", [HangingRank, pytest.param(LoopingRank, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_hangs_is_replaced_while_busy_ones_are_not(
-    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[CoordinatorActor]
+    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[RankActor]
 ) -> None:
-    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", kind)
+    use_ranks(monkeypatch, kind)
     recovery = {"max_rebuilds": 1, "warm_spares": 1, "hang_timeout_s": 1.0}
 
     async def main() -> None:

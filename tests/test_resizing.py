@@ -22,9 +22,7 @@ from ray.serve._private.api import _get_global_client
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 from rich.console import Console
 
-import cluster.engine.running_engine
 from cluster.commands.resize import resize_all
-from cluster.engine.coordinator_actor import EngineFacts
 from cluster.engine.messages import SamplingParams
 from cluster.engine.running_engine import RunningEngine
 from cluster.observability.timeline import Timeline, timeline
@@ -39,19 +37,13 @@ from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
 from tests.conftest import Endpoint
-from tests.odd_ranks import OddCoordinator
+from tests.odd_ranks import use_ranks
 from tests.served_group import ServedGroup, served_group
-from tests.test_failure import processes, running, write_tiny
+from tests.test_failure import processes, running
 from tests.test_recovery import BODIES, answer, status, streams
 from worker.memory import DeviceMemory
 
 LOG = logging.getLogger(__name__)
-
-
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of tests/test_failure.py."""
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 async def num_cached(engine: RunningEngine) -> int:
@@ -100,12 +92,6 @@ class FragileRank(RankActor):
         super().allocate(pool, at_once, keeps_kv)
 
 
-class FragileCoordinator(OddCoordinator):
-    """A coordinator that starts such ranks."""
-
-    ranks = FragileRank
-
-
 @pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.slow
@@ -113,7 +99,7 @@ class FragileCoordinator(OddCoordinator):
 def test_the_ranks_there_were_go_on_when_a_new_one_dies(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", FragileCoordinator)
+    use_ranks(monkeypatch, FragileRank)
 
     async def main() -> None:
         async with running(tiny_path, recovery={"max_rebuilds": 1}) as engine:
@@ -186,28 +172,19 @@ class LateRank(RankActor):
         return replace(load, free_bytes=(1 + 1024 // page_size) * sum(load.kv_page_bytes)) if size == 1 else load
 
 
-class LateCoordinator(OddCoordinator):
-    """A coordinator that starts such ranks; two of them read their weights as late as that."""
-
-    ranks = LateRank
-
-    def start(self, placement_group: Any) -> EngineFacts:
-        def load(new: RankGroup, _: RankGroup) -> None:
-            new.start()
-            if new.size != 2:
-                new.prepare()
-
-        pytest.MonkeyPatch().setattr(resizing, "_load", load)
-        return super().start(placement_group)
-
-
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_that_load_where_the_others_pools_were_may_have_fewer_pages(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", LateCoordinator)
+    def load(new: RankGroup, _: RankGroup) -> None:
+        """Two ranks read their weights as late as that."""
+        new.start()
+        if new.size != 2:
+            new.prepare()
+
+    use_ranks(monkeypatch, LateRank, _load=load)
 
     async def main() -> None:
         changes = {"recovery": {"max_rebuilds": 1}, "kv_cache": {"num_tokens": 4096}}

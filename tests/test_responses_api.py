@@ -302,7 +302,7 @@ def test_a_background_stream_can_be_followed_from_any_event(run: Run) -> None:
 def test_what_ends_a_follower_does_not_end_the_background_response(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
         body = json.dumps({"model": MODEL, "input": "hi", "background": True, "stream": True}).encode()
-        response = await ResponsesServing(stack.model).create(body, RequestContext(request_id="r"))
+        response = await ResponsesServing(stack.model, ActiveRequests()).create(body, RequestContext(request_id="r"))
         assert b"response.failed" not in response.failure(RequestError("The client does not read its answer."))
         events = sse_events(b"".join([chunk async for chunk in response.chunks]).decode())
         assert events[-1]["type"] == "response.completed"

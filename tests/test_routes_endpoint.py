@@ -34,11 +34,6 @@ class City(BaseModel):
 
 
 @pytest.fixture
-def client(endpoint: Endpoint) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-
-@pytest.fixture
 def claude(endpoint: Endpoint) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=endpoint.url, api_key="none", max_retries=0, timeout=120)
 

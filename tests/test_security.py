@@ -26,6 +26,7 @@ from cluster.text.tokenizer import Tokenizer
 from configs.errors import CheckpointError
 from configs.read_config import read_model_config
 from configs.schema import ServerConfig
+from tests.conftest import SMALL
 from tests.scripted_engine import MODEL, Run, Stack, error_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,21 +109,9 @@ def test_no_model_code_is_imported(smollm2: Tokenizer, smollm2_path: Path, tmp_p
     tokenizer_config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     tokenizer_config["auto_map"] = {"AutoTokenizer": ["tokenization_evil.Any", "tokenization_evil.Any"]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "auto_map": {"AutoConfig": "configuration_evil.Any", "AutoModelForCausalLM": "modeling_evil.Any"},
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 49152,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 64,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_model_config(tmp_path).hidden_size == 64
+    auto_map = {"AutoConfig": "configuration_evil.Any", "AutoModelForCausalLM": "modeling_evil.Any"}
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "vocab_size": 49152, "auto_map": auto_map}))
+    assert read_model_config(tmp_path).hidden_size == SMALL["hidden_size"]
     assert Tokenizer.load(tmp_path).encode("hi", add_special_tokens=False)
     # Without its fast tokenizer, transformers looks for a class, and would take the repository's.
     (tmp_path / "tokenizer.json").unlink()

@@ -12,14 +12,6 @@ from parallel.numerics.kernels.skinny_gemm import is_faster, skinny_gemm
 from parallel.numerics.weight import CudaWeight
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the kernel runs: interpreted on CPU tensors, or compiled for a GPU."""
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-    return torch.device(request.param)
-
-
 class Case:
     """A random weight and rows, which lie in wider rows of NaN."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from configs.layers import Axis, Columns, Cut, LayerSpec, Role, TensorSpec
 from configs.read_config import read_model_config
-from configs.rope import RopeConfig
 from configs.schema import EngineConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import AttentionCost, StepCost
@@ -34,13 +32,7 @@ SHAPE: dict[str, int] = {
     "vocab_size": 1000,
     "max_position_embeddings": 512,
 }
-OTHERS: dict[str, Any] = {
-    "model_type": "llama",
-    "rms_norm_eps": 1e-5,
-    "rope": RopeConfig(theta=10000.0),
-    "tie_word_embeddings": False,
-}
-MODEL = dense_model(**SHAPE, **OTHERS)
+MODEL = dense_model(**SHAPE, tie_word_embeddings=False)
 GROUP = StepCost.of(ShardPlan.create(MODEL, 1), 2)
 
 
@@ -116,7 +108,9 @@ def test_a_query_sees_what_its_window_lets_it(window: int | None) -> None:
 
 
 def test_layers_are_counted_by_their_windows() -> None:
-    mixed = StepCost.of(ShardPlan.create(dense_model(**SHAPE, **OTHERS, layer_windows=(None, 8, 8)), 1), 2)
+    mixed = StepCost.of(
+        ShardPlan.create(dense_model(**SHAPE, tie_word_embeddings=False, layer_windows=(None, 8, 8)), 1), 2
+    )
     assert [layers.window for layers in mixed.attention] == [None, 8]
     assert 2 * mixed.attention[0].bytes_per_token == mixed.attention[1].bytes_per_token
     token = 2 * 3 * 32 * 2

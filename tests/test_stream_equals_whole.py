@@ -5,25 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.text.tokenizer import Tokenizer
-from tests.scripted_engine import EOS, Run, Stack, events, runner
+from tests.scripted_engine import EOS, Run, Stack, events
 
 NUM_EXAMPLES = 60
-
-
-@pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path) -> Tokenizer:
-    return Tokenizer.load(smollm2_path)
-
-
-@pytest.fixture
-def run(smollm2: Tokenizer, tmp_path: Path) -> Run:
-    return runner(smollm2, tmp_path)
 
 
 def random_reply(tokenizer: Tokenizer, rng: random.Random) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.distributed import HashStore, PrefixStore
 
 from configs.errors import EngineError
 from configs.layers import Axis, Cut, Linear
-from configs.rope import RopeConfig
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
 from parallel.fused_sum import PeerSizes
 from parallel.group import Strategy, TensorParallelGroup
@@ -39,13 +37,6 @@ CUDA_STRATEGIES = [
     for size in (2, 3, 4)
 ]
 STRATEGIES = [("shared_memory", 2), *CUDA_STRATEGIES]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks(min(torch.cuda.device_count(), 4) or 2)
-    yield pool
-    pool.close()
 
 
 def check_sum(total: Tensor, parts: list[Tensor]) -> None:
@@ -198,20 +189,7 @@ class Tensors(TensorSource):
 def layers(group: TensorParallelGroup, dtype: torch.dtype) -> list[str]:
     """Embedding, row-parallel layer and LM head against the whole weights; digests of what must be equal."""
     vocab_size, hidden_size, width = 1000, 512, 768
-    model = dense_model(
-        model_type="llama",
-        hidden_size=hidden_size,
-        num_hidden_layers=1,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        intermediate_size=width,
-        vocab_size=vocab_size,
-        max_position_embeddings=64,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4),
-        tie_word_embeddings=True,
-    )
+    model = dense_model(num_attention_heads=8, vocab_size=vocab_size)
     plan = ShardPlan.create(model, group.size)
     source = Tensors(embed=(vocab_size, hidden_size), down=(hidden_size, width))
     placed: dict[str, Any] = {"dtype": dtype, "device": group.device}

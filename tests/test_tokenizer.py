@@ -24,11 +24,6 @@ PROMPT = Conversation(turns=[Turn(role="user", text="x")])
 
 
 @pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path) -> Tokenizer:
-    return Tokenizer.load(smollm2_path)
-
-
-@pytest.fixture(scope="module")
 def directory(smollm2: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default model's tokenizer as a directory."""
     path = tmp_path_factory.mktemp("tokenizer")

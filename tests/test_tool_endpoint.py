@@ -34,11 +34,6 @@ TOOLS: list[Any] = [openai.pydantic_function_tool(GetWeather), openai.pydantic_f
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
 
-@pytest.fixture
-def client(endpoint: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-
 def test_required_calls_are_valid_whatever_the_seed(client: openai.OpenAI, endpoint: Any) -> None:
     names = set()
     reply = client.chat.completions.create(

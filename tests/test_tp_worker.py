@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +21,6 @@ import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed import HashStore
 
 import worker.shard
 import worker.tp_worker
@@ -29,12 +28,12 @@ from attention import registry
 from attention.step_shape import StepShape
 from configs.errors import ConfigError, EngineError, OutOfMemoryError
 from configs.model_config import ModelConfig
-from configs.rope import RopeConfig
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from tests.dense_model import dense_model
 from tests.forks import start_forked
+from tests.rank_threads import on_ranks
 from tests.rerun_graphs import PagedBackend, RerunGraphs
 from worker.cuda_graph_runner import DeviceOutput
 from worker.memory import free_bytes
@@ -57,20 +56,7 @@ from worker.tp_worker import TPWorker
 from worker.weights import expected_shapes
 
 PAGE_SIZE = 8
-MODEL = dense_model(
-    model_type="llama",
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    intermediate_size=256,
-    vocab_size=300,
-    max_position_embeddings=128,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=1e4),
-    tie_word_embeddings=True,
-)
+MODEL = dense_model(num_hidden_layers=2, vocab_size=300)
 _Row = tuple[int, Sequence[int] | None, bool]
 
 
@@ -197,31 +183,6 @@ def _generate(worker: TPWorker, prompt: Sequence[int], count: int, **params: Any
     return [int(result.tokens[0]) for result in _run(worker, [*sent, frames.close()])]
 
 
-def _on_ranks(size: int, body: Callable[[TensorParallelGroup], list[int]]) -> list[list[int]]:
-    store = HashStore()
-    results: list[Any] = [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            group = TensorParallelGroup.create(
-                rank=rank, size=size, store=store, device="cpu", strategy="shared_memory", timeout_s=60.0
-            )
-            results[rank] = body(group)
-            group.close()
-        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
-
-
 SAMPLED: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "seed": 7},
@@ -261,7 +222,7 @@ def test_chunks_preemption_and_neighbours_do_not_change_a_requests_tokens(
 def test_every_number_of_ranks_gives_the_same_tokens_on_every_rank(tiny_path: Path, tp_size: int) -> None:
     for params in SAMPLED:
         expected = _generate(_worker(tiny_path, MODEL), range(30, 47), 10, **params)
-        results = _on_ranks(
+        results = on_ranks(
             tp_size,
             lambda group, params=params: _generate(_worker(tiny_path, MODEL, group), range(30, 47), 10, **params),
         )
@@ -315,7 +276,7 @@ def test_adjusted_rows_get_their_tokens_alone_in_a_batch_and_on_any_number_of_ra
     assert together[4] != plain[0]
     assert together[5] != plain[1]
     assert all(token % 8 < 4 for token in together[5])
-    assert _on_ranks(3, lambda group: _generate_adjusted(_worker(tiny_path, MODEL, group), every, 12)) == 3 * [together]
+    assert on_ranks(3, lambda group: _generate_adjusted(_worker(tiny_path, MODEL, group), every, 12)) == 3 * [together]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
@@ -334,11 +295,8 @@ def test_captured_steps_give_the_tokens_of_eager_ones(
     monkeypatch.setattr(RerunGraphs, "replay", recorded)
     monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
     monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
-    if tp_size == 1:
-        assert _generate_adjusted(_worker(tiny_path, MODEL), every, 12) == expected
-    else:
-        body = lambda group: _generate_adjusted(_worker(tiny_path, MODEL, group), every, 12)  # noqa: E731
-        assert _on_ranks(tp_size, body) == tp_size * [expected]
+    body = lambda group: _generate_adjusted(_worker(tiny_path, MODEL, group), every, 12)  # noqa: E731
+    assert on_ranks(tp_size, body) == tp_size * [expected]
     # 120 prompt tokens of six rows, and six decodes beside two rows of padding.
     assert sorted(set(replayed)) == [StepShape(8, 8, 8), StepShape(128, 9, 8)]
     assert len(replayed) == 12 * tp_size
@@ -366,7 +324,7 @@ def test_a_group_that_serves_at_once_captures_a_shape_when_it_comes_again(
         worker.allocate(num_pages=200, max_model_len=128, at_once=True)
         return _generate_adjusted(worker, every, 12)
 
-    assert _on_ranks(tp_size, body) == tp_size * [expected]
+    assert on_ranks(tp_size, body) == tp_size * [expected]
     # The prompts' shape comes once.
     assert captured[-tp_size:] == tp_size * [StepShape(8, 8, 8)]
     assert StepShape(128, 9, 8) not in captured
@@ -395,7 +353,7 @@ def test_graphs_captured_between_steps_give_the_same_tokens_and_find_room_in_the
         assert list(graphs._captured) == [*largest, *graphs._decodes[:-1], *graphs._prompts[:-1]]
         return _generate_adjusted(worker, every, 12)
 
-    assert _on_ranks(tp_size, body) == tp_size * [expected]
+    assert on_ranks(tp_size, body) == tp_size * [expected]
 
 
 @pytest.mark.parametrize(("tp_size", "captured"), [(1, False), (3, True), (3, False), (1, True)])
@@ -423,7 +381,7 @@ def test_a_nan_on_one_rank_costs_one_row_its_token_on_all_ranks_and_no_other(
     monkeypatch.setattr(ModelRunner, "launch", launched)
     monkeypatch.setattr(Decoder, "local_logits", planted)
     generate = lambda group: _generate_adjusted(_worker(tiny_path, MODEL, group), every, 12)  # noqa: E731
-    of_ranks = [generate(TensorParallelGroup.single())] if tp_size == 1 else _on_ranks(tp_size, generate)
+    of_ranks = on_ranks(tp_size, generate)
     for tokens in of_ranks:
         for row, own, meant in zip(every, tokens, expected, strict=True):
             end = row if row < len(ADJUSTED) else 12

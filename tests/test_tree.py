@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
 
 from configs.layers import Axis, HeadGroups
 from parallel import all_reduce
 from parallel.group import Strategy, TensorParallelGroup
 from parallel.numerics.tree import SumTree, halves
 from parallel.plan import Span, leaf_columns
+from tests.rank_threads import on_ranks
 
 
 def _spans(num_leaves: int, size: int) -> tuple[Span, ...]:
@@ -111,31 +109,17 @@ def test_ranks_sum_their_nodes_to_the_bits_of_one(
     num_leaves, width, size = 9, 72, len(spans)
     leaves = _leaves(num_leaves, num_rows, width)
     expected = _value(leaves, Span(0, num_leaves))
-    tree, store = SumTree.of(spans), HashStore()
-    found: list[Any] = [None] * size
+    tree = SumTree.of(spans)
 
-    def run(rank: int) -> None:
-        try:
-            group = TensorParallelGroup.create(
-                rank=rank, size=size, store=store, device="cpu", strategy=strategy, timeout_s=30.0
-            )
-            cover, sums = tree.covers[rank], []
-            for in_buffer in (True, False, True):
-                nodes = torch.stack([_value(leaves, node) for node in cover])
-                if in_buffer:
-                    nodes = group.node_buffer(tuple(nodes.shape)).copy_(nodes)  # type: ignore[arg-type]
-                sums.append(group.sum_nodes(nodes, tree).clone())
-            group.barrier()
-            group.close()
-            found[rank] = sums
-        except BaseException as error:  # noqa: BLE001 - shown by the test
-            found[rank] = error
+    def body(group: TensorParallelGroup) -> list[Tensor]:
+        cover, sums = tree.covers[group.rank], []
+        for in_buffer in (True, False, True):
+            nodes = torch.stack([_value(leaves, node) for node in cover])
+            if in_buffer:
+                nodes = group.node_buffer(tuple(nodes.shape)).copy_(nodes)  # type: ignore[arg-type]
+            sums.append(group.sum_nodes(nodes, tree).clone())
+        group.barrier()
+        return sums
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for sums in found:
-        assert isinstance(sums, list), sums
+    for sums in on_ranks(size, body, strategy=strategy):
         assert all(torch.equal(total, expected) for total in sums)

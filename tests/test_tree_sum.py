@@ -20,14 +20,6 @@ LEFT_TO_RIGHT: Additions = ((0, 1), (4, 2), (5, 3))
 RIGHT_TO_LEFT: Additions = ((2, 3), (1, 4), (0, 5))
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the kernels run: interpreted on CPU tensors, or compiled for a GPU."""
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-    return torch.device(request.param)
-
-
 class Case:
     """Nodes of unequal sizes, so that another order of additions rounds otherwise, and a residual stream."""
 

@@ -21,14 +21,6 @@ from tests.paged_case import both_ways, mask_of, tree
 GPU = torch.device("cuda")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the kernels run: interpreted on CPU tensors, or compiled for a GPU."""
-    if request.param == "cpu":
-        request.getfixturevalue("interpreter")
-    return torch.device(request.param)
-
-
 def run(case: LatentCase, *, captured: bool = False) -> list[torch.Tensor]:
     """Every row's answers; `captured`: as a step of which only the shape is known."""
     backend, batch = TritonBackend([case.layer], case.pool), case.batch

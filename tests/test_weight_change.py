@@ -21,7 +21,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-import cluster.engine.running_engine
 from benchmarks.make_checkpoint import write_checkpoint
 from cluster.engine.coordinator import WeightChange
 from cluster.engine.messages import SamplingParams, Weights
@@ -37,7 +36,7 @@ from parallel.numerics.arithmetic import FAST, ExactArithmetic
 from parallel.plan import ShardPlan
 from tests import test_families, test_latent_models, test_moe_models
 from tests.local_group import Limits, LocalGroup
-from tests.odd_ranks import OddCoordinator
+from tests.odd_ranks import use_ranks
 from tests.test_failure import running, write_tiny
 from tests.test_recovery import LONG, PROMPT, answer, answer_struck
 from tests.tiny_engine import MODEL, TinyEngine, tiny_engine, write_tiny_checkpoint
@@ -50,8 +49,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama", {**test_families.SIZES, "tie_word_embeddings": True}),
     "untied_with_biases": ("qwen2", {**test_families.SIZES, "tie_word_embeddings": False}),
     "head_norms": ("qwen3", {**test_families.SIZES, "vocab_size": 333}),
-    "norm_offsets": ("gemma3_text", {**test_families.SIZES, **test_families.MODELS["gemma3_text"][1]}),
-    "sinks": ("gpt_oss", {**test_families.SIZES, **test_families.MODELS["gpt_oss"][1]}),
+    "norm_offsets": ("gemma3_text", {**test_families.SIZES, **test_families.MODELS["gemma3_text"]}),
+    "sinks": ("gpt_oss", {**test_families.SIZES, **test_families.MODELS["gpt_oss"]}),
     "experts": ("qwen2_moe", {**test_moe_models.SIZES, **test_moe_models.MODELS["qwen2_moe"][1]}),
     "latents": ("deepseek_v2", {**test_latent_models.SIZES, **test_latent_models.MODELS["lite"]}),
 }
@@ -257,19 +256,13 @@ class BrokenRank(RankActor):
         return super().stage(spec)
 
 
-class BrokenCoordinator(OddCoordinator):
-    """A coordinator that starts such ranks."""
-
-    ranks = BrokenRank
-
-
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_group_serves_other_weights_from_then_on_whatever_becomes_of_its_ranks(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", BrokenCoordinator)
+    use_ranks(monkeypatch, BrokenRank)
     paths = [tmp_path / name for name in ("first", "second", "cut", "unlike")]
     for path in paths:
         path.mkdir()

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from configs.errors import CheckpointError
 from configs.model_config import ModelConfig
 from configs.quantization import WeightScales
-from configs.rope import RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan, Span
 from tests.dense_model import dense_model
@@ -35,25 +34,9 @@ CPU = torch.device("cpu")
 
 
 def _model(**changes: Any) -> ModelConfig:
-    return dense_model(
-        **{
-            "model_type": "llama",
-            "hidden_size": 40,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "head_dim": 8,
-            "intermediate_size": 1280,
-            "vocab_size": 700,
-            "max_position_embeddings": 64,
-            "rms_norm_eps": 1e-5,
-            "rope": RopeConfig(theta=1e4),
-            "tie_word_embeddings": False,
-            "qkv_bias": True,
-            "qk_norm": True,
-            **changes,
-        }
-    )
+    sizes = {"hidden_size": 40, "num_hidden_layers": 2, "intermediate_size": 1280, "vocab_size": 700}
+    sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+    return dense_model(**{**sizes, "tie_word_embeddings": False, "qkv_bias": True, "qk_norm": True, **changes})
 
 
 def _tensors(model: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -67,7 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(hf, path)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=lambda size: f"tp{size}")
+@pytest.fixture
 def group(request: pytest.FixtureRequest, model: Model) -> Iterator[LocalGroup]:
     group = LocalGroup(model.path, request.param, NUM_PAGES, num_window_pages=NUM_WINDOW_PAGES)
     assert [layer.mixer.window for layer in group.model.layers] == [None, WINDOW, WINDOW] * 2
@@ -96,7 +96,7 @@ def test_answers_without_a_pool_of_their_own_equal_transformers(model: Model) ->
     group.close()
 
 
-@pytest.mark.parametrize("chunk", [16, 56, 512])
+@pytest.mark.parametrize(("group", "chunk"), [(1, 16), (1, 512), (2, 56)], indirect=["group"])
 def test_batched_answers_equal_transformers_in_any_chunks(group: LocalGroup, model: Model, chunk: int) -> None:
     prompts = prompts_of(LENGTHS)
     answers = generate(group, prompts, limits(chunk=chunk))
@@ -116,6 +116,7 @@ def test_captured_steps_equal_transformers(model: Model, monkeypatch: pytest.Mon
     group.close()
 
 
+@pytest.mark.parametrize("group", [1], indirect=True)
 def test_preemption_for_want_of_window_pages_changes_no_answer(group: LocalGroup, model: Model) -> None:
     prompts = prompts_of([1, 2, 3, 4, 5, 6, 7, 8])
     # Five run at once, and have two window pages each before they end.
@@ -124,6 +125,7 @@ def test_preemption_for_want_of_window_pages_changes_no_answer(group: LocalGroup
     model.check(prompts, answers.tokens)
 
 
+@pytest.mark.parametrize("group", [2], indirect=True)
 def test_prefix_hits_whole_and_in_part_change_no_answer(group: LocalGroup, model: Model) -> None:
     stem, *others = prompts_of([200, 120, 300, 150], seed=1)
     prompts = [stem, stem, stem[:100] + others[0], stem[:100], *others, stem, stem[:100] + others[1], stem]

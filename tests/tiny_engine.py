@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from cluster.engine.coordinator import Coordinator
 from cluster.ranks.liveness import Liveness
 from cluster.ranks.recovery import Recovery
 from cluster.requests.served_model import ServedModel
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.scheduler import Scheduler
 from cluster.serve.ingress import create_app
 from cluster.structured.guides import RequestGuides
 from cluster.text.tokenizer import Tokenizer
@@ -35,6 +35,7 @@ from configs.errors import DeadlineError
 from configs.schema import GenerationDefaults, ServerConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
+from tests.fake_engine import LIMITS
 from tests.fake_ranks import FakeRanks
 from tests.local_group import PAGE_SIZE, LocalGroup
 
@@ -156,18 +157,15 @@ def tiny_engine(folder: Path, server: ServerConfig | None = None) -> Iterator[Ti
     """
     write_tiny_checkpoint(folder)
     group = LocalGroup(folder, 1, num_pages=64, max_model_len=MAX_MODEL_LEN)
-    limits = SchedulerLimits(
-        num_pages=64,
+    limits = replace(
+        LIMITS,
         page_size=PAGE_SIZE,
-        max_num_seqs=8,
         max_num_batched_tokens=64,
         prefill_chunk_size=32,
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCAB_SIZE,
         max_num_queued_requests=2000,
         max_num_queued_tokens=200_000,
-        steps_in_flight=2,
-        enable_prefix_caching=True,
         eos_token_ids=group.model.eos_token_ids,
         max_item_tokens=28,
     )

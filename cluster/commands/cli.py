@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import time
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -237,16 +239,14 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-class _friendly_errors:
+@contextlib.contextmanager
+def _friendly_errors() -> Iterator[None]:
     """Turns our errors into one red line and exit code 2; anything else stays a traceback."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, LockstepError):
-            typer.secho(f"error: {error}", fg="red", err=True)
-            raise typer.Exit(2) from None
+    try:
+        yield
+    except LockstepError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

@@ -93,9 +93,9 @@ def print_plan(
         console.print(line, soft_wrap=isinstance(line, str), markup=False)
 
 
-def print_changes(before: AppConfig, after: AppConfig, console: Console | None = None) -> None:
+def print_changes(before: AppConfig, after: AppConfig) -> None:
     """Prints what is different in `after`, and what each change does to an app that runs with `before`."""
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     rows = [(it.key, _values(it), str(it.effect)) for it in changes(before, after)]
     widths = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
     console.print(f"{len(rows) or 'no'} change{'' if len(rows) == 1 else 's'} to what runs", markup=False)

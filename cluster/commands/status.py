@@ -13,7 +13,7 @@ from configs.errors import EngineError
 _WINDOW_S = 10
 
 
-def print_status(url: str, *, as_json: bool, console: Console | None = None) -> None:
+def print_status(url: str, *, as_json: bool) -> None:
     """Prints model, requests, speed, KV pages and ranks.
 
     Args:
@@ -23,7 +23,7 @@ def print_status(url: str, *, as_json: bool, console: Console | None = None) -> 
         ConfigError: `url` is none.
         EngineError: the endpoint does not answer, or has not heard of its engine yet.
     """
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True)
     with EndpointClient(url) as endpoint:
         version = endpoint.json("/version")["version"]
         live: dict[str, Any] | None = next(endpoint.events("GET", "/live"), None)

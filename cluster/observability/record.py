@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from cluster.engine.messages import FinishReason, Prefilled, SamplingParams
 from cluster.http.context import RequestContext
@@ -16,10 +16,6 @@ class Identity:
     application: str = ""
     deployment: str = ""
     replica: str = ""
-
-    def labels(self) -> dict[str, str]:
-        """The labels by name, in the order above."""
-        return asdict(self)
 
 
 @dataclass(slots=True, kw_only=True)

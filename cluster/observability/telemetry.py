@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from cluster.engine.messages import EngineStats, FinishReason
 from cluster.engine.state import EngineLife, EngineState
@@ -126,7 +126,7 @@ class Telemetry:
     def prometheus(self) -> bytes:
         """The metrics as Prometheus scrapes them."""
         self._refresh()
-        return prometheus.exposition(self.metrics, self.identity.labels())
+        return prometheus.exposition(self.metrics, asdict(self.identity))
 
     def _follow_pauses(self, stats: EngineStats) -> None:
         if stats.state is EngineState.REBUILDING:

@@ -101,11 +101,8 @@ def _reason(error: ValueError, body: bytes) -> str:
     return f"it is not UTF-8 ({error.reason})." if isinstance(error, UnicodeDecodeError) else str(error)
 
 
-def validated(kind: type[_Model], raw: object, path: str = "") -> _Model:
+def validated(kind: type[_Model], raw: object) -> _Model:
     """`raw` as a `kind`, by its field types alone.
-
-    Args:
-        path: of `raw` in the request.
 
     Raises:
         RequestError: with the path of the field at fault.
@@ -113,7 +110,7 @@ def validated(kind: type[_Model], raw: object, path: str = "") -> _Model:
     try:
         return kind.model_validate(raw)
     except pydantic.ValidationError as error:
-        raise _as_request_error(error, raw, path) from error
+        raise _as_request_error(error, raw) from error
 
 
 def below(path: str, error: RequestError) -> RequestError:
@@ -122,12 +119,13 @@ def below(path: str, error: RequestError) -> RequestError:
     return RequestError(str(error), code=error.code, param=param, status=error.status)
 
 
-def _as_request_error(error: pydantic.ValidationError, raw: object, path: str) -> RequestError:
+def _as_request_error(error: pydantic.ValidationError, raw: object) -> RequestError:
     errors = error.errors(include_url=False)
     # A union has errors of each of its types: the one that got furthest into the value is the one meant. Its type is
     # told before what it lacks.
     found = [(each, _path(each, raw)) for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
     first, place = max(found, key=lambda it: (len(it[1]), it[1][-1:] == ["type"], it[0]["type"] not in _KINDS))
+    path = ""
     for part in place:
         path += f"[{part}]" if isinstance(part, int) else f".{part[:_MAX_NAME_CHARS]}" if path else part
     kind, message, context = first["type"], first["msg"], first.get("ctx", {})

@@ -158,14 +158,14 @@ def _structural_tag(value: Any, param: str) -> GrammarSpec:
     return _spec(GrammarKind.STRUCTURAL_TAG, msgspec.json.encode(tag), param)
 
 
-def _spec(kind: GrammarKind, body: bytes, param: str, *, strict: bool = True, compact: bool = False) -> GrammarSpec:
+def _spec(kind: GrammarKind, body: bytes, param: str, *, strict: bool = True) -> GrammarSpec:
     if len(body) > MAX_GRAMMAR_BYTES:
         raise RequestError(
             f"{param} takes {len(body)} bytes; at most {MAX_GRAMMAR_BYTES} are allowed.",
             code="grammar_too_complex",
             param=param,
         )
-    return GrammarSpec(kind=kind, body=body, param=param, strict=strict, compact=compact)
+    return GrammarSpec(kind=kind, body=body, param=param, strict=strict)
 
 
 _STRUCTURED_OUTPUTS: Mapping[str, Callable[[Any, str], GrammarSpec | None]] = {

@@ -16,8 +16,6 @@ from configs.errors import OverloadedError, RequestError
 
 _NUM_RENDERERS = 4
 _MAX_RENDERING = 1024  # chats in the hands of the renderers and before them
-
-
 # Errors that a template raises, or makes Python raise, for messages that it did not foresee.
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -117,15 +115,7 @@ def render(conversation: Conversation, template: ChatTemplate | None, formats: M
                 continue_final_message=conversation.continue_final,
                 add_generation_prompt=conversation.add_generation_prompt,
             )
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
+        except _REFUSALS as error:
             failure = error
             if not isinstance(error, TypeError) or not any(turn.calls for turn in turns):
                 break

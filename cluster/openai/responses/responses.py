@@ -57,13 +57,11 @@ _CANCEL_TIMEOUT_S = 2.0
 class ResponsesServing:
     """Answers /v1/responses for one model."""
 
-    def __init__(
-        self, model: ServedModel, requests: ActiveRequests | None = None, store: ResponseStore | None = None
-    ) -> None:
+    def __init__(self, model: ServedModel, requests: ActiveRequests) -> None:
         """`requests`: where background responses are counted, so that a stopping server waits for them too."""
         self._model = model
-        self._requests = ActiveRequests() if requests is None else requests
-        self._store = ResponseStore() if store is None else store
+        self._requests = requests
+        self._store = ResponseStore()
         self._tasks: set[asyncio.Task[None]] = set()  # background responses; the event loop holds tasks weakly
 
     async def create(self, body: bytes, context: RequestContext) -> HttpResponse:
