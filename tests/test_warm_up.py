@@ -16,11 +16,11 @@ from worker.warm_up import _run_steps
 
 @pytest.mark.parametrize(("most_rows", "most_tokens", "expected"), [(256, 4096, 12), (20, 100, 6)])
 def test_steps_of_few_and_many_rows_run_with_and_without_cached_pages(
-    small_path: Path, monkeypatch: pytest.MonkeyPatch, most_rows: int, most_tokens: int, expected: int
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, most_rows: int, most_tokens: int, expected: int
 ) -> None:
     scheduler = {"max_num_seqs": most_rows, "max_num_batched_tokens": most_tokens}
-    given = {"model": str(small_path), "device": "cpu", "scheduler": scheduler, "kv_cache": {"num_tokens": 1024}}
-    model = read_model_config(small_path)
+    given = {"model": str(tiny_path), "device": "cpu", "scheduler": scheduler, "kv_cache": {"num_tokens": 1024}}
+    model = read_model_config(tiny_path)
     config = resolve(parse_engine_config(given), model, HostFacts(num_cores=2, num_gpus=0)).config
     launch, frames = TPWorker.launch, []
 
