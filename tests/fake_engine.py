@@ -74,11 +74,10 @@ def first_allowed(token: int, mask: npt.NDArray[np.bool_]) -> int:
 
 
 class RuleGuide:
-    """Follows the grammar; each mask is there after some polls."""
+    """Follows the grammar; each mask is there after two polls at most."""
 
-    def __init__(self, max_delay: int, seed: int) -> None:
+    def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._max_delay = max_delay
         self._answer: list[int] = []
         self._delay = 0
         self.is_closed = False
@@ -89,7 +88,7 @@ class RuleGuide:
         assert not self._delay, "a token without a mask"
         self._answer += tokens
         self._drafts = list(drafts)
-        self._delay = self._random.randint(0, self._max_delay)
+        self._delay = self._random.randint(0, 2)
 
     def poll(self) -> UInt32Array | None:
         assert not self.is_closed
@@ -329,9 +328,8 @@ class Answer:
 class Engine:
     """Scheduler and fake worker; checks every frame and every output against the rules."""
 
-    def __init__(self, limits: SchedulerLimits, max_mask_delay: int = 2) -> None:
+    def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
-        self.max_mask_delay = max_mask_delay
         self.guides: list[RuleGuide] = []
         self.now = 0.0
         """Seconds; a launch takes a hundredth."""
@@ -383,7 +381,7 @@ class Engine:
     def _make_guide(self, request: GenerateRequest) -> RuleGuide | None:
         if request.sampling.grammar is None:
             return None
-        self.guides.append(RuleGuide(self.max_mask_delay, request.id))
+        self.guides.append(RuleGuide(request.id))
         return self.guides[-1]
 
     def abort(self, *ids: int) -> None:

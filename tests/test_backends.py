@@ -163,8 +163,8 @@ def test_what_a_backend_cannot_do_is_refused_with_those_that_can(
         check_backend(name, asked, "attention.backend")
 
 
-def pool_of(*layers: AttentionLayer, dtype: torch.dtype = torch.float32) -> TokenToKVPool:
-    return TokenToKVPool(layers, num_pages=1, page_size=16, dtype=dtype, device=torch.device("cpu"))
+def pool_of(*layers: AttentionLayer) -> TokenToKVPool:
+    return TokenToKVPool(layers, num_pages=1, page_size=16, dtype=torch.float32, device=torch.device("cpu"))
 
 
 LAYER = AttentionLayer(layer_id=0, tp_q_head_num=2, tp_k_head_num=1, head_dim=16, scale=0.25)

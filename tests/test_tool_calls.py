@@ -61,8 +61,8 @@ def ask(qwen: Tokenizer, tmp_path: Path) -> Run:
     return go
 
 
-def prompt_of(stack: Stack, qwen: Tokenizer, index: int = -1) -> str:
-    ids = memoryview(stack.coordinator.requests[index].prompt).cast("i").tolist()
+def prompt_of(stack: Stack, qwen: Tokenizer) -> str:
+    ids = memoryview(stack.coordinator.requests[-1].prompt).cast("i").tolist()
     return qwen.decode(ids, skip_special_tokens=False)
 
 

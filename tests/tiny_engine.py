@@ -149,7 +149,7 @@ def write_tiny_checkpoint(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def tiny_engine(folder: Path, server: ServerConfig | None = None) -> Iterator[TinyEngine]:
+def tiny_engine(folder: Path) -> Iterator[TinyEngine]:
     """An engine of one rank on threads of this process.
 
     Args:
@@ -192,7 +192,7 @@ def tiny_engine(folder: Path, server: ServerConfig | None = None) -> Iterator[Ti
             tokenizer,
             model_name=MODEL,
             max_model_len=MAX_MODEL_LEN,
-            server=server or ServerConfig(),
+            server=ServerConfig(),
             vocab_size=VOCAB_SIZE,
             eos_token_ids=group.model.eos_token_ids,
             defaults=GenerationDefaults(max_new_tokens=8),
