@@ -38,6 +38,10 @@ if TYPE_CHECKING:  # these load torch, which the processes that start ranks do w
 
 logger = logging.getLogger(__name__)
 
+_SWITCH_INTERVAL_S = 1e-4
+"""How long a thread that waits for the interpreter leaves it to the others, instead of Python's 5 ms: the step loop
+never sleeps on GPUs, and who reads other weights beside it asks for the interpreter after each of its many launches."""
+
 
 @functools.cache  # Ray keeps every class that it is given, and what it knows of its methods, for good
 def actor_class(cls: type) -> Any:
@@ -126,6 +130,7 @@ class RankActor:
     """One rank's process. Methods run in the order they are declared; `ctl` ones answer while `run` blocks."""
 
     def __init__(self, spec: RankSpec) -> None:
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self.become(spec)
         self._group: TensorParallelGroup | None = None
         self._worker: TPWorker | None = None
