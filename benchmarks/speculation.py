@@ -1,13 +1,15 @@
 """A measurement of speculation: tokens a second with it over those without, and whether an answer differs.
 
-    python -m benchmarks.speculation [--config FILE] [--set KEY=VALUE ...] [--batches 1,4] [--tokens 64] --json OUT
+    python -m benchmarks.speculation [--config FILE] [--set KEY=VALUE ...] [--batches 1,4] [--tokens 64]
+                                     [--accept RATE] --json OUT
 
 Two kinds of prompts: chats that ask for a given text, as it is or with one word changed, and random token ids. All are
 submitted at once and so many run at a time, the others wait; they are answered without, with, with and without
 speculation, as often as --rounds says, by the same ranks, for whom this process schedules as a coordinator does: no
 Ray, no HTTP. Rates have the prompts' time in them. The ratio is that of all time, `cpu_ratio` that of the processor
 time of all processes, which other programs change less. Greedy answers to random ids soon go round in circles, which
-drafts follow; those drawn at temperature 1 repeat nothing.
+drafts follow; those drawn at temperature 1 repeat nothing. With --accept the drafts of random ids are the answers
+without speculation, each token of them with that probability, as other engines' benchmarks force it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import psutil  # type: ignore[import-untyped]  # ships no types
@@ -32,6 +37,8 @@ from torch.distributed import TCPStore
 from benchmarks.ranks import start_worker
 from benchmarks.report import ROOT, circumstances, table
 from cluster.engine.messages import GenerateRequest, SamplingParams
+from cluster.scheduling.drafter import Drafter
+from cluster.scheduling.ngrams import NgramHistory
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from cluster.text.tokenizer import Tokenizer
 from configs.checkpoint import resolve_model_path
@@ -40,7 +47,7 @@ from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import NO_SPECULATION, EngineConfig
 from parallel.environment import RANK_ENVIRONMENT
-from worker.protocol import FrameKind, StepFrame, StepResult
+from worker.protocol import FrameKind, Int32Array, StepFrame, StepResult
 
 _TEXTS = (
     ("The old lighthouse stood on the northern cliff, where the wind never rested. Every evening the keeper climbed "
@@ -83,6 +90,40 @@ def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, num_pages
     group.barrier()
 
 
+class _Foreseen:
+    """In place of an `NgramHistory`, one that knows the answer, and is wrong on purpose."""
+
+    def __init__(self, whole: list[int], rate: float) -> None:
+        self._whole, self._num_tokens, self.chances = whole, 0, (rate, rate)
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def take(self, tokens: Int32Array, *, is_whole: bool) -> None:
+        self._num_tokens += len(tokens)
+
+    def drafts(self, count: int) -> list[int]:
+        places = range(self._num_tokens, self._num_tokens + count)
+        known = self._whole[places.start : places.stop]
+        wrong = np.random.default_rng(places.start).random(len(known)) >= self.chances[0]
+        drafts = [0 if is_wrong else token for token, is_wrong in zip(known, wrong.tolist(), strict=True)]
+        return drafts + [0] * (count - len(known))
+
+
+class _Foreseeing(Drafter):
+    """A drafter of answers that are known."""
+
+    def __init__(self, *args: Any, wholes: dict[int, list[int]], rate: float) -> None:
+        super().__init__(*args)
+        self._wholes, self._rate = wholes, rate
+
+    def take(self, rows: Int32Array) -> None:
+        for request in map(self._rows.request, rows.tolist()):
+            if request.history is None:
+                request.history = cast("NgramHistory", _Foreseen(self._wholes[request.id], self._rate))
+        super().take(rows)
+
+
 class _Ranks:
     """The processes of the ranks, and a scheduler for each measurement."""
 
@@ -119,17 +160,16 @@ class _Ranks:
             assert pipe.poll(_TIMEOUT_S), "a rank did not start"
             pipe.recv_bytes()
 
-    def answer(self, requests: list[GenerateRequest], batch: int, *, speculates: bool) -> _Run:
+    def answer(
+        self, requests: list[GenerateRequest], batch: int, *, speculates: bool, drafter: Callable[..., Drafter]
+    ) -> _Run:
         """Has `requests` answered, `batch` at a time."""
         speculation = self._speculation if speculates else NO_SPECULATION
-        scheduler = Scheduler(
-            replace(
-                self._limits,
-                max_num_seqs=batch,
-                speculation=speculation,
-                max_row_tokens=1 + speculation.num_drafts,
-            )
+        limits = replace(
+            self._limits, max_num_seqs=batch, speculation=speculation, max_row_tokens=1 + speculation.num_drafts
         )
+        with mock.patch("cluster.scheduling.scheduler.Drafter", drafter):
+            scheduler = Scheduler(limits)
         scheduler.last_step = self._last_step
         assert not scheduler.add(requests)
         tokens: dict[int, list[int]] = {request.id: [] for request in requests}
@@ -183,8 +223,13 @@ def _measure(
         )
         for index in range(max(len(prompts), 2 * batch))
     ]
+    drafter: Callable[..., Drafter] = Drafter
+    if args.accept is not None:
+        known = ranks.answer(requests, batch, speculates=False, drafter=Drafter).tokens
+        wholes = {it.id: [*np.frombuffer(it.prompt, np.int32).tolist(), *known[it.id]] for it in requests}
+        drafter = partial(_Foreseeing, wholes=wholes, rate=args.accept)
     order = (False, True, True, False) * args.rounds
-    runs = [(speculates, ranks.answer(requests, batch, speculates=speculates)) for speculates in order]
+    runs = [(speculates, ranks.answer(requests, batch, speculates=speculates, drafter=drafter)) for speculates in order]
     without, with_ = ([run for speculates, run in runs if speculates is kind] for kind in (False, True))
     first, num_tokens = runs[0][1], args.tokens * len(requests)
     seconds = [sum(run.seconds for run in of_kind) for of_kind in (without, with_)]
@@ -213,6 +258,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--accept", type=float, metavar="RATE")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     batches = [int(batch) for batch in args.batches.split(",")]
@@ -234,10 +280,10 @@ def main() -> None:
             edits.append(tokenizer.encode(rendered, add_special_tokens=False))
     generator = np.random.default_rng(1)
     random = [generator.integers(0, ranks.vocab_size, _NUM_RANDOM).tolist() for _ in range(len(_TEXTS))]
-    _measure(ranks, random, max(batches), 0.0, argparse.Namespace(tokens=8, rounds=1))  # warms up
+    _measure(ranks, random, max(batches), 0.0, argparse.Namespace(tokens=8, rounds=1, accept=None))  # warms up
     rows = []
     for kind, prompts, temperatures in (("edit", edits, (0.0, 0.7)), ("random", random, (0.0, 1.0))):
-        if not prompts:
+        if not prompts or (kind == "edit" and args.accept is not None):
             continue  # random weights edit nothing
         for temperature, batch in itertools.product(temperatures, batches):
             figures = _measure(ranks, prompts, batch, temperature, args)

@@ -50,7 +50,9 @@ def test_a_padded_step_reads_of_its_own_rows_what_the_exact_one_reads(seed: int,
     generator = np.random.default_rng(seed)
     frame = frame_of(generator, int(generator.integers(1, MAX_ROWS + 1)), decodes=decodes)
     step = shape_of(frame)
-    shape = smallest(decode_shapes(MAX_ROWS) if decodes else prompt_shapes(MAX_ROWS, MAX_TOKENS, MAX_LEN), step)
+    shape = smallest(
+        decode_shapes(MAX_ROWS) if decodes else prompt_shapes(MAX_ROWS, MAX_TOKENS, MAX_LEN, MAX_ROWS), step
+    )
     assert shape is not None
     inputs, table = _inputs(device)
     inputs.upload(frame, step)

@@ -25,7 +25,7 @@ STALE = 1 << 29
 
 def captured(max_rows: int, max_tokens: int, max_model_len: int) -> list[StepShape]:
     """The shapes of steps with prompts that are captured for FlashAttention."""
-    ladder = prompt_shapes(max_rows, max_tokens, max_model_len)
+    ladder = prompt_shapes(max_rows, max_tokens, max_model_len, max_rows)
     return [shape for each in ladder for shape in unsplit_shapes(each, max_model_len)]
 
 
@@ -49,6 +49,15 @@ def frame_of(generator: np.random.Generator, num_rows: int, *, decodes: bool = F
         flags=flags,
         token_ids=generator.integers(0, 1000, int(lens[has_tokens].sum())).astype(np.int32),
     )
+
+
+@pytest.mark.parametrize(("num_rows", "num_drafts"), [(1, 7), (16, 3), (64, 1), (48, 3)])
+def test_steps_with_drafts_are_padded_to_the_next_size_alone(num_rows: int, num_drafts: int) -> None:
+    num_tokens = num_rows * (1 + num_drafts)
+    ladder = prompt_shapes(256, 8192, LONGEST, 256 + 128)
+    shape = smallest(ladder, StepShape(num_tokens, num_rows, num_tokens))
+    assert shape is not None
+    assert shape.num_tokens == max(num_tokens, 16)
 
 
 @pytest.mark.parametrize("decodes", [True, False])

@@ -110,12 +110,12 @@ class ModelRunner:
             return
         ladders = (
             decode_shapes(self._max_rows),
-            prompt_shapes(self._max_rows, self._max_graph_tokens, max_model_len),
+            prompt_shapes(self._max_rows, self._max_graph_tokens, max_model_len, self._max_sampled),
         )
         shapes = [it for ladder in ladders for shape in ladder for it in backend.capture_shapes(shape, max_model_len)]
         # One for all graphs, kept by their outputs: what each had of its own came to 8 GiB (Qwen3-8B at TP 1).
         self._logits = torch.empty(
-            self._max_rows, self._decoder.num_local_logits, dtype=torch.float32, device=self._group.device
+            self._max_sampled, self._decoder.num_local_logits, dtype=torch.float32, device=self._group.device
         )
         self._graphs.offer(shapes)
         if which != "none":

@@ -73,8 +73,10 @@ def launch_bound_tokens(flops_per_token: float) -> int:
     return max(_LEAST_GRAPH_TOKENS, int(_LAUNCH_BOUND_FLOPS / flops_per_token))
 
 
-def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int) -> list[StepShape]:
-    """The ladder of steps with prompts, up to `max_tokens` or its own end at 8192; that end is one of it.
+def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int, max_sampled: int) -> list[StepShape]:
+    """The ladder of steps with prompts or drafts, up to `max_tokens` or its own end at 8192; that end is one of it.
+
+    With a `max_sampled` above `max_rows`, that of steps with drafts, up to so many inputs may all be sampled.
 
     Padding costs at most 31 tokens up to 128, 63 up to 512, 127 up to 4096 and 511 above. Up to 2048 tokens each number
     comes with few rows, for prompts that nothing or little else runs beside, and with as many as there may be. Which of
@@ -87,7 +89,10 @@ def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int) -> list[St
         if few and (few == many or num_tokens <= _FEW_ROWS_TOKENS):
             shapes.append(StepShape(num_tokens, few + 1, few))
         if many > few:
-            shapes.append(StepShape(num_tokens, many + 1, many))
+            shape = StepShape(num_tokens, many + 1, many)
+            if max_rows < max_sampled >= num_tokens:
+                shape = StepShape(num_tokens, min(many + 1, num_tokens - 1), num_tokens)  # else it would be decodes
+            shapes.append(shape)
     return shapes
 
 
