@@ -21,7 +21,6 @@ from attention.kernels.pages import (
     block_of,
     first_key,
     for_cache,
-    has_dependent_launch,
     pages_of,
     slots_in_page,
     slots_of,
@@ -29,6 +28,7 @@ from attention.kernels.pages import (
 )
 from attention.kernels.sums import cap
 from attention.layer import AttentionLayer
+from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start
 
 _SPLITS_AT_ONCE = 16
 _MAX_SPLITS = 128
@@ -123,7 +123,7 @@ def _decode_kernel(
     scale, v_scale, num_splits, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_TILES: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, SPLIT: tl.constexpr,
-    EARLY_JOIN: tl.constexpr, COMPILED: tl.constexpr,
+    DEPENDENT: tl.constexpr, EARLY_JOIN: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     LOG2_E: tl.constexpr = 1.4426950408889634
     # Values in FP8 are loaded two at a time: as single bytes they would go from shared memory to registers one by one,
@@ -135,9 +135,9 @@ def _decode_kernel(
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     num_kv_heads = tl.num_programs(0) // HEAD_TILES
-    if EARLY_JOIN:
-        # The join starts once every program here has said so or ended: none of these waits for its place.
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(DEPENDENT)
+    # The join starts once every program here has said so or ended: none of these waits for its place.
+    let_next_start(EARLY_JOIN)
     slot_stride = num_kv_heads * HEAD_DIM
 
     seq_len = tl.load(cache_seqlens + row)
@@ -222,6 +222,8 @@ def _decode_kernel(
         tl.store(lse_ptr + out_row, m + tl.log2(total), mask=is_head)
     out_ptrs = out_ptr + out_row[:, None] * V_DIM + words[None, :] * PER_WORD
     attended = acc / total[:, None] * v_scale
+    if not EARLY_JOIN:
+        let_next_start(DEPENDENT)
     tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=stored)
     if PAIRED:
         attended = seconds / total[:, None] * v_scale
@@ -236,16 +238,13 @@ def _join_kernel(
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     out_row = row * tl.num_programs(0) + tl.program_id(0)
-    # Written before the runs' kernel, which is not started early itself, and so before any of this one's programs.
+    # Written before the runs' kernel, which has waited for that before any of this one's programs is started.
     seq_len = tl.load(cache_seqlens + row)
     begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW, CHUNK)
     num_blocks = end - begin
     num_parts = tl.cdiv(num_blocks, tl.cdiv(num_blocks, num_splits))
-    if EARLY_JOIN:
-        # Until all runs are done and what they wrote can be seen: no part is read above, nothing written. Every program
-        # waits, so this kernel ends after theirs, and the next in the stream, started as usual, finds both done: it may
-        # take the parts' memory.
-        tl.extra.cuda.gdc_wait()
+    follow(EARLY_JOIN)  # until all runs are done and what they wrote can be seen
+    let_next_start(EARLY_JOIN)
 
     splits = tl.arange(0, MAX_SPLITS)
     lse = tl.load(lse_ptr + out_row * num_splits + splits, mask=splits < num_parts, other=float("-inf"))
@@ -317,7 +316,8 @@ def paged_decode(
         tuning = _fit(choose(batch_size, num_kv_heads, kv_itemsize), block_m, block_d, itemsize, kv_itemsize)
     num_splits = tuning.num_splits
     is_split = num_splits > 1
-    early_join = is_split and tuning.early_join and has_dependent_launch(q.device)
+    dependent = is_dependent(q.device, batch_size)
+    early_join = is_split and tuning.early_join and dependent
     parts, lse = out, None
     if is_split:
         num_parts = batch_size * num_q_heads * num_splits
@@ -351,10 +351,12 @@ def paged_decode(
         CHUNK=chunk,
         CAP=layer.softcap or 0.0,
         SPLIT=is_split,
+        DEPENDENT=dependent,
         EARLY_JOIN=early_join,
         COMPILED=not triton.knobs.runtime.interpret,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        launch_pdl=dependent,
     )
     if is_split:
         _join_kernel[(num_q_heads, batch_size)](

@@ -26,9 +26,10 @@ import triton.language as tl
 
 from attention.forward_batch import PagedMetadata
 from attention.kernels.extend import ExtendTuning, Spans, paged_extend
-from attention.kernels.pages import block_of, first_key, has_dependent_launch
+from attention.kernels.pages import block_of, first_key
 from attention.kernels.sums import empty_span, exact_answer, merge_span
 from attention.layer import AttentionLayer
+from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
 
 SPAN = 512
 """Positions of a span: a power of two. With 256 or 128 a decode step of Qwen3-8B took 0.99 to 1.01 times as long on an
@@ -89,13 +90,11 @@ def _merge_kernel(
 ):  # fmt: skip
     head = tl.program_id(0) + tl.arange(0, 1)
     row = tl.program_id(1).to(tl.int64)
-    # Written before the kernel that leaves parts, which is not started early itself, and so before any program here.
+    # Written before the kernel that leaves parts, which has waited for that before any program here is started.
     seq_len = tl.load(cache_seqlens + row)
     num_spans = tl.cdiv(seq_len, SPAN) - first_key(seq_len - 1, WINDOW, CHUNK) // SPAN
-    if EARLY_MERGE:
-        # Until all parts are there and can be seen. Every program waits, so this kernel ends after the one before it,
-        # and the next in the stream, started as usual, finds both done: it may take the parts' memory.
-        tl.extra.cuda.gdc_wait()
+    follow(EARLY_MERGE)  # until all parts are there and can be seen
+    let_next_start(EARLY_MERGE)
     out_row = row * tl.num_programs(0) + head
     dims = tl.arange(0, BLOCK_D)[None, :]
     m, _, acc = empty_span(1, BLOCK_D)

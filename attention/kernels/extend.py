@@ -42,6 +42,7 @@ from attention.kernels.sums import (
     merge_span,
 )
 from attention.layer import AttentionLayer
+from parallel.kernels.dependent_launch import follow, let_next_start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,9 +196,9 @@ def _extend_kernel(
     """Programs are KV heads by runs of spans by tiles. `sums_ptr`: logarithms of sums; LEAVES: sums of spans."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     KEY_DIM: tl.constexpr = HEAD_DIM if HEAD_DIM < V_DIM else V_DIM
-    if EARLY:
-        # The merging kernel starts once every program here has said so or ended: none of these waits for its place.
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(EARLY)
+    # The merging kernel starts once every program here has said so or ended: none of these waits for its place.
+    let_next_start(EARLY)
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
     if ONE_TOKEN:
@@ -395,5 +396,6 @@ def paged_extend(
         AT_ONCE=ROWS_AT_ONCE,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        launch_pdl=spans is not None and spans.is_early,
     )
     return out

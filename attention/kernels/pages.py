@@ -6,14 +6,9 @@ the page ids of the next are on their way.
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 
-_DEPENDENT_LAUNCH = (9, 0)
-"""The first compute capability that starts a kernel before the one in front of it has ended."""
 ONE_PAGE = tl.constexpr(1 << 30)
 """Tokens of a page where a row's keys follow one another: they are one page, which begins at any slot."""
 LOWEST = tl.constexpr(-1e30)
@@ -25,12 +20,6 @@ ROWS_AT_ONCE = 128
 def block_of(size: int) -> int:
     """A block that holds so many elements, and that a matrix product takes."""
     return max(1 << (size - 1).bit_length(), 16)
-
-
-@functools.cache
-def has_dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel on `device` can be started before the one in front of it is done, and wait for it there."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_LAUNCH
 
 
 @triton.jit

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from parallel.fused_sum import FLAG_BYTES, MAX_PROGRAMS
+from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start, let_next_start_beside
 from parallel.numerics.kernels.tree_sum import add_norm_row, append, block_of_row, finish, scale_of
 from parallel.numerics.tree import Additions
 
@@ -135,11 +136,13 @@ def _nodes_of_ranks(bases, offset, node_bytes, columns, inside, NODES: tl.conste
 def _all_reduce_add_norm_kernel(
     out_ptr, residual_ptr, weight_ptr, state_ptr, bases, own, rank, data_offset, host_words, timeout_ns,
     residual_stride, eps, NODES: tl.constexpr, ADDS: tl.constexpr, IN_FP32: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     num_ranks: tl.constexpr = len(bases)
     given_up_ptr = state_ptr + 2 * _MAX_PROGRAMS
+    follow(DEPENDENT)
+    let_next_start_beside(DEPENDENT)
     epoch = tl.load(state_ptr + row) + 1
     thread = _signalling_thread(tl.load(given_up_ptr), num_ranks)
     _signal(bases, thread, (rank * _MAX_PROGRAMS + row) * 4, epoch)
@@ -157,6 +160,7 @@ def _all_reduce_add_norm_kernel(
     offset, node_bytes = data_offset + row * row_bytes, tl.num_programs(0) * row_bytes
     nodes = _nodes_of_ranks(bases, offset, node_bytes, columns, inside, NODES, dtype)
     x = finish(nodes, ADDS)[2 * len(ADDS)]
+    let_next_start(DEPENDENT)
     add_norm_row(out_ptr + row * SIZE, residual_ptr, x, residual, weight, columns, inside, eps, SIZE)
 
 
@@ -164,11 +168,13 @@ def _all_reduce_add_norm_kernel(
 def _reduce_norm_share_kernel(
     out_ptr, residual_ptr, weight_ptr, state_ptr, bases, own, rank, data_offset, scales_offset, num_rows, host_words,
     timeout_ns, residual_stride, eps, NODES: tl.constexpr, ADDS: tl.constexpr, IN_FP32: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     num_ranks: tl.constexpr = len(bases)
     given_up_ptr = state_ptr + 2 * _MAX_PROGRAMS
+    follow(DEPENDENT)
+    let_next_start_beside(DEPENDENT)
     epoch = tl.load(state_ptr + program) + 1
     thread = _signalling_thread(tl.load(given_up_ptr), num_ranks)
     flag_offset = (rank * _MAX_PROGRAMS + program) * 4
@@ -345,12 +351,15 @@ def all_reduce_add_norm(
     out = torch.empty((num_rows, size), dtype=residual.dtype, device=residual.device)
     block, num_warps = block_of_row(size)
     own = peers.bases[peers.rank]
+    dependent = is_dependent(residual.device, num_rows)
     shared: dict[str, Any] = {
         "NODES": nodes_of(counts or (1,) * len(peers.bases)),
         "ADDS": adds if counts else in_rank_order(len(peers.bases)),
         "IN_FP32": bool(counts),
         "SIZE": size,
         "BLOCK": block,
+        "DEPENDENT": dependent,
+        "launch_pdl": dependent,
         "num_warps": num_warps,
         "enable_fp_fusion": not counts,
     }

@@ -10,16 +10,22 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start, let_next_start_beside
+
 _BLOCK = 1024
 _NUM_WARPS = 4  # 8 elements a thread: one 16-byte load each of gate and up in bf16
 
 
 @triton.jit
-def _act_and_mul_kernel(out_ptr, x_ptr, size, x_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _act_and_mul_kernel(
+    out_ptr, x_ptr, size, x_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     gate_ptrs = x_ptr + row * x_stride + columns
+    follow(DEPENDENT)
+    let_next_start_beside(DEPENDENT)
     gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + size, mask=inside, other=0.0).to(tl.float32)
     if ACTIVATION == "silu":
@@ -31,6 +37,7 @@ def _act_and_mul_kernel(out_ptr, x_ptr, size, x_stride, ACTIVATION: tl.constexpr
         # (1 + tanh(u)) / 2 is the logistic function of 2u; 2 * sqrt(2 / pi) = 1.5957691216057308.
         twice_u = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
         activated = gate / (1.0 + tl.exp(-twice_u))
+    let_next_start(DEPENDENT)
     tl.store(out_ptr + row * size + columns, (activated * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -62,5 +69,9 @@ def _act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
     assert x.stride(1) == 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     grid = (num_tokens, -(-size // _BLOCK))
-    _act_and_mul_kernel[grid](out, x, size, x.stride(0), ACTIVATION=activation, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+    dependent = is_dependent(x.device, num_tokens)
+    _act_and_mul_kernel[grid](
+        out, x, size, x.stride(0), ACTIVATION=activation, BLOCK=_BLOCK, DEPENDENT=dependent, num_warps=_NUM_WARPS,
+        launch_pdl=dependent,
+    )  # fmt: skip
     return out

@@ -11,15 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.pages import has_dependent_launch
+from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
 from parallel.numerics.kernels.fp8_tile import AnyWeight, pieces_of, plain_tile, scales_of
 from worker.kernels.routing import (
     SOFTMAX,
     Routes,
     Scoring,
     find_block,
-    follow,
-    let_next_start,
     max_blocks,
     route,
 )

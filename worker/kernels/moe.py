@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.pages import has_dependent_launch
+from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start, let_next_start_beside
 from parallel.numerics.kernels.fp8_tile import AnyWeight
 from parallel.numerics.kernels.node_gemm import add_leaf, border, pack_parts
 from parallel.plan import Span
@@ -40,7 +40,6 @@ from worker.kernels.pair_experts import sum_pairs
 from worker.kernels.routing import (
     SOFTMAX,
     Scoring,
-    follow,
     is_live,
     load_logits,
     router_logits,
@@ -65,6 +64,7 @@ def _combine_kernel(
     if DEPTH is not None:
         first, stop = border(low, high, node), border(low, high, node + 1)
     follow(DEPENDENT)
+    let_next_start_beside(DEPENDENT)
     live = is_live(slots_ptr, token, True, first_slot)
     acc = tl.zeros([BLOCK], tl.float32)
     if DEPTH is None:
@@ -83,6 +83,7 @@ def _combine_kernel(
                 product = tl.load(y_ptr + row + columns, mask=inside, other=0.0)
                 acc = tl.fma(tl.load(weights_ptr + pair), product, acc)
             waiting, acc = add_leaf(waiting, acc, leaf, stop - first, DEPTH)
+    let_next_start(DEPENDENT)
     out_row = out_ptr + token * size
     if DEPTH is not None:
         out_row += node.to(tl.int64) * num_tokens * size + first_column

@@ -11,36 +11,46 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start, let_next_start_beside
 from parallel.numerics.kernels.tree_sum import block_of_row
 
 
 @triton.jit
-def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, x_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    out_ptr, x_ptr, weight_ptr, x_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
-    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     # Before the sum: the row's threads wait for each other there, and this load need not wait with them.
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    follow(DEPENDENT)
+    let_next_start_beside(DEPENDENT)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    let_next_start(DEPENDENT)
     tl.store(out_ptr + row * SIZE + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _add_rms_norm_kernel(
-    out_ptr, x_ptr, residual_ptr, weight_ptr, x_stride, residual_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
+    out_ptr, x_ptr, residual_ptr, weight_ptr, x_stride, residual_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     residual_ptrs = residual_ptr + row * residual_stride + columns
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    follow(DEPENDENT)
+    let_next_start_beside(DEPENDENT)
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     rounded = (residual + x).to(residual_ptr.dtype.element_ty)
     tl.store(residual_ptrs, rounded, mask=inside)
     total = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(total * total, axis=0) / SIZE + eps)
+    let_next_start(DEPENDENT)
     tl.store(out_ptr + row * SIZE + columns, (total * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -58,7 +68,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     assert x.stride(1) == 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     block, num_warps = block_of_row(size)
-    _rms_norm_kernel[(num_rows,)](out, x, weight, x.stride(0), eps, SIZE=size, BLOCK=block, num_warps=num_warps)
+    dependent = is_dependent(x.device, num_rows)
+    _rms_norm_kernel[(num_rows,)](
+        out, x, weight, x.stride(0), eps, SIZE=size, BLOCK=block, DEPENDENT=dependent, num_warps=num_warps,
+        launch_pdl=dependent,
+    )  # fmt: skip
     return out
 
 
@@ -82,7 +96,9 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     assert residual.stride(1) == 1, f"the elements of a row lie side by side, not {residual.stride(1)} apart"
     out = torch.empty((num_rows, size), dtype=residual.dtype, device=residual.device)
     block, num_warps = block_of_row(size)
+    dependent = is_dependent(x.device, num_rows)
     _add_rms_norm_kernel[(num_rows,)](
-        out, x, residual, weight, x.stride(0), residual.stride(0), eps, SIZE=size, BLOCK=block, num_warps=num_warps
-    )
+        out, x, residual, weight, x.stride(0), residual.stride(0), eps, SIZE=size, BLOCK=block, DEPENDENT=dependent,
+        num_warps=num_warps, launch_pdl=dependent,
+    )  # fmt: skip
     return out

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.pages import has_dependent_launch
+from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
 from parallel.numerics.kernels.fp8_tile import AnyWeight, pieces_of, plain_tile, scales_of
 from parallel.numerics.kernels.node_gemm import add_leaf, border, cut_nodes, pack_parts
 from parallel.numerics.kernels.tree_sum import sum_subtrees
@@ -20,9 +20,7 @@ from worker.kernels.grouped_experts import MMA_ROWS, Tile, Tiles, Tokens, activa
 from worker.kernels.routing import (
     TRITON_DTYPES,
     compare_logits,
-    follow,
     is_live,
-    let_next_start,
     nth_expert,
     shared_of,
     weight_of,

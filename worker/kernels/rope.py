@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start, let_next_start_beside
+
 _HEADS = 8
 
 
@@ -59,7 +61,7 @@ def _cached(x, scale, dtype: tl.constexpr):
 def _qk_norm_rope_store_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, k_slots_ptr, v_slots_ptr, out_cache_loc_ptr,
     num_slots, num_q_heads, num_kv_heads, eps, k_scale, v_scale, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     TURNING: tl.constexpr = ROTARY_DIM // 2
@@ -80,6 +82,9 @@ def _qk_norm_rope_store_kernel(
     angle_ptrs = cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY_DIM + columns
     cos = tl.load(angle_ptrs, mask=columns < TURNING, other=1.0)
     sin = tl.load(angle_ptrs + TURNING, mask=columns < TURNING, other=0.0)
+    slot = tl.load(out_cache_loc_ptr + token)
+    follow(DEPENDENT)
+    let_next_start_beside(DEPENDENT)
     if group < num_q_groups:
         q_heads = group * HEADS + tl.arange(0, HEADS)
         q_mask = (q_heads < num_q_heads)[:, None] & inside
@@ -87,6 +92,7 @@ def _qk_norm_rope_store_kernel(
         q_first, q_second = _norm_and_rotate(
             q_ptrs, q_mask, q_weight_ptr, first_at, second_at, inside, cos, sin, eps, HEAD_DIM, NORM
         )
+        let_next_start(DEPENDENT)
         tl.store(q_ptrs + first_at, q_first.to(qkv_ptr.dtype.element_ty), mask=q_mask)
         tl.store(q_ptrs + second_at, q_second.to(qkv_ptr.dtype.element_ty), mask=q_mask)
     else:
@@ -95,12 +101,12 @@ def _qk_norm_rope_store_kernel(
         offsets = kv_heads[:, None] * HEAD_DIM
         k_ptrs = token_ptr + num_q_heads * HEAD_DIM + offsets
         v_ptrs = k_ptrs + num_kv_heads * HEAD_DIM
-        slot = tl.load(out_cache_loc_ptr + token)
         v_first = tl.load(v_ptrs + columns, mask=kv_mask, other=0.0)
         v_second = tl.load(v_ptrs + columns + HALF, mask=kv_mask, other=0.0)
         k_first, k_second = _norm_and_rotate(
             k_ptrs, kv_mask, k_weight_ptr, first_at, second_at, inside, cos, sin, eps, HEAD_DIM, NORM
         )
+        let_next_start(DEPENDENT)
         stored = kv_mask & ((slot >= 0) & (slot < num_slots))
         slot_offsets = slot * num_kv_heads * HEAD_DIM + offsets
         CACHE: tl.constexpr = k_slots_ptr.dtype.element_ty
@@ -154,6 +160,7 @@ def qk_norm_rope_store(
         k_slots, v_slots = k_slots.view(torch.uint8), v_slots.view(torch.uint8)
     block = 1 << (head_dim // 2 - 1).bit_length()
     grid = (num_tokens, -(-num_q_heads // _HEADS) + -(-num_kv_heads // _HEADS))
+    dependent = is_dependent(qkv.device, num_tokens)
     _qk_norm_rope_store_kernel[grid](
         qkv,
         q_weight,
@@ -174,7 +181,9 @@ def qk_norm_rope_store(
         HEADS=_HEADS,
         BLOCK=block,
         NORM=q_weight is not None,
+        DEPENDENT=dependent,
         num_warps=max(block // 32, 1),  # 8 elements of each half a thread: one 16-byte load in bf16
+        launch_pdl=dependent,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.pages import has_dependent_launch
+from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
 
 LOGIT_PARTS = 4
 """Parts that the inputs of a router's product are cut into; the logits are the parts' sums, added up in order."""
@@ -27,29 +27,6 @@ _ROUTE_BLOCK_T = 4
 """Tokens of one program, a warp for each."""
 
 _NONE = tl.constexpr(-(1 << 63))
-
-
-@triton.jit
-def follow(DEPENDENT: tl.constexpr):
-    """Waits until all that the kernel in front wrote can be seen, where this one may have been started before.
-
-    Every kernel from the logits on says that the next may start, and waits here before it reads or writes memory; so
-    when one is done, all in front of it are.
-    """
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def let_next_start(DEPENDENT: tl.constexpr):
-    """Lets the next kernel's programs take what room there is, once every program of this one has come here.
-
-    A program that keeps its multiprocessor busy for long comes here late: programs that start beside it are placed
-    where there is room, not evenly, and as they lie they run afterwards. In front of the second product of one token's
-    experts that made 20 us of 10 on an H200.
-    """
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -213,6 +190,7 @@ def _logits_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    follow(DEPENDENT)
     let_next_start(DEPENDENT)
     if counts_ptr is not None:
         # The next kernel counts every expert's pairs.
@@ -248,8 +226,8 @@ def _route_kernel(
     BLOCK_TOP: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     BLOCK_G: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(DEPENDENT)
     follow(DEPENDENT)
+    let_next_start(DEPENDENT)
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts = tl.arange(0, BLOCK_E)[None, :]
     present = tokens < num_tokens
@@ -351,6 +329,7 @@ def router_logits(
     logits = torch.empty((LOGIT_PARTS, num_tokens, num_logits), dtype=torch.float32, device=x.device)
     # Tiles of up to 32 rows use one instruction: with the same steps, the sums have one order at any number of tokens.
     block_m, block_n, num_warps, num_stages = (16, 16, 2, 4) if num_tokens <= 256 else (32, 64, 4, 3)
+    dependent = has_dependent_launch(x.device)
     _logits_kernel[(triton.cdiv(num_tokens, block_m), triton.cdiv(num_logits, block_n), LOGIT_PARTS)](
         logits,
         counts,
@@ -368,9 +347,10 @@ def router_logits(
         BLOCK_K=_LOGITS_BLOCK_K,
         EVEN_K=hidden % (_LOGITS_BLOCK_K * LOGIT_PARTS) == 0,
         STAGES=num_stages,
-        DEPENDENT=has_dependent_launch(x.device),
+        DEPENDENT=dependent,
         num_warps=num_warps,
         num_stages=num_stages,
+        launch_pdl=dependent,
     )
     return logits
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
 from parallel.numerics.kernels.fp8_tile import AnyWeight, pieces_of, plain_tile, scales_of
 from parallel.numerics.kernels.tree_sum import append, sum_subtrees
 from parallel.numerics.tree import additions_of, cut
@@ -122,7 +123,7 @@ def _tree_gemm_kernel(
     out_ptr, x_ptr, w_ptr, scales_ptr, blocks_ptr, bias_ptr, low, high, M, N, K, x_stride, FORMAT: tl.constexpr,
     LEAF: tl.constexpr, DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, DESCRIBED: tl.constexpr, ONE_BLOCK: tl.constexpr, EVICTION: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)
     first, stop = border(low, high, part), border(low, high, part + 1)
@@ -136,6 +137,7 @@ def _tree_gemm_kernel(
         x_rows = x_ptr + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * x_stride
         w_rows = w_ptr + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * K
     w_scales = scales_of(scales_ptr, blocks_ptr, tl.minimum(columns, N - 1), FORMAT)
+    follow(DEPENDENT)
     steps: tl.constexpr = (LEAF + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     waiting = (acc,) * DEPTH
@@ -158,6 +160,7 @@ def _tree_gemm_kernel(
         acc = tl.dot(x, w.T, acc, input_precision="ieee")
         if step % steps == steps - 1:
             waiting, acc = add_leaf(waiting, acc, leaf - first, stop - first, DEPTH)
+    let_next_start(DEPENDENT)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     out_ptrs = out_ptr + part.to(tl.int64) * M * N + rows.to(tl.int64)[:, None] * N + columns[None, :]
@@ -195,6 +198,7 @@ def tree_gemm(
     even = leaf % block_k == 0 and in_features % leaf == 0
     # Blocks that the copy engine reads need no addresses in registers, which are the tree's.
     described = even and tile.block_m >= _DESCRIBED_ROWS and x.stride(0) % 8 == 0
+    dependent = blocks_m == 1 and not described and has_dependent_launch(x.device)
     described = described and (x.data_ptr() | values.data_ptr()) % 16 == 0 and in_features * values.itemsize % 16 == 0
     _tree_gemm_kernel[(blocks_m * triton.cdiv(out_features, tile.block_n), len(parts))](
         out,
@@ -221,8 +225,10 @@ def tree_gemm(
         # A weight that is read once is the first to leave the L2 cache.
         EVICTION="evict_first" if blocks_m == 1 else "",
         STAGES=tile.num_stages,
+        DEPENDENT=dependent,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        launch_pdl=dependent,
     )
 
 
@@ -264,7 +270,8 @@ def node_gemm(
         of_leaves = weight.unflatten(1, (-1, leaf)).permute(1, 2, 0)
         torch.bmm(x.unflatten(1, (-1, leaf)).transpose(0, 1), of_leaves, out_dtype=torch.float32, out=sums)
     else:
-        tree_gemm(x, weight, None, leaf=leaf, parts=parts, out=sums, tile=tile or _choose_tile(num_rows, leaf, parts))
+        tile = tile or _choose_tile(num_rows, leaf, parts, x.itemsize)
+        tree_gemm(x, weight, None, leaf=leaf, parts=parts, out=sums, tile=tile)
     return out if sums is out else sum_subtrees(sums, *additions_of(parts, nodes), out=out)
 
 
@@ -321,9 +328,11 @@ def _tile_for(num_rows: int, in_features: int) -> Tile:
     return _SOME if num_rows <= _SOME_ROWS else _MORE if num_rows <= _MORE_ROWS else _MANY
 
 
-def _choose_tile(num_rows: int, leaf: int, parts: tuple[Span, ...]) -> Tile:
-    """The tile for so many rows, whose steps do not straddle leaves."""
+def _choose_tile(num_rows: int, leaf: int, parts: tuple[Span, ...], itemsize: int) -> Tile:
+    """The tile for so many rows, whose steps do not straddle leaves and fit the shared memory."""
     tile = _tile_for(num_rows, leaf * (parts[-1][1] - parts[0][0]))
+    if tile is _MANY and itemsize > 2:
+        return replace(tile, block_k=64)
     if leaf % tile.block_k:
         return Tile(tile.block_m, tile.block_n, 64, tile.num_warps, tile.num_stages + 1)
     return tile

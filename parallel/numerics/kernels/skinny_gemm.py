@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
+
 MAX_ROWS = 16
 """At 32 rows cuBLAS is faster (H200; benchmarks/results/skinny_gemm_h200_*.txt)."""
 
@@ -26,11 +28,12 @@ _TILE = (16, 256, 2, 4)
 @triton.jit(do_not_specialize=["M"])
 def _skinny_gemm_kernel(
     y_ptr, x_ptr, w_ptr, bias_ptr, M, N, K, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows past the last are the last again: no mask on the weight's loads, and nobody stores what comes of them.
     w_rows = w_ptr + tl.minimum(columns, N - 1).to(tl.int64) * K
+    follow(DEPENDENT)
     rows = tl.arange(0, BLOCK_M)
     present = (rows < M)[:, None]
     ks = tl.arange(0, BLOCK_K)
@@ -52,6 +55,7 @@ def _skinny_gemm_kernel(
             x_ptrs = x_ptr + rows[:, None].to(tl.int64) * x_stride + k[None, :]
             x = tl.load(x_ptrs, mask=present & (k < K)[None, :], other=0.0)
             acc = tl.dot(x, w.T, acc, input_precision="ieee")
+    let_next_start(DEPENDENT)
     if BLOCK_M == 1:
         acc = tl.sum(acc, 1)[None, :]
     if bias_ptr is not None:
@@ -82,6 +86,7 @@ def skinny_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     num_rows, in_features = x.shape
     out_features = len(weight)
     block_n, block_k, num_warps, num_stages = _VECTOR if num_rows == 1 else _TILE
+    dependent = has_dependent_launch(x.device)
     _skinny_gemm_kernel[(triton.cdiv(out_features, block_n),)](
         out,
         x,
@@ -96,7 +101,9 @@ def skinny_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         BLOCK_K=block_k,
         EVEN_K=in_features % block_k == 0,
         STAGES=num_stages,
+        DEPENDENT=dependent,
         num_warps=num_warps,
         num_stages=num_stages,
+        launch_pdl=dependent,
     )
     return out

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start, let_next_start_beside
 from parallel.numerics.tree import Additions
 
 _FEW_ELEMENTS = 1 << 18
@@ -52,8 +53,10 @@ def add_norm_row(out_ptr, residual_ptr, x, residual, weight, columns, inside, ep
 @triton.jit(do_not_specialize=["num_elements"])
 def _sum_kernel(
     out_ptr, nodes_ptr, num_elements, node_stride, PLACES: tl.constexpr, ADDS: tl.constexpr, ROOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    follow(DEPENDENT)
+    let_next_start_beside(DEPENDENT)
     elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = elements < num_elements
     values = ()
@@ -61,6 +64,7 @@ def _sum_kernel(
         node = tl.load(nodes_ptr + PLACES[i] * node_stride + elements, mask=inside, other=0.0)
         values = append(values, node)
     values = finish(values, ADDS)
+    let_next_start(DEPENDENT)
     for i in tl.static_range(len(ROOTS)):
         tl.store(out_ptr + i * num_elements + elements, values[ROOTS[i]].to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -68,19 +72,22 @@ def _sum_kernel(
 @triton.jit
 def _sum_add_norm_kernel(
     out_ptr, residual_ptr, weight_ptr, nodes_ptr, node_stride, row_stride, residual_stride, eps, PLACES: tl.constexpr,
-    ADDS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    ADDS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     residual_ptr += row * residual_stride
-    residual = tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    follow(DEPENDENT)
+    let_next_start_beside(DEPENDENT)
+    residual = tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     values = ()
     for i in tl.static_range(len(PLACES)):
         node_ptr = nodes_ptr + PLACES[i] * node_stride + row * row_stride
         values = append(values, tl.load(node_ptr + columns, mask=inside, other=0.0))
     x = finish(values, ADDS)[2 * len(ADDS)]
+    let_next_start(DEPENDENT)
     add_norm_row(out_ptr + row * SIZE, residual_ptr, x, residual, weight, columns, inside, eps, SIZE)
 
 
@@ -106,6 +113,7 @@ def sum_subtrees(
     """
     num_elements = nodes.shape[1] * nodes.shape[2]
     block = 256 if num_elements <= _FEW_ELEMENTS else 1024
+    dependent = is_dependent(nodes.device, nodes.shape[1])
     _sum_kernel[(triton.cdiv(num_elements, block),)](
         out,
         nodes,
@@ -115,7 +123,9 @@ def sum_subtrees(
         ADDS=adds,
         ROOTS=roots,
         BLOCK=block,
+        DEPENDENT=dependent,
         num_warps=block // 128,
+        launch_pdl=dependent,
     )
     return out
 
@@ -151,6 +161,7 @@ def sum_add_norm(
     assert len(adds) == len(places) - 1, f"{len(adds)} additions do not make one sum of {len(places)} nodes"
     out = torch.empty((num_rows, size), dtype=residual.dtype, device=residual.device)
     block, num_warps = block_of_row(size)
+    dependent = is_dependent(nodes.device, num_rows)
     _sum_add_norm_kernel[(num_rows,)](
         out,
         residual,
@@ -164,8 +175,10 @@ def sum_add_norm(
         ADDS=adds,
         SIZE=size,
         BLOCK=block,
+        DEPENDENT=dependent,
         num_warps=num_warps,
         enable_fp_fusion=False,
+        launch_pdl=dependent,
     )
     return out
 
