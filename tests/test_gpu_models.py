@@ -107,7 +107,7 @@ def _engine(case: Case, size: int, **changes: Any) -> GpuEngine:
     # Chunks of 256 make steps of decodes, first and later chunks together.
     scheduler = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
     # Layers with a window keep so many pages that prompts are still found the second time.
-    kv_cache = {"typical_tokens": 512}
+    kv_cache = {"typical_tokens": 512, **changes.pop("kv_cache", {})}
     settings = {"dtype": "bfloat16", "scheduler": scheduler, "kv_cache": kv_cache, **changes}
     return GpuEngine(case.path, num_pages=400, tensor_parallel_size=size, **settings)
 
