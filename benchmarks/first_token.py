@@ -62,7 +62,7 @@ def _num_prompts(frame: StepFrame) -> int:
     return int(np.count_nonzero(frame.flags & RowFlag.HAS_TOKENS))
 
 
-def limits_of(budget: int, max_model_len: int, chunk: int | None = None, steps_in_flight: int = 2) -> SchedulerLimits:
+def limits_of(budget: int, max_model_len: int, steps_in_flight: int = 2) -> SchedulerLimits:
     """Limits with pages for all of 256 requests, in steps of `budget` tokens."""
     return SchedulerLimits(
         num_pages=256 * (max_model_len // _PAGE_SIZE + 1),
