@@ -6,6 +6,7 @@ the caller: nothing here looks at hardware.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -19,7 +20,7 @@ from configs.kv_pages import cut_max_model_len, num_kv_pages
 from configs.latent_attention import LatentAttention
 from configs.model_config import ModelConfig, check_tensor_parallel_size
 from configs.numerics import check_exact
-from configs.schema import AttentionConfig, EngineConfig, SchedulerConfig
+from configs.schema import AttentionConfig, EngineConfig
 
 _SectionT = TypeVar("_SectionT", bound=BaseModel)
 
@@ -31,9 +32,13 @@ ONE_NODE_STRATEGY: dict[str, Literal["shared_memory", "symmetric_memory"]] = {
 ANY_NODES_STRATEGY: dict[str, Literal["gloo", "nccl"]] = {"cpu": "gloo", "cuda": "nccl"}
 """The strategy for ranks wherever they are, by device."""
 _SPIN_US = 1000
-# (requests that run at once, tokens of a step)
-_STEP_SIZE_ON_GPU = (256, 8192)
-_STEP_SIZE_ON_CPU = (64, 512)
+_MAX_SEQS_ON_GPU = 256
+_MAX_SEQS_ON_CPU = 64
+_STEP_TOKENS_ON_CPU = 512
+_STEP_TOKENS_ON_GPU = range(2048, 8192 + 1, 512)
+# One rank's matrix products in a step take 45 ms of an H200. Whatever ends in a step, or runs beside it, waits for its
+# end, and prompts of so many tokens are computed no faster in longer ones.
+_STEP_FLOPS = 30e12
 _MEMORY_FRACTION_ON_GPU = 0.9
 _MEMORY_FRACTION_ON_CPU = 0.3
 _CPUS_ON_GPU_NODES = 1.0
@@ -131,7 +136,7 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
     fraction = _MEMORY_FRACTION_ON_GPU if device == "cuda" else _MEMORY_FRACTION_ON_CPU
     if config.kv_cache.num_tokens is None and config.kv_cache.memory_bytes is None:
         decide("kv_cache.memory_fraction", config.kv_cache.memory_fraction, fraction, device)
-    _decide_step_size(resolver, config.scheduler, device)
+    _decide_step_size(resolver, config, model, device)
     _decide_length(resolver, config, model)
     return ResolvedConfig(resolver.apply(config), tuple(resolver.decisions))
 
@@ -187,14 +192,23 @@ def asks_for_gpus(config: EngineConfig) -> bool:
 
 def default_max_num_seqs(*, on_gpu: bool) -> int:
     """Requests that run at once where `scheduler.max_num_seqs` is None."""
-    return (_STEP_SIZE_ON_GPU if on_gpu else _STEP_SIZE_ON_CPU)[0]
+    return _MAX_SEQS_ON_GPU if on_gpu else _MAX_SEQS_ON_CPU
 
 
-def _decide_step_size(resolver: _Resolver, scheduler: SchedulerConfig, device: str) -> None:
-    max_rows, max_tokens = _STEP_SIZE_ON_GPU if device == "cuda" else _STEP_SIZE_ON_CPU
-    budget = scheduler.max_num_batched_tokens
+def _step_tokens(model: ModelConfig, tensor_parallel_size: int) -> int:
+    """Tokens of a step on GPUs."""
+    matrices = (it for layer in model.layers for it in layer.tensors if len(it.shape) > 1)
+    flops = sum(2 * float(it.share) * math.prod(it.shape) for it in matrices)
+    sizes = _STEP_TOKENS_ON_GPU
+    return max((size for size in sizes if size * flops <= _STEP_FLOPS * tensor_parallel_size), default=sizes[0])
+
+
+def _decide_step_size(resolver: _Resolver, config: EngineConfig, model: ModelConfig, device: str) -> None:
+    scheduler, on_gpu = config.scheduler, device == "cuda"
+    budget, max_rows = scheduler.max_num_batched_tokens, default_max_num_seqs(on_gpu=on_gpu)
     rows = resolver.decide("scheduler.max_num_seqs", scheduler.max_num_seqs, min(max_rows, budget or max_rows), device)
-    budget = resolver.decide("scheduler.max_num_batched_tokens", budget, max(max_tokens, rows), device)
+    max_tokens = _step_tokens(model, config.tensor_parallel_size) if on_gpu else _STEP_TOKENS_ON_CPU
+    budget = resolver.decide("scheduler.max_num_batched_tokens", budget, max(max_tokens, 2 * rows), device)
     chunk = resolver.decide("scheduler.prefill_chunk_size", scheduler.prefill_chunk_size, budget, "the step's tokens")
     if chunk > budget:
         resolver.decisions.append(

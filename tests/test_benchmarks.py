@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import tokenizers
 import torch
 
-from benchmarks import attention, engine, engine_report, make_tokenizer, step
+from benchmarks import attention, engine, engine_report, first_token, make_tokenizer, step
 from benchmarks.report import ROOT, Report, circumstances, table
 from cluster.commands.bench import load_test
 from cluster.commands.bench.stream_client import Sample, StreamReader
@@ -216,6 +217,24 @@ def test_one_run_measures_every_part_of_the_engine(
     assert crowded.get("ms", 0) > 0 or "the other requests reached" in crowded["skipped"]
     assert figures["status"]["num_running"] == 0
     assert "of floor" in engine_report.render(figures)
+
+
+# ---- first tokens
+
+
+def test_shorter_steps_bring_the_first_tokens_of_a_burst_sooner_at_no_cost_in_output() -> None:
+    device = first_token.Device(4.4e-3, 23e-6, 23e-6, overlaps=True, way_s=0.006, arrival_s=0.0005)
+    means, gaps, seconds = [], [], []
+    for tokens in (8192, 2048):
+        limits = first_token.limits_of(tokens, max_model_len=1024)
+        times, _ = first_token.simulate(limits, device, clients=16, waves=2, lengths=(512, 32))
+        assert all(0 <= one.sent < one.first < one.last and one.longest_gap > 0 for one in times)
+        means.append(statistics.mean(one.first - one.sent for one in times))
+        gaps.append(max(one.longest_gap for one in times))
+        seconds.append(max(one.last for one in times))
+    assert 17 / 2 * 512 * 23e-6 < means[1] < 0.8 * means[0], "prompts one after the other come first"
+    assert gaps[1] < 0.4 * gaps[0]
+    assert seconds[1] < 1.02 * seconds[0]
 
 
 # ---- online

@@ -348,6 +348,17 @@ def test_the_requests_of_a_step_fit_its_tokens_whichever_is_set() -> None:
     assert (many.max_num_seqs, many.max_num_batched_tokens) == (4096, 8192)
 
 
+def test_a_step_on_gpus_has_fewer_tokens_of_a_larger_model() -> None:
+    def tokens(size: int, num_hidden_layers: int) -> int | None:
+        shape = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+        model = _model(**shape, intermediate_size=12288, num_hidden_layers=num_hidden_layers)
+        config = parse_engine_config({"model": "owner/qwen3-8b", "tensor_parallel_size": size})
+        return resolve(config, model, GPU_NODE).config.scheduler.max_num_batched_tokens
+
+    assert [tokens(size, 36) for size in (1, 2, 3, 4, 8)] == [2048, 4096, 6144, 8192, 8192]
+    assert [tokens(1, layers) for layers in (9, 18, 80)] == [8192, 4096, 2048]
+
+
 def test_a_prefill_chunk_above_the_token_budget_is_cut_to_it() -> None:
     resolved = _resolved(scheduler={"max_num_batched_tokens": 128, "prefill_chunk_size": 512})
     assert resolved.config.scheduler.prefill_chunk_size == 128
