@@ -49,7 +49,7 @@ agents: .venv-agents/.installed
 
 # On a GPU host, with the Python whose torch sees the GPUs.
 test-gpu:
-	python3 -m pytest -m "gpu or multi_gpu" $(ARGS)
+	python3 -m pytest -m "(gpu or multi_gpu) and not exhaustive" $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -16,6 +16,7 @@ from attention.kernels.extend import ExtendTuning, paged_extend
 from attention.kernels.merge import merge_states
 from attention.layer import AttentionLayer
 from tests.paged_case import PADDING, NewTokens, PagedCase, both_ways, grouped_layer, in_order, mask_of, tree
+from tests.pairs import pairs
 
 SMALL = ExtendTuning(block_m=16, block_n=16, num_warps=4, num_stages=2)
 MEDIUM = ExtendTuning(block_m=32, block_n=16, num_warps=4, num_stages=2)
@@ -77,11 +78,10 @@ def test_equals_plain_attention_for_every_page_size(page_size: int, variant: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tuning", [SMALL, LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("variant", list(VARIANTS))
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("batch", list(BATCHES))
-def test_equals_plain_attention_in_every_combination(
+@pytest.mark.parametrize(
+    ("batch", "page_size", "variant", "tuning"), pairs([*BATCHES], [1, 16, 64], [*VARIANTS], [SMALL, LARGE])
+)
+def test_equals_plain_attention_in_every_combination_of_two(
     batch: str, page_size: int, variant: str, tuning: ExtendTuning, device: torch.device
 ) -> None:
     case = PagedCase(layer_of(device, kv_heads=2, **VARIANTS[variant]), page_size, BATCHES[batch], device)
@@ -219,9 +219,7 @@ GPU = torch.device("cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", list(VARIANTS))
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("page_size", "head_dim", "variant"), pairs([1, 16, 64], [64, 96, 128, 256], [*VARIANTS]))
 def test_long_rows_err_at_most_twice_as_far_as_torch(page_size: int, head_dim: int, variant: str) -> None:
     rows = [(699, 1), (0, 130), (90, 1), (1200, 300), (0, 1), (0, 777)]
     case = PagedCase(layer_of(GPU, kv_heads=2, group=4, head_dim=head_dim, **VARIANTS[variant]), page_size, rows, GPU)

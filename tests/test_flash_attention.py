@@ -32,6 +32,7 @@ from configs.errors import ConfigError
 from tests.latent_case import BATCHES as LATENT_BATCHES
 from tests.latent_case import LITE, LatentCase, layer_of
 from tests.paged_case import PADDING, PagedCase, attention, grouped_layer
+from tests.pairs import pairs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROVIDERS = {"sgl_kernel": "sgl_kernel", "flash_attention_3": "flash_attn_interface"}
@@ -372,11 +373,10 @@ def _provider(name: str) -> str:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 33])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
-@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
-@pytest.mark.parametrize("batch", list(BATCHES))
+@pytest.mark.parametrize(
+    ("batch", "page_size", "group", "head_dim", "window"),
+    pairs([*BATCHES], [1, 16, 64, 128], [1, 3, 4, 8], [64, 128], [None, 33]),
+)
 def test_errs_at_most_twice_as_far_as_torch(
     batch: str, page_size: int, group: int, head_dim: int, window: int | None
 ) -> None:
@@ -385,11 +385,10 @@ def test_errs_at_most_twice_as_far_as_torch(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 33])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("batch", list(BATCHES))
-@pytest.mark.parametrize("name", list(PROVIDERS))
+@pytest.mark.parametrize(
+    ("name", "batch", "page_size", "head_dim", "window"),
+    pairs([*PROVIDERS], [*BATCHES], [16, 64], [64, 128], [None, 33]),
+)
 def test_every_installed_provider_errs_at_most_twice_as_far_as_torch(
     name: str, batch: str, page_size: int, head_dim: int, window: int | None
 ) -> None:
@@ -423,14 +422,17 @@ def test_softcap_is_applied_or_refused_at_the_start(name: str, batch: str) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_splits", [0, 1])
 @pytest.mark.parametrize(
-    "features", [{"chunk": 64}, {"chunk": 100, "window": 33}, {"sinks": CUDA}, {"sinks": CUDA, "window": 33}]
+    ("name", "batch", "page_size", "head_dim", "features", "num_splits"),
+    pairs(
+        [*PROVIDERS],
+        [*BATCHES],
+        [16, 64],
+        [64, 128],
+        [{"chunk": 64}, {"chunk": 100, "window": 33}, {"sinks": CUDA}, {"sinks": CUDA, "window": 33}],
+        [0, 1],
+    ),
 )
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("batch", list(BATCHES))
-@pytest.mark.parametrize("name", list(PROVIDERS))
 def test_chunks_of_the_row_and_sinks_err_at_most_twice_as_far_as_torch(
     name: str, batch: str, page_size: int, head_dim: int, features: dict[str, Any], num_splits: int
 ) -> None:
@@ -440,11 +442,10 @@ def test_chunks_of_the_row_and_sinks_err_at_most_twice_as_far_as_torch(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_heads", [1, 5, 16])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("batch", list(LATENT_BATCHES))
-@pytest.mark.parametrize("name", list(PROVIDERS))
+@pytest.mark.parametrize(
+    ("name", "batch", "page_size", "num_heads", "dtype"),
+    pairs([*PROVIDERS], [*LATENT_BATCHES], [1, 16, 64], [1, 5, 16], [torch.bfloat16, torch.float16]),
+)
 def test_latent_layers_err_at_most_twice_as_far_as_torch_or_are_refused_at_the_start(
     name: str, batch: str, page_size: int, num_heads: int, dtype: torch.dtype
 ) -> None:
