@@ -46,6 +46,7 @@ from parallel.group import TensorParallelGroup
 from parallel.kernels.all_reduce_norm import STATE_WORDS, Peers, all_reduce_add_norm, gather, look_up
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.chain_gemm import chain_gemm
+from parallel.numerics.kernels.fp8_gemm import fp8_gemm
 from parallel.numerics.kernels.fp8_tile import plain
 from parallel.numerics.kernels.node_gemm import node_gemm
 from parallel.numerics.kernels.skinny_gemm import skinny_gemm
@@ -387,6 +388,11 @@ def _call_fp8_products() -> None:
             for leaf in (512, 128):
                 nodes, out = ((0, k // leaf),), torch.empty(1, num_rows, 1536)
                 node_gemm(_bf16(num_rows, k), weight, leaf=leaf, nodes=_spans(*nodes), out=out)
+        for num_rows in (1, 4, 16, 64, 128, 256):
+            fp8_gemm(_bf16(num_rows, k), weight, None, out=_bf16(num_rows, 1536))
+    wide = Fp8Matrix.empty([(128, 128)], [Span(0, 16384)], Span(0, k), torch.device("cpu"))
+    for num_rows in (1, 4, 16, 64, 128):
+        fp8_gemm(_bf16(num_rows, k), wide, _bf16(16384), out=_bf16(num_rows, 16384))
 
 
 def _fp8_experts(num_experts: int, num_rows: int, num_columns: int) -> Fp8Matrix:
