@@ -5,7 +5,7 @@ once. So it follows from its row and column in the checkpoint alone, whatever th
 reading the checkpoint to that type makes of it, and products have the bits that they have of a matrix so read.
 
 The contract of fast numerics: a row of activations is rounded to FP8 as well, by groups of at most 128 columns that are
-in one of the weight's blocks, and the sums over groups are multiplied by the scales of both (see fp8_gemm.py). Groups
+in one of the weight's blocks, and the sums over groups are multiplied by the scales of both (see fp8_groups.py). Groups
 are those of the rank's columns, so answers depend on the ranks as those of bf16 do, by less than the rounding.
 """
 

@@ -62,7 +62,7 @@ class CudaWeight:
 
 
 class Fp8Weight:
-    """A weight in FP8 of fast numerics on a GPU: activations are quantised too (see fp8_gemm.py). cuBLAS has such
+    """A weight in FP8 of fast numerics on a GPU: activations are quantised too (see fp8_groups.py). cuBLAS has such
     products for Hopper, of weights whose blocks of 128 x 128 no rank cuts.
 
     Args:

@@ -1,12 +1,12 @@
-"""Tiles of weights in FP8 as products take them, for kernels that take plain weights as well; and whole such weights.
+"""Tiles of weights in FP8 as products of exact numerics take them, in kernels that take plain weights as well; and
+whole such weights.
 
-A kernel of exact numerics gets a weight's `FORMAT`, which is None for a plain one: `scales_of` its rows once, and then
-each tile's `plain_tile`. A kernel of fast numerics gets `GROUPS`, and multiplies what `in_fp8` makes of activations.
+A kernel gets a weight's `FORMAT`, which is None for a plain one: `scales_of` its rows once, and then each tile's
+`plain_tile`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -14,18 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel.numerics.fp8 import LARGEST, Fp8Matrix
+from parallel.numerics.fp8 import Fp8Matrix
 
 AnyWeight = torch.Tensor | Fp8Matrix
 
 _LEAST_STEP = 16
 """Columns of an MMA."""
-_LEAST_FP8_STEP = 32
-"""Columns of an MMA of FP8."""
 _PLAIN_BLOCK = (32, 128)
-MOST_COLUMNS = 128
-"""Columns of a group of activations, at most."""
-_LARGEST = tl.constexpr(LARGEST)
 
 
 class Format(NamedTuple):
@@ -43,58 +38,6 @@ class Format(NamedTuple):
     """Whether all columns of a step are in one block."""
     is_compiled: bool
     """Otherwise it is interpreted."""
-
-
-class Groups(NamedTuple):
-    """The constants by which a kernel of fast numerics finds groups of activations, and the scales of a weight."""
-
-    first: int
-    """The place of the first column in its group."""
-    width: int
-    """Columns of a group."""
-    num_blocks: int
-    """Blocks of columns."""
-    group_scales: int
-    """Scales of a group of matrices."""
-    skipped: int
-    """Groups of the first block of columns that are before the first one."""
-    per_block: int
-    """Groups of a block of columns."""
-
-    def count(self, num_columns: int) -> int:
-        """Groups of all columns."""
-        return triton.cdiv(self.first + num_columns, self.width)
-
-    @property
-    def step(self) -> int:
-        """Columns of a tile that a group fits in."""
-        return max(triton.next_power_of_2(self.width), _LEAST_FP8_STEP)
-
-    def is_even(self, num_columns: int) -> bool:
-        """Whether groups fill their tiles, and columns their groups."""
-        return self.first == 0 and self.width == self.step and num_columns % self.width == 0
-
-
-@functools.lru_cache(maxsize=256)
-def _groups(num_blocks: int, group_scales: int, first: int, width: int) -> Groups:
-    if num_blocks == 1:
-        return Groups(0, MOST_COLUMNS, num_blocks, group_scales, 0, 1 << 30)
-    columns = next(it for it in range(min(width, MOST_COLUMNS), 0, -1) if width % it == 0)
-    return Groups(first % columns, columns, num_blocks, group_scales, first // columns, width // columns)
-
-
-def groups_of(weight: Fp8Matrix) -> Groups:
-    """The groups that rows are quantised in for a weight: as wide as can be, of one block of columns each."""
-    return _groups(weight.scales.shape[-1], weight.scales.shape[-2:].numel(), weight.first, weight.width)
-
-
-@triton.jit
-def in_fp8(x):
-    """x [..., columns] in e4m3, and the scales [...] of which it is multiples."""
-    x = x.to(tl.float32)
-    # A group of zeros has a scale whose inverse is a number.
-    scale = tl.maximum(tl.max(tl.abs(x), len(x.shape) - 1), 1e-10) * (1 / _LARGEST)
-    return (x * tl.expand_dims(1.0 / scale, len(x.shape) - 1)).to(tl.float8e4nv), scale
 
 
 @triton.jit
