@@ -76,9 +76,9 @@ _EXACT_DOWN = {
     64: ((128, 64, 8, 4), (128, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3)),
     128: ((128, 64, 8, 4), (128, 64, 8, 3), (64, 64, 8, 4), (64, 64, 4, 4)),
 }
-# Steps are groups of columns, and a fifth number is that of groups side by side.
+# Steps are groups of 128 columns, or several groups side by side.
 _FP8_GATE_UP = {
-    1: tuple((n, 128, w, st, side) for n in (8, 16, 32) for w, side in ((4, 4), (8, 8), (2, 2)) for st in (2, 3, 4, 6)),
+    1: tuple((n, k, w, st) for n in (8, 16, 32) for k, w in ((512, 4), (1024, 8), (256, 2)) for st in (2, 3, 4, 6)),
     16: tuple((n, 128, w, st) for n in (32, 64, 128) for w in (4, 8) for st in (3, 4, 5, 6)),
     32: tuple((n, 128, w, st) for n in (32, 64, 128) for w in (4, 8) for st in (3, 4)),
     64: tuple((n, 128, w, st) for n in (32, 64) for w in (4, 8) for st in (3, 4)),
@@ -185,7 +185,7 @@ def _report(layers: Sequence[Layer], x: torch.Tensor, columns: int, us: float, t
 
 
 def _named(tiles: Tiles) -> str:
-    cut = [f"{it.block_n} x {it.block_k}, {it.num_warps} w, {it.num_stages} st, {it.side} side" for it in _both(tiles)]
+    cut = [f"{it.block_n} x {it.block_k}, {it.num_warps} w, {it.num_stages} st" for it in _both(tiles)]
     return f"block_m {tiles.block_m}: {'; '.join(cut)}{'; quantises' * tiles.quantises}"
 
 

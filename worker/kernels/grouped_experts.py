@@ -14,7 +14,7 @@ import triton.language as tl
 
 from attention.kernels.pages import has_dependent_launch
 from parallel.numerics.fp8 import Fp8Matrix
-from parallel.numerics.kernels.fp8_groups import first_scales, groups_of, quantised, sum_groups
+from parallel.numerics.kernels.fp8_groups import GROUP_COLUMNS, first_scales, groups_of, quantised, sum_groups
 from parallel.numerics.kernels.fp8_tile import AnyWeight, pieces_of, plain_tile, scales_of
 from worker.kernels.routing import (
     SOFTMAX,
@@ -223,8 +223,6 @@ class Tile:
     block_k: int
     num_warps: int
     num_stages: int
-    side: int = 1
-    """Groups of 128 columns of weights in FP8 that a step of a pair multiplies side by side, by warps of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,14 +292,14 @@ def pieces_for(weight: AnyWeight, tile: Tile, block_k: int, leaf: int | None) ->
     multiplied: as `pieces_of` has it, or in fast numerics, without a leaf, those in FP8 by groups.
 
     Args:
-        block_k: the most columns of a step; those of a group are given.
+        block_k: the most columns of a step.
         leaf: columns after which steps begin anew. None: numerics are fast. 0: they do not.
     """
     num_columns = weight.shape[2]
     how: dict[str, Any] = {"STAGES": tile.num_stages}
     if isinstance(weight, Fp8Matrix) and leaf is None:
         groups = groups_of(weight)
-        is_even = groups.is_even(num_columns) and groups.count(num_columns) % tile.side == 0
+        is_even = groups.is_even(num_columns) and groups.count(num_columns) % (tile.block_k // GROUP_COLUMNS) == 0
         how |= {"FORMAT": None, "FP8": groups, "ONE_BLOCK": tile.block_n <= weight.even_rows}
         how |= {"num_blocks": weight.scales.shape[-1], "expert_scales": weight.scales.stride(0)}
         return (weight.values, weight.scales, weight.blocks), how | {"BLOCK_K": groups.step, "EVEN_K": is_even}

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.pages import has_dependent_launch
-from parallel.numerics.kernels.fp8_groups import first_scales, in_fp8, sum_side_by_side
+from parallel.numerics.kernels.fp8_groups import GROUP_COLUMNS, first_scales, sum_side_by_side
 from parallel.numerics.kernels.fp8_tile import AnyWeight, plain_tile, scales_of
 from parallel.numerics.kernels.node_gemm import add_leaf, border, cut_nodes, pack_parts
 from parallel.numerics.kernels.tree_sum import sum_subtrees
@@ -88,12 +88,12 @@ def _pair_gate_up_kernel(
                 w13_ptr, scales_ptr, blocks_ptr, expert.to(tl.int64), tl.program_id(1) * BLOCK_N, width, size,
                 num_blocks, expert_scales, ONE_BLOCK, BLOCK_N,
             )  # fmt: skip
-            one = tl.arange(0, 1)
             both = sum_side_by_side(
-                x_row + one[:, None], None, one == 0, w_rows, gate_scales, up_scales, is_up,
-                tl.cdiv(FP8[0] + size, FP8[1]), size, 0, FP8, SIDE, BLOCK_K, EVEN_K, STAGES,
+                x_row + tl.zeros([1, 1, 1], tl.int32), None, tl.full([1, 1], True, tl.int1), w_rows[None, :, :],
+                gate_scales, up_scales, is_up, tl.full([SIDE, 1, 1], True, tl.int1), tl.cdiv(FP8[0] + size, FP8[1]),
+                size, 0, FP8, SIDE, True, BLOCK_K, EVEN_K, STAGES,
             )  # fmt: skip
-            gate, up = tl.split(both.reshape(BLOCK_N, 2))
+            gate, up = tl.split(tl.sum(both, 0).reshape(BLOCK_N, 2))
         else:
             rows = tl.minimum(columns, width - 1)
             w_gate = w13_ptr + expert.to(tl.int64) * (2 * width * size) + rows.to(tl.int64)[:, None] * size
@@ -139,38 +139,6 @@ def _pair_gate_up_kernel(
         tl.store(hidden_ptr + pair * width + columns, hidden.to(hidden_ptr.dtype.element_ty), mask=stored)
 
 
-@triton.jit
-def _sum_pairs_side_by_side(
-    hidden_ptr, w_rows, w_scales, experts_ptr, weights_ptr, live, expert_scales, width, size, FP8: tl.constexpr,
-    SIDE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """The sum of a token's pairs [BLOCK_N], which warps multiply group by group, each a pair.
-
-    Args:
-        hidden_ptr, experts_ptr, weights_ptr: of the token's first pair.
-        w_rows, w_scales: as `sum_groups` takes them, of the first expert.
-    """
-    choices, places = tl.arange(0, SIDE), tl.arange(0, BLOCK_K)[None, None, :]
-    chosen = live & (choices < TOP_K)
-    experts = tl.load(experts_ptr + choices, mask=chosen, other=0).to(tl.int64)
-    w_rows = w_rows[None, :, :] + experts[:, None, None] * width * size
-    w_scales += experts[:, None] * expert_scales
-    hidden_rows = hidden_ptr + choices[:, None, None] * width
-    acc = tl.zeros([SIDE, 1, BLOCK_N], tl.float32)
-    for group in tl.range(0, tl.where(live, tl.cdiv(FP8[0] + width, FP8[1]), 0), num_stages=STAGES):
-        k = group * FP8[1] - FP8[0] + places
-        inside = chosen[:, None, None]
-        if not EVEN_K:
-            inside = inside & (places < FP8[1]) & (k >= 0) & (k < width)
-        w = tl.load(w_rows + k, mask=inside, other=0.0, eviction_policy="evict_first")
-        x, x_scale = in_fp8(tl.load(hidden_rows + k, mask=inside, other=0.0))
-        scale = x_scale * tl.load(w_scales + (group + FP8[2]) // FP8[3])
-        acc += tl.dot(x, tl.permute(w, (0, 2, 1))) * scale[:, None, :]
-    weights = tl.load(weights_ptr + choices, mask=chosen, other=0.0)
-    return tl.sum(acc * weights[:, None, None], 0).reshape(BLOCK_N)
-
-
 @triton.jit(do_not_specialize=["first_slot", "part_stride", "low", "high"])
 def _pair_down_kernel(
     out_ptr, hidden_ptr, w2_ptr, scales_ptr, blocks_ptr, b2_ptr, experts_ptr, weights_ptr, shared_ptr, logits_ptr,
@@ -182,7 +150,7 @@ def _pair_down_kernel(
     """out[token] = sum over its pairs of weight * (w2[expert] @ hidden[pair]), and the shared expert, perhaps gated.
 
     With a LEAF, out[part, token] = the subtree of this part, BLOCK_N columns of it; 0 for padding. A bias is part of
-    the product, or of the first leaf's. With FP8, pairs side by side.
+    the product, or of the first leaf's. With FP8, by `sum_side_by_side` of the pairs.
     """
     token, part = tl.program_id(0), tl.program_id(2)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -191,13 +159,18 @@ def _pair_down_kernel(
     rows = tl.minimum(columns, size - 1)
     w_scales = scales_of(scales_ptr, blocks_ptr, rows, FORMAT)
     if FP8 is not None:
-        of_scales = tl.program_id(1) * BLOCK_N if ONE_BLOCK else rows[None, :]
-        scales = first_scales(scales_ptr, blocks_ptr, of_scales, num_blocks)
-        total = _sum_pairs_side_by_side(
-            hidden_ptr + token * TOP_K * width, w2_ptr + rows.to(tl.int64)[:, None] * width, scales,
-            experts_ptr + token * TOP_K, weights_ptr + token * TOP_K, live, expert_scales, width, size, FP8, SIDE,
-            TOP_K, BLOCK_N, BLOCK_K, EVEN_K, STAGES,
+        choices, of_scales = tl.arange(0, SIDE)[:, None], tl.program_id(1) * BLOCK_N if ONE_BLOCK else rows[None, :]
+        chosen, pairs = live & (choices < TOP_K), token * TOP_K + choices
+        experts = tl.load(experts_ptr + pairs, mask=chosen, other=0).to(tl.int64)
+        scales = first_scales(scales_ptr, blocks_ptr, of_scales, num_blocks) + experts * expert_scales
+        w_rows = w2_ptr + experts[:, :, None] * width * size + rows.to(tl.int64)[None, :, None] * width
+        num_groups = tl.where(live, tl.cdiv(FP8[0] + width, FP8[1]), 0)
+        acc = sum_side_by_side(
+            hidden_ptr + pairs[:, :, None] * width, None, chosen, w_rows, scales, None, None, chosen[:, :, None],
+            num_groups, width, 0, FP8, SIDE, False, BLOCK_K, EVEN_K, STAGES,
         )  # fmt: skip
+        acc *= tl.load(weights_ptr + pairs, mask=chosen, other=0.0)[:, :, None]
+        total = tl.sum(acc, 0).reshape(BLOCK_N)
     else:
         if LEAF is None:
             steps = tl.cdiv(width, BLOCK_K)  # for one pair
@@ -348,7 +321,7 @@ def pair_gate_up(
         tokens.x.stride(0),
         width=width,
         size=size,
-        SIDE=tile.side,
+        SIDE=tile.block_k // GROUP_COLUMNS,
         PARTS=len(tokens.logits),
         TOP_K=tokens.top_k,
         NORMALISE=tokens.normalise,

@@ -59,47 +59,35 @@ _MAX_SPLITS = 8
 _LEAST_GROUPS = 8
 
 
-@triton.jit(do_not_specialize=["M", "scale_stride"])
-def _side_by_side_kernel(
-    out_ptr, x_ptr, x_scales_ptr, w_ptr, scales_ptr, blocks_ptr, bias_ptr, M, N, K, num_groups, num_blocks, x_stride,
-    scale_stride, GROUPS: tl.constexpr, ONE_BLOCK: tl.constexpr, SIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Up to BLOCK_M rows."""
-    rows, columns = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row, w_columns = rows < M, tl.minimum(columns, N - 1)
-    of_scales = tl.program_id(0) * BLOCK_N if ONE_BLOCK else w_columns[None, :]
-    x_scales = None if x_scales_ptr is None else x_scales_ptr + rows
-    w_scales = first_scales(scales_ptr, blocks_ptr, of_scales, num_blocks)
-    y = sum_side_by_side(
-        x_ptr + rows.to(tl.int64)[:, None] * x_stride, x_scales, is_row, w_ptr + w_columns.to(tl.int64)[:, None] * K,
-        w_scales, None, None, num_groups, K, scale_stride, GROUPS, SIDE, BLOCK_K, EVEN, STAGES,
-    )  # fmt: skip
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + w_columns).to(tl.float32)[None, :]
-    stored = is_row[:, None] & (columns < N)[None, :]
-    tl.store(out_ptr + rows[:, None] * N + columns[None, :], y.to(out_ptr.dtype.element_ty), mask=stored)
-
-
 @triton.jit(do_not_specialize=["M", "scale_stride", "num_splits"])
-def _tile_kernel(
+def _fp8_gemm_kernel(
     out_ptr, parts_ptr, finished_ptr, x_ptr, x_scales_ptr, w_ptr, scales_ptr, blocks_ptr, bias_ptr, M, N, K, num_groups,
-    num_blocks, scale_stride, num_splits, GROUPS: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    num_blocks, x_stride, scale_stride, num_splits, GROUPS: tl.constexpr, ONE_BLOCK: tl.constexpr, SIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Any rows, in FP8, and each of `num_splits` programs a part of the groups."""
+    """x is in FP8 if it has scales. Of several `num_splits` programs each sums a part of the groups."""
     tile, split = tl.program_id(0), tl.program_id(1)
     block_m, block_n = block_of(tile, M, N, BLOCK_M, BLOCK_N)
     rows, columns = block_m * BLOCK_M + tl.arange(0, BLOCK_M), block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, w_columns = rows < M, tl.minimum(columns, N - 1)
+    x_rows = x_ptr + rows.to(tl.int64)[:, None] * x_stride
+    w_rows = w_ptr + w_columns.to(tl.int64)[:, None] * K
+    x_scales = None if x_scales_ptr is None else x_scales_ptr + rows
     of_scales = block_n * BLOCK_N if ONE_BLOCK else w_columns[None, :]
     w_scales = first_scales(scales_ptr, blocks_ptr, of_scales, num_blocks)
-    first, stop = split * num_groups // num_splits, (split + 1) * num_groups // num_splits
-    acc = sum_groups(
-        tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x_ptr + rows.to(tl.int64)[:, None] * K, x_scales_ptr + rows, is_row,
-        w_ptr + w_columns.to(tl.int64)[:, None] * K, w_scales, None, None, first, stop, K, scale_stride, GROUPS,
-        BLOCK_K, EVEN, STAGES,
-    )  # fmt: skip
+    if SIDE > 1:
+        acc = sum_side_by_side(
+            x_rows[None, :, :], None if x_scales is None else x_scales[None, :], is_row[None, :], w_rows[None, :, :],
+            w_scales, None, None, tl.full([SIDE, 1, 1], True, tl.int1), num_groups, K, scale_stride, GROUPS, SIDE, True,
+            BLOCK_K, EVEN, STAGES,
+        )  # fmt: skip
+        acc = tl.sum(acc, 0)
+    else:
+        acc = sum_groups(
+            tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x_rows, x_scales, is_row, w_rows, w_scales, None, None,
+            split * num_groups // num_splits, (split + 1) * num_groups // num_splits, K, scale_stride, GROUPS, BLOCK_K,
+            EVEN, STAGES,
+        )  # fmt: skip
     place = rows.to(tl.int64)[:, None] * N + columns[None, :]
     stored = is_row[:, None] & (columns < N)[None, :]
     is_last = True
@@ -139,31 +127,23 @@ def fp8_gemm(
     if tile is None:
         narrow, wide = next((narrow, wide) for most, narrow, wide in TILES if num_rows <= most)
         tile = narrow if out_features <= _WIDE else wide
-    groups = groups_of(weight)
-    num_groups, blocks_n = groups.count(in_features), triton.cdiv(out_features, tile.block_n)
-    of_weight = weight.values, weight.scales, weight.blocks, bias
-    sizes = num_rows, out_features, in_features, num_groups, weight.scales.shape[-1]
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "STAGES": tile.num_stages}
-    options |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": groups.step}
-    options["ONE_BLOCK"] = tile.block_n <= weight.even_rows
-    options["EVEN"] = groups.is_even(in_features) and num_groups % tile.side == 0
-    if tile.side > 1:
-        x, scales = (x, None) if tile.quantises else quantised(x, groups)
-        scale_stride = 0 if scales is None else scales.stride(0)
-        _side_by_side_kernel[(blocks_n,)](
-            out, x, scales, *of_weight, *sizes, x.stride(0), scale_stride, GROUPS=groups, SIDE=tile.side,
-            **options,
-        )  # fmt: skip
-        return out
-    num_tiles = triton.cdiv(num_rows, tile.block_m) * blocks_n
-    splits = max(min(tile.programs // num_tiles, num_groups // _LEAST_GROUPS, _MAX_SPLITS), 1)
-    parts = finished = None
+    groups, splits, parts, finished, scales = groups_of(weight), 1, None, None, None
+    num_groups = groups.count(in_features)
+    num_tiles = triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_features, tile.block_n)
+    if tile.side == 1:
+        splits = max(min(tile.programs // num_tiles, num_groups // _LEAST_GROUPS, _MAX_SPLITS), 1)
     if splits > 1:
         parts = torch.empty(splits, num_rows, out_features, device=x.device)
         finished = torch.empty(MOST_TILES, dtype=torch.int32, device=x.device)
-    q, scales = quantised(x, groups, finished)
-    _tile_kernel[(num_tiles, splits)](
-        out, parts, finished, q, scales, *of_weight, *sizes, scales.stride(0), splits, GROUPS=groups, **options
+    if not tile.quantises:
+        x, scales = quantised(x, groups, finished)
+    scale_stride, is_even = 0 if scales is None else scales.stride(0), groups.is_even(in_features)
+    _fp8_gemm_kernel[(num_tiles, splits)](
+        out, parts, finished, x, scales, weight.values, weight.scales, weight.blocks, bias, num_rows, out_features,
+        in_features, num_groups, weight.scales.shape[-1], x.stride(0), scale_stride, splits, GROUPS=groups,
+        ONE_BLOCK=tile.block_n <= weight.even_rows, SIDE=tile.side, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        BLOCK_K=groups.step, EVEN=is_even and num_groups % tile.side == 0, STAGES=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
 

@@ -17,9 +17,10 @@ import triton.language as tl
 
 from parallel.numerics.fp8 import FP8, LARGEST, Fp8Matrix
 
+GROUP_COLUMNS = 128
+"""Columns of a group, or it has fewer."""
 MOST_TILES = 256
 """Tiles that `quantised` can say no program has finished."""
-_MOST_COLUMNS = 128
 _LEAST_STEP = 32
 """Columns of an MMA of FP8."""
 _LARGEST = tl.constexpr(LARGEST)
@@ -58,13 +59,13 @@ class Groups(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _groups(first: int, width: int) -> Groups:
-    columns = next(it for it in range(min(width, _MOST_COLUMNS), 0, -1) if width % it == 0)
+    columns = next(it for it in range(min(width, GROUP_COLUMNS), 0, -1) if width % it == 0)
     return Groups(first % columns, columns, first // columns, width // columns)
 
 
 def groups_of(weight: Fp8Matrix) -> Groups:
     """The groups that rows are quantised in for a weight: as wide as can be, of one block of columns each."""
-    return _groups(weight.first, weight.width) if weight.scales.shape[-1] > 1 else Groups(0, _MOST_COLUMNS, 0, 1 << 30)
+    return _groups(weight.first, weight.width) if weight.scales.shape[-1] > 1 else Groups(0, GROUP_COLUMNS, 0, 1 << 30)
 
 
 @triton.jit
@@ -128,35 +129,37 @@ def sum_groups(
 
 @triton.jit
 def sum_side_by_side(
-    x_rows, x_scales, is_row, w_rows, w_scales, other_scales, is_other, num_groups, K, scale_stride,
-    GROUPS: tl.constexpr, SIDE: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    x_rows, x_scales, is_row, w_rows, w_scales, other_scales, is_other, is_side, num_groups, K, scale_stride,
+    GROUPS: tl.constexpr, SIDE: tl.constexpr, ALONG: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The products of a few rows of x and w over all groups, of which warps multiply SIDE at a time, each its own.
+    """SIDE products of a few rows [SIDE, rows, columns] side by side, by warps of their own.
 
-    Args as of `sum_groups`; EVEN: and groups are a multiple of SIDE. Returns [rows, columns].
+    Args as of `sum_groups`, with a dimension of SIDE or 1 before the others. ALONG: each is over every SIDEth group.
+        Otherwise over all.
+        is_side: [SIDE, 1, 1] which there are.
+        EVEN: and with ALONG groups are a multiple of SIDE.
     """
-    places = tl.arange(0, BLOCK_K)[None, None, :]
-    acc = tl.zeros([SIDE, x_rows.shape[0], w_rows.shape[0]], tl.float32)
-    for step in tl.range(0, tl.cdiv(num_groups, SIDE), num_stages=STAGES):
-        groups = (step * SIDE + tl.arange(0, SIDE))[:, None]
+    sides, places = tl.arange(0, SIDE)[:, None], tl.arange(0, BLOCK_K)[None, None, :]
+    acc = tl.zeros([SIDE, x_rows.shape[1], w_rows.shape[1]], tl.float32)
+    for step in tl.range(0, tl.cdiv(num_groups, SIDE) if ALONG else num_groups, num_stages=STAGES):
+        groups = step * SIDE + sides if ALONG else step + sides * 0
         k = (groups * GROUPS[1] - GROUPS[0])[:, :, None] + places
-        # A weight is read once, so it is the first to leave the L2 cache.
-        if EVEN:
-            w = tl.load(w_rows[None, :, :] + k, eviction_policy="evict_first")
-            x = tl.load(x_rows[None, :, :] + k, mask=is_row[None, :, None], other=0.0)
-        else:
+        inside = is_side
+        if not EVEN:
             # Groups past the last one are zeros, and have its scales.
-            inside = (places < GROUPS[1]) & (k >= 0) & (k < K)
+            inside = inside & (places < GROUPS[1]) & (k >= 0) & (k < K)
             groups = tl.minimum(groups, num_groups - 1)
-            w = tl.load(w_rows[None, :, :] + k, mask=inside, other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_rows[None, :, :] + k, mask=inside & is_row[None, :, None], other=0.0)
+        # A weight is read once, so it is the first to leave the L2 cache.
+        w = tl.load(w_rows + k, mask=inside, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_rows + k, mask=inside & is_row[:, :, None], other=0.0)
         if x_scales is None:
             x, x_scale = in_fp8(x)
         else:
-            x_scale = tl.load(x_scales[None, :] + groups * scale_stride, mask=is_row[None, :], other=0.0)
+            x_scale = tl.load(x_scales + groups * scale_stride, mask=is_row, other=0.0)
         w_scale = _scales_at(w_scales, other_scales, is_other, groups, GROUPS)
         acc += tl.dot(x, tl.permute(w, (0, 2, 1))) * (x_scale[:, :, None] * w_scale[:, None, :])
-    return tl.sum(acc, 0)
+    return acc
 
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
