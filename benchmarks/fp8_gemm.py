@@ -116,7 +116,8 @@ def candidates(num_rows: int, leaf: int | None, exact: bool) -> Iterator[tuple[o
         return
     found = next(found for most, found in FAST.items() if num_rows <= most)
     for block_m, block_n, (num_warps, side), num_stages, quantises, programs in itertools.product(*found):
-        if block_m * block_n <= 64 * 32 * num_warps:  # sums of a thread, which there are twice
+        most = 64 if side == 1 else 32  # sums of a thread, which there are twice
+        if max(block_m, 16) * block_n * side <= most * 32 * num_warps:
             fast = fp8_gemm.Tile(block_m, block_n, num_warps, num_stages, side, quantises, programs)
             yield fast, lambda it, out, fast=fast: lambda x: fp8_gemm.fp8_gemm(x, it, None, out=out[0], tile=fast)  # type: ignore[misc]
 

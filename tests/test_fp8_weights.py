@@ -266,7 +266,8 @@ def test_exact_experts_have_the_bits_of_the_weights_as_they_are_read(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("num_tokens", [1, 14, 20, 100])  # each pair by itself, and blocks of 16, 32 and 64 pairs
+# Each pair by itself, and blocks of 16, 32, 64 and 128 pairs.
+@pytest.mark.parametrize("num_tokens", [1, 14, 20, 100, pytest.param(300, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fast_experts_are_those_with_activations_in_fp8(
     device: torch.device, kind: WeightScales, num_tokens: int

@@ -67,7 +67,7 @@ def gate_and_up(
     return w_rows, gate_scales, first_scales(scales_ptr, blocks_ptr, of_scales + width, num_blocks), is_up[None, :]
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def _grouped_gate_up_kernel(
     hidden_ptr, x_ptr, x_scales_ptr, w13_ptr, scales_ptr, blocks_ptr, b13_ptr, factors_ptr, pairs_ptr, counts_ptr,
     num_tokens, num_experts, x_stride, scale_stride, num_blocks, expert_scales, width, size, FORMAT: tl.constexpr,
@@ -135,7 +135,7 @@ def _grouped_gate_up_kernel(
     tl.store(hidden_ptr + pair.to(tl.int64)[:, None] * width + columns[None, :], hidden, mask=stored)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_pairs", "first_column"])
+@triton.jit(do_not_specialize=["num_tokens", "num_pairs", "scale_stride", "first_column"])
 def _grouped_down_kernel(
     y_ptr, hidden_ptr, hidden_scales_ptr, w2_ptr, scales_ptr, blocks_ptr, b2_ptr, weights_ptr, pairs_ptr, counts_ptr,
     num_tokens, num_pairs, num_experts, scale_stride, num_blocks, expert_scales, width, size, first_column, num_columns,
