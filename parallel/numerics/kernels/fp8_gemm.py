@@ -40,8 +40,8 @@ class Tile:
     quantises: bool = False
     """Whether programs quantise the rows, which those can whose groups are side by side."""
     programs: int = 256
-    """So many there are at least, if they can be: the groups of a tile are shared, but not by more than `_MAX_SPLITS`,
-    nor fewer than `_LEAST_GROUPS` to each."""
+    """Programs that share the groups of tiles, up to twice `MOST_TILES`: no more than `_MAX_SPLITS` of one tile, and
+    each with `_LEAST_GROUPS` or more."""
 
 
 # Up to so many rows: tiles for weights of up to `_WIDE` rows, and of more. Chosen by reckoning;
