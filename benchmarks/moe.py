@@ -76,6 +76,21 @@ _EXACT_DOWN = {
     64: ((128, 64, 8, 4), (128, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3)),
     128: ((128, 64, 8, 4), (128, 64, 8, 3), (64, 64, 8, 4), (64, 64, 4, 4)),
 }
+# Steps are groups of 128 columns, or several groups side by side.
+_FP8_GATE_UP = {
+    1: tuple((n, k, w, st) for n in (8, 16, 32) for k, w in ((512, 4), (1024, 8), (256, 2)) for st in (2, 3, 4, 6)),
+    16: tuple((n, 128, w, st) for n in (32, 64, 128) for w in (4, 8) for st in (3, 4, 5, 6)),
+    32: tuple((n, 128, w, st) for n in (32, 64, 128) for w in (4, 8) for st in (3, 4)),
+    64: tuple((n, 128, w, st) for n in (32, 64) for w in (4, 8) for st in (3, 4)),
+    128: tuple((n, 128, 8, st) for n in (32, 64) for st in (3, 4)),
+}
+_FP8_DOWN = {
+    1: tuple((n, 128, w, st) for n in (8, 16, 32) for w in (4, 8) for st in (2, 3, 4, 6)),
+    16: tuple((n, 128, w, st) for n in (64, 128, 256) for w in (4, 8) for st in (3, 4, 5)),
+    32: tuple((n, 128, w, st) for n in (64, 128, 256) for w in (4, 8) for st in (3, 4)),
+    64: tuple((n, 128, w, st) for n in (64, 128) for w in (4, 8) for st in (3, 4)),
+    128: tuple((n, 128, 8, st) for n in (64, 128) for st in (3, 4)),
+}
 _LEAF = leaf_columns(COLUMNS)
 # Up to so many tokens, the blocks that are tried.
 _BLOCKS = ((1, (1,)), (8, (1, 16)), (32, (16,)), (128, (16, 32)), (512, (16, 32, 64)), (8192, (64, 128)))
@@ -124,16 +139,21 @@ class Layer:
         return out[0]
 
     def choose(self, num_tokens: int) -> Tiles:
-        return choose_tiles(num_tokens, TOP_K, NUM_EXPERTS, exact=self.exact)
+        return choose_tiles(num_tokens, TOP_K, NUM_EXPERTS, exact=self.exact, fp8=isinstance(self.w13, Fp8Matrix))
 
     @property
     def candidates(self) -> tuple[dict[int, Any], dict[int, Any]]:
         """Tiles of the two products, by block_m."""
-        return (_EXACT_GATE_UP, _EXACT_DOWN) if self.exact else (_GATE_UP, _DOWN)
+        if self.exact:
+            return _EXACT_GATE_UP, _EXACT_DOWN
+        return (_FP8_GATE_UP, _FP8_DOWN) if isinstance(self.w13, Fp8Matrix) else (_GATE_UP, _DOWN)
 
 
-def _candidate_blocks(num_tokens: int) -> tuple[int, ...]:
-    return next(blocks for most, blocks in _BLOCKS if num_tokens <= most)
+def _candidate_blocks(layer: Layer, num_tokens: int) -> list[tuple[int, bool]]:
+    """Pairs of a block, and whether programs quantise them."""
+    blocks = next(blocks for most, blocks in _BLOCKS if num_tokens <= most)
+    quantises = (False, True) if isinstance(layer.w13, Fp8Matrix) and not layer.exact else (False,)
+    return [(block, it) for block in blocks for it in quantises if block in (16, 32) or not it]
 
 
 def layer_us(layers: Sequence[Layer], x: torch.Tensor, tiles: Tiles | None = None) -> float:
@@ -165,8 +185,8 @@ def _report(layers: Sequence[Layer], x: torch.Tensor, columns: int, us: float, t
 
 
 def _named(tiles: Tiles) -> str:
-    cut = (f"{tile.block_n} x {tile.block_k}, {tile.num_warps} w, {tile.num_stages} st" for tile in _both(tiles))
-    return f"block_m {tiles.block_m}: {'; '.join(cut)}"
+    cut = [f"{it.block_n} x {it.block_k}, {it.num_warps} w, {it.num_stages} st" for it in _both(tiles)]
+    return f"block_m {tiles.block_m}: {'; '.join(cut)}{'; quantises' * tiles.quantises}"
 
 
 def _both(tiles: Tiles) -> tuple[Tile, Tile]:
@@ -185,10 +205,11 @@ def _compile(layer: Layer, tokens: Iterable[int]) -> None:
 
     jobs: dict[Tiles, int] = {}
     for num_tokens in tokens:
-        for block_m in _candidate_blocks(num_tokens):
+        for block_m, quantises in _candidate_blocks(layer, num_tokens):
             gate_ups, downs = (candidates[block_m] for candidates in layer.candidates)
             for i in range(max(len(gate_ups), len(downs))):
-                tiles = Tiles(block_m, Tile(*gate_ups[i % len(gate_ups)]), Tile(*downs[i % len(downs)]))
+                gate_up, down = Tile(*gate_ups[i % len(gate_ups)]), Tile(*downs[i % len(downs)])
+                tiles = Tiles(block_m, gate_up, down, quantises)
                 jobs.setdefault(tiles, num_tokens)
     with ThreadPoolExecutor(_COMPILING_THREADS) as pool:
         list(pool.map(lambda job: run(job[1], job[0]), jobs.items()))
@@ -200,8 +221,8 @@ def _sweep(layers: Sequence[Layer], x: torch.Tensor) -> tuple[float, Tiles]:
     expected = layers[0].run(x).float()
     both = layers[0].candidates
     best: tuple[float, Tiles] | None = None
-    for block_m in _candidate_blocks(len(x)):
-        tiles = Tiles(block_m, *(Tile(*candidates[block_m][0]) for candidates in both))
+    for block_m, quantises in _candidate_blocks(layers[0], len(x)):
+        tiles = Tiles(block_m, *(Tile(*candidates[block_m][0]) for candidates in both), quantises)
         timed: dict[Tiles, float] = {}
         for field, candidates in zip(("gate_up", "down"), both, strict=True):
             for tile in candidates[block_m]:

@@ -264,7 +264,8 @@ class EngineConfig(_Section):
     quantization: Literal["auto", "fp8"] = "auto"
     """auto: weights are kept in `dtype`. fp8: those of linear layers and experts are kept in FP8 (e4m3) on cuda, as the
     checkpoint has them or made so while they are read, with a scale for each 128 x 128 of them, which halves what a
-    step reads; on cpu they have the same values in `dtype`. No GPU has run fp8 yet."""
+    step reads; with `numerics: fast` activations are rounded to FP8 as well for products with them. On cpu the weights
+    have the same values in `dtype`."""
     numerics: Literal["auto", "fast", "exact"] = "auto"
     """exact: not one bit of a logit depends on the number of ranks, on what else runs, on chunks, prefix hits or
     preemption; what cannot be so is refused. fast: whatever is fastest. auto: exact on CPU, where it is no slower, if

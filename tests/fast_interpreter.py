@@ -14,15 +14,16 @@ def speed_up() -> None:
     nobody asks for.
 
     And it lets kernels loop to a bound that they have computed: it holds scalars as arrays of one element, of which
-    numpy makes no int from 2.4 on.
+    numpy makes no int from 2.4 on. It rounds to FP8 as a GPU does, where it would truncate.
     """
+    import torch
     import triton.language as tl
     from triton.runtime import interpreter
 
     if hasattr(interpreter._patch_lang, "__wrapped__"):
         return
     patch_lang, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
-    np_dtype = interpreter._get_np_dtype
+    np_dtype, convert = interpreter._get_np_dtype, interpreter.InterpreterBuilder.create_fp_to_fp
     modules: set[str] = set()
     np_dtypes: dict[str, Any] = {}
 
@@ -52,6 +53,13 @@ def speed_up() -> None:
         given = shape.given_type
         return given if isinstance(given, tl.core.tuple_type) else tl.core.tuple_type(given)
 
+    def round_to_fp8(builder: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        if dst_type.scalar != tl.float8e4nv:
+            return convert(builder, src, dst_type, rounding_mode)
+        rounded = torch.from_numpy(src.data).to(torch.float8_e4m3fn).view(torch.uint8)
+        return interpreter.TensorHandle(rounded.numpy(), dst_type.scalar)
+
+    interpreter.InterpreterBuilder.create_fp_to_fp = round_to_fp8
     tl.core.tuple.__init__ = keep_values
     tl.core.tuple.type = property(type_of, lambda shape, type: setattr(shape, "given_type", type))
     interpreter._patch_lang = patch_once

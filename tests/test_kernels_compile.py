@@ -46,6 +46,7 @@ from parallel.group import TensorParallelGroup
 from parallel.kernels.all_reduce_norm import STATE_WORDS, Peers, all_reduce_add_norm, gather, look_up
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.chain_gemm import chain_gemm
+from parallel.numerics.kernels.fp8_gemm import fp8_gemm
 from parallel.numerics.kernels.fp8_tile import plain
 from parallel.numerics.kernels.node_gemm import node_gemm
 from parallel.numerics.kernels.skinny_gemm import skinny_gemm
@@ -87,7 +88,9 @@ class Report:
     reductions: dict[str, dict[str, list[str]]]
     """By the block of a row, of the kernels that norm a sum: how the squares lie over the threads, and in which."""
     fp8_widths: list[str]
-    """Inputs that a thread brings to an MMA from one place, of all products with weights in FP8."""
+    """Inputs that a thread brings to an MMA from one place, of all exact products with weights in FP8."""
+    fp8_dots: list[str]
+    """The instructions and types that fast products with weights in FP8 are multiplied by."""
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +122,12 @@ def test_no_kernel_is_left_out(report: Report) -> None:
 @pytest.mark.slow
 def test_products_with_weights_in_fp8_add_in_the_order_of_plain_ones(report: Report) -> None:
     assert report.fp8_widths == ["2"]
+
+
+@pytest.mark.slow
+def test_fast_products_with_weights_in_fp8_are_those_of_tensor_cores(report: Report) -> None:
+    """Blocks of 64 rows are multiplied in FP8 itself, fewer rows in fp16, which has all numbers of FP8."""
+    assert report.fp8_dots == ["mma.sync f16", "wgmma.mma_async e4m3"]
 
 
 @pytest.mark.slow
@@ -387,6 +396,11 @@ def _call_fp8_products() -> None:
             for leaf in (512, 128):
                 nodes, out = ((0, k // leaf),), torch.empty(1, num_rows, 1536)
                 node_gemm(_bf16(num_rows, k), weight, leaf=leaf, nodes=_spans(*nodes), out=out)
+        for num_rows in (1, 4, 16, 64, 128, 256):
+            fp8_gemm(_bf16(num_rows, k), weight, None, out=_bf16(num_rows, 1536))
+    wide = Fp8Matrix.empty([(128, 128)], [Span(0, 16384)], Span(0, k), torch.device("cpu"))
+    for num_rows in (1, 4, 16, 64, 128):
+        fp8_gemm(_bf16(num_rows, k), wide, _bf16(16384), out=_bf16(num_rows, 16384))
 
 
 def _fp8_experts(num_experts: int, num_rows: int, num_columns: int) -> Fp8Matrix:
@@ -605,6 +619,7 @@ def _compile_everything() -> Report:
     errors: dict[str, list[str]] = {}
     reductions: dict[str, dict[str, set[str]]] = {}
     fp8_widths: set[str] = set()
+    fp8_dots: set[str] = set()
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         _call_everything()
         for kernel, compilation in dict.fromkeys(compiling):
@@ -615,12 +630,15 @@ def _compile_everything() -> Report:
                     said.append(f"takes {compiled.metadata.shared} bytes of shared memory")
                 if "mov.b32 $0, $1;" in compiled.asm["ttgir"]:  # of `plain_tile`
                     fp8_widths.update(re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"]))
+                if kernel.endswith("._fp8_gemm_kernel"):
+                    dots = re.findall(r"(mma\.sync|wgmma\.mma_async)\.\S*f32\.(\w+)\.", compiled.asm["ptx"])
+                    fp8_dots.update(" ".join(it) for it in dots)
                 for length, layout in _layouts_of_sums(compiled.asm["ttgir"]) if kernel.endswith(NORMS) else ():
                     reductions.setdefault(length, {}).setdefault(layout, set()).add(kernel)
             except Exception as error:  # noqa: BLE001 -- the report of all kernels names it
                 said.append("".join(traceback.format_exception(error, limit=-1)))
     ordered = {length: {layout: sorted(it) for layout, it in by.items()} for length, by in reductions.items()}
-    return Report(sorted(_all_kernels()), errors, ordered, sorted(fp8_widths))
+    return Report(sorted(_all_kernels()), errors, ordered, sorted(fp8_widths), sorted(fp8_dots))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,15 @@ from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.rank_sum import CudaExactSum, ExactSum, FastSum, RankSum
 from parallel.numerics.tensor_source import TensorSource
 from parallel.numerics.tree import SumTree
-from parallel.numerics.weight import ChainWeight, CpuLeaves, CpuWeight, CudaWeight, NodeWeight, Weight
+from parallel.numerics.weight import (
+    ChainWeight,
+    CpuLeaves,
+    CpuWeight,
+    CudaWeight,
+    Fp8Weight,
+    NodeWeight,
+    Weight,
+)
 from parallel.plan import LayerShard, ShardPlan, Span, leaf_columns
 
 _T = TypeVar("_T")
@@ -49,7 +57,7 @@ class Arithmetic(ABC):
     def weight(self, weight: Tensor | Fp8Matrix, bias: Tensor | None) -> Weight:
         """A weight [out_features, in_features] with all of its inputs, whose memory it takes, and a bias or None."""
         if isinstance(weight, Fp8Matrix):
-            return ChainWeight(weight, bias)
+            return Fp8Weight(weight, bias)
         return CudaWeight(weight, bias) if weight.is_cuda else CpuWeight(weight, bias)
 
     @abstractmethod

@@ -1,13 +1,17 @@
 """Matrices that stay in FP8 in memory: elements in e4m3, with the scales of the checkpoint's blocks beside them.
 
-The contract, of fast and exact numerics alike: an element stands for the activations' type of (fp32 of it times its
-scale), rounded once. So it follows from its row and column in the checkpoint alone, whatever the ranks and the rows
-beside; it is what reading the checkpoint to that type makes of it, and products have the bits that they have of a
-matrix so read. (The experts of a few tokens, in fast numerics, are not rounded: their sums are of fp32.)
+The contract of exact numerics: an element stands for the activations' type of (fp32 of it times its scale), rounded
+once. So it follows from its row and column in the checkpoint alone, whatever the ranks and the rows beside; it is what
+reading the checkpoint to that type makes of it, and products have the bits that they have of a matrix so read.
+
+The contract of fast numerics: a row of activations is rounded to FP8 as well, by groups of at most 128 columns that are
+in one of the weight's blocks, and the sums over groups are multiplied by the scales of both (see fp8_groups.py). Groups
+are those of the rank's columns, so answers depend on the ranks as those of bf16 do, by less than the rounding.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number in e4m3."""
+MOST_EVEN_ROWS = 128
 ROWS_AT_ONCE = 1024
 """Rows that are quantised, or multiplied by scales of theirs, at once, which bounds the memory for that."""
 
@@ -43,6 +48,8 @@ class Fp8Matrix:
     """The place of the first column in its block: ranks may cut blocks."""
     width: int
     """Columns of a block."""
+    even_rows: int
+    """Rows from a multiple of this on, as many, are of one row of `scales`: a power of two, up to `MOST_EVEN_ROWS`."""
 
     @classmethod
     def empty(
@@ -59,13 +66,15 @@ class Fp8Matrix:
             those = blocks_of(span, height)
             blocks.append(torch.arange(span.start, span.stop) // height - those.start + above)
             above += those.size
-        across = blocks_of(columns, width)
+        across, joined = blocks_of(columns, width), torch.cat(blocks)
+        edges = joined.diff().nonzero().flatten() + 1
         return cls(
             torch.empty(*groups, sum(it.size for it in rows), columns.size, dtype=FP8, device=device),
             torch.empty(*groups, above, across.size, device=device),
-            torch.cat(blocks).to(device, torch.int32),
+            joined.to(device, torch.int32),
             columns.start - across.start * width,
             width,
+            math.gcd(MOST_EVEN_ROWS, *edges.tolist()),
         )
 
     def read(
@@ -85,7 +94,8 @@ class Fp8Matrix:
 
     def __getitem__(self, rows: slice) -> Fp8Matrix:
         """Some of the rows of the only group."""
-        return Fp8Matrix(self.values[rows], self.scales, self.blocks[rows], self.first, self.width)
+        even_rows = math.gcd(self.even_rows, rows.start or 0)
+        return Fp8Matrix(self.values[rows], self.scales, self.blocks[rows], self.first, self.width, even_rows)
 
     @property
     def shape(self) -> torch.Size:

@@ -12,8 +12,10 @@ from parallel.numerics.kernels.cpu_products import TILE, node_products, pack, pa
 from parallel.plan import Span
 
 _MOST_FP8_ROWS = 128
-"""Rows of a product with a weight in FP8 above which the weight is made plain first, which takes the time of reading
-and writing it, and then is as fast as a plain one. benchmarks/fp8_gemm.py measures both."""
+"""Rows of an exact product with a weight in FP8 above which the weight is made plain first, which takes the time of
+reading and writing it, and then is as fast as a plain one. benchmarks/fp8_gemm.py measures both."""
+_LEAST_SCALED_ROWS = 512
+"""Rows from which cuBLAS is faster with a weight in FP8 than the kernel, by reckoning."""
 
 
 class Weight(Protocol):
@@ -59,9 +61,47 @@ class CudaWeight:
         return y if out is None else out.copy_(y)
 
 
+class Fp8Weight:
+    """A weight in FP8 of fast numerics on a GPU: activations are quantised too (see fp8_groups.py). cuBLAS has such
+    products for Hopper, of weights whose blocks of 128 x 128 no rank cuts.
+
+    Args:
+        weight: [out_features, in_features]. Shared, not copied.
+        bias: [out_features] or None.
+    """
+
+    __slots__ = ("_bias", "_by_cublas", "_weight")
+
+    def __init__(self, weight: Fp8Matrix, bias: torch.Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+        # cuBLAS takes rows of scales for a multiple of 4 blocks only (pytorch/pytorch#166752).
+        is_whole = (
+            weight.even_rows == weight.width == 128 and weight.first == len(weight) % 128 == weight.shape[1] % 512 == 0
+        )
+        is_square = weight.scales.numel() * 128 * 128 == weight.values.numel()
+        is_hopper = weight.values.is_cuda and torch.cuda.get_device_capability(weight.device) == (9, 0)
+        self._by_cublas = is_whole and is_square and is_hopper and bias is None
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._product(x, x.dtype, out)
+
+    def in_fp32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._product(x, torch.float32, out)
+
+    def _product(self, x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
+        from parallel.numerics.kernels.fp8_gemm import fp8_gemm, scaled_mm  # a CPU install has no Triton
+
+        if self._by_cublas and len(x) >= _LEAST_SCALED_ROWS and dtype is torch.bfloat16:
+            y = scaled_mm(x, self._weight)
+            return y if out is None else out.copy_(y)
+        if out is None:
+            out = torch.empty(len(x), len(self._weight), dtype=dtype, device=x.device)
+        return fp8_gemm(x, self._weight, self._bias, out=out)
+
+
 class ChainWeight:
-    """A weight on a GPU of exact numerics, where `use_chain_cublas` was called and each output is one ascending chain;
-    or in FP8, of any.
+    """A weight on a GPU of exact numerics, where `use_chain_cublas` was called and each output is one ascending chain.
 
     Args:
         weight: [out_features, in_features] on a GPU. Shared, not copied.

@@ -6,12 +6,15 @@ The second one may keep the sums over leaves of an expert's columns apart, for e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
+from parallel.numerics.fp8 import Fp8Matrix
+from parallel.numerics.kernels.fp8_groups import GROUP_COLUMNS, first_scales, groups_of, quantised, sum_groups
 from parallel.numerics.kernels.fp8_tile import AnyWeight, pieces_of, plain_tile, scales_of
 from worker.kernels.routing import (
     SOFTMAX,
@@ -45,16 +48,35 @@ def activated(gate, up, bias_ptr, expert, columns, width, LIMIT: tl.constexpr, A
     return hidden
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
+def gate_and_up(
+    w13_ptr, scales_ptr, blocks_ptr, expert, first, width, size, num_blocks, expert_scales, ONE_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Pointers for `sum_groups` to BLOCK_N gate rows from `first` on and their up rows, which take turns
+    [2 * BLOCK_N, 1], to the scales of gate and of up, and whether a row is of up [1, 2 * BLOCK_N]."""
+    turns = tl.arange(0, 2 * BLOCK_N)
+    gate_rows, is_up = tl.minimum(first + turns // 2, width - 1), turns % 2 == 1
+    rows = gate_rows + tl.where(is_up, width, 0)
+    w_rows = w13_ptr + expert * (2 * width * size) + rows.to(tl.int64)[:, None] * size
+    of_scales = first if ONE_BLOCK else gate_rows[None, :]
+    scales_ptr += expert * expert_scales
+    gate_scales = first_scales(scales_ptr, blocks_ptr, of_scales, num_blocks)
+    return w_rows, gate_scales, first_scales(scales_ptr, blocks_ptr, of_scales + width, num_blocks), is_up[None, :]
+
+
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def _grouped_gate_up_kernel(
-    hidden_ptr, x_ptr, w13_ptr, scales_ptr, blocks_ptr, b13_ptr, factors_ptr, pairs_ptr, counts_ptr, num_tokens,
-    num_experts, x_stride, width, size, FORMAT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
+    hidden_ptr, x_ptr, x_scales_ptr, w13_ptr, scales_ptr, blocks_ptr, b13_ptr, factors_ptr, pairs_ptr, counts_ptr,
+    num_tokens, num_experts, x_stride, scale_stride, num_blocks, expert_scales, width, size, FORMAT: tl.constexpr,
+    FP8: tl.constexpr, ONE_BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """hidden[pair] of a block of pairs of one expert, BLOCK_N columns of it.
 
     With factors [num_pairs], of w times the pair's input that is hidden / w: the down product is weighted by it anyway.
+    With FP8, by `sum_groups`.
     """
     follow(DEPENDENT)
     # Programs that follow each other share the rows of x, and those after them the expert.
@@ -68,26 +90,41 @@ def _grouped_gate_up_kernel(
     # Places without a pair multiply the first token's row, which nobody stores.
     pair = tl.load(pairs_ptr + expert * num_tokens + places, mask=places < count, other=0)
     columns = tl.program_id(0) % num_column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_rows = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_stride
-    rows = tl.minimum(columns, width - 1)
-    w_gate = w13_ptr + expert * (2 * width * size) + rows.to(tl.int64)[:, None] * size
-    w_up = w_gate + width.to(tl.int64) * size
-    gate_scales = scales_of(scales_ptr, blocks_ptr, rows, FORMAT)
-    up_scales = scales_of(scales_ptr, blocks_ptr, rows + width, FORMAT)
-    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in tl.range(0, tl.cdiv(size, BLOCK_K), num_stages=STAGES):
-        k = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        if EVEN_K:
-            x, g, u = tl.load(x_rows + k), tl.load(w_gate + k), tl.load(w_up + k)
-        else:
-            x = tl.load(x_rows + k, mask=k < size, other=0.0)
-            g = tl.load(w_gate + k, mask=k < size, other=0.0)
-            u = tl.load(w_up + k, mask=k < size, other=0.0)
-        g = plain_tile(g, gate_scales, expert, step * BLOCK_K, k, x.dtype, FORMAT)
-        u = plain_tile(u, up_scales, expert, step * BLOCK_K, k, x.dtype, FORMAT)
-        gate = tl.dot(x, g.T, gate, input_precision="ieee")
-        up = tl.dot(x, u.T, up, input_precision="ieee")
+    token = (pair // TOP_K).to(tl.int64)
+    x_rows = x_ptr + token[:, None] * x_stride
+    if FP8 is None:
+        rows = tl.minimum(columns, width - 1)
+        w_gate = w13_ptr + expert * (2 * width * size) + rows.to(tl.int64)[:, None] * size
+        w_up = w_gate + width.to(tl.int64) * size
+        gate_scales = scales_of(scales_ptr, blocks_ptr, rows, FORMAT)
+        up_scales = scales_of(scales_ptr, blocks_ptr, rows + width, FORMAT)
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in tl.range(0, tl.cdiv(size, BLOCK_K), num_stages=STAGES):
+            k = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+            if EVEN_K:
+                x, g, u = tl.load(x_rows + k), tl.load(w_gate + k), tl.load(w_up + k)
+            else:
+                x = tl.load(x_rows + k, mask=k < size, other=0.0)
+                g = tl.load(w_gate + k, mask=k < size, other=0.0)
+                u = tl.load(w_up + k, mask=k < size, other=0.0)
+            g = plain_tile(g, gate_scales, expert, step * BLOCK_K, k, x.dtype, FORMAT)
+            u = plain_tile(u, up_scales, expert, step * BLOCK_K, k, x.dtype, FORMAT)
+            gate = tl.dot(x, g.T, gate, input_precision="ieee")
+            up = tl.dot(x, u.T, up, input_precision="ieee")
+    else:
+        first_column = tl.program_id(0) % num_column_blocks * BLOCK_N
+        w_rows, gate_scales, up_scales, is_up = gate_and_up(
+            w13_ptr, scales_ptr, blocks_ptr, expert, first_column, width, size, num_blocks, expert_scales, ONE_BLOCK,
+            BLOCK_N,
+        )  # fmt: skip
+        x_scales = None if x_scales_ptr is None else x_scales_ptr + token
+        both = sum_groups(
+            tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32), x_rows, x_scales, places < count, w_rows, gate_scales,
+            up_scales, is_up, 0, tl.cdiv(FP8[0] + size, FP8[1]), size, scale_stride, FP8, BLOCK_K, EVEN_K,
+            STAGES,
+        )  # fmt: skip
+        gate, up = tl.split(both.reshape(BLOCK_M, BLOCK_N, 2))
     let_next_start(DEPENDENT)
     if factors_ptr is not None:
         gate *= tl.load(factors_ptr + pair, mask=places < count, other=0.0)[:, None]
@@ -96,17 +133,19 @@ def _grouped_gate_up_kernel(
     tl.store(hidden_ptr + pair.to(tl.int64)[:, None] * width + columns[None, :], hidden, mask=stored)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_pairs", "first_column"])
+@triton.jit(do_not_specialize=["num_tokens", "num_pairs", "scale_stride", "first_column"])
 def _grouped_down_kernel(
-    y_ptr, hidden_ptr, w2_ptr, scales_ptr, blocks_ptr, b2_ptr, weights_ptr, pairs_ptr, counts_ptr, num_tokens,
-    num_pairs, num_experts, width, size, first_column, num_columns, FORMAT: tl.constexpr, LEAF: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    EVICTION: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    y_ptr, hidden_ptr, hidden_scales_ptr, w2_ptr, scales_ptr, blocks_ptr, b2_ptr, weights_ptr, pairs_ptr, counts_ptr,
+    num_tokens, num_pairs, num_experts, scale_stride, num_blocks, expert_scales, width, size, first_column, num_columns,
+    FORMAT: tl.constexpr, FP8: tl.constexpr, ONE_BLOCK: tl.constexpr, LEAF: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, EVICTION: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """y[pair] = weight * (w2[expert] @ hidden[pair]) of a block of pairs of one expert, BLOCK_N columns of it.
 
     With a LEAF, y[leaf, pair] = w2[expert] @ hidden[pair] over each LEAF of the width, unweighted. Of the output's
-    columns, y has `num_columns` from `first_column` on. A bias is part of the product, or of the first leaf's.
+    columns, y has `num_columns` from `first_column` on. A bias is part of the product, or of the first leaf's. With
+    FP8, by `sum_groups`.
     """
     follow(DEPENDENT)
     num_column_blocks = tl.cdiv(num_columns, BLOCK_N)
@@ -128,35 +167,43 @@ def _grouped_down_kernel(
     if b2_ptr is not None:
         bias = tl.load(b2_ptr + expert * size + rows).to(tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    num_steps = tl.cdiv(width, BLOCK_K)
-    if LEAF is not None:
-        leaf_steps: tl.constexpr = (LEAF + BLOCK_K - 1) // BLOCK_K
-        num_steps = width // LEAF * leaf_steps
-    # One loop over all leaves: loads of the next leaf are under way while this one ends.
-    for step in tl.range(0, num_steps, num_stages=STAGES):
-        if LEAF is None:
-            stop_k = width
-            first_k = step * BLOCK_K
-        else:
-            leaf = step // leaf_steps
-            stop_k = (leaf + 1) * LEAF
-            first_k = leaf * LEAF + step % leaf_steps * BLOCK_K
-        k = first_k + tl.arange(0, BLOCK_K)[None, :]
-        if EVEN_K:
-            h, w = tl.load(hidden_rows + k), tl.load(w_rows + k, eviction_policy=EVICTION)
-        else:
-            h = tl.load(hidden_rows + k, mask=k < stop_k, other=0.0)
-            w = tl.load(w_rows + k, mask=k < stop_k, other=0.0, eviction_policy=EVICTION)
-        w = plain_tile(w, w_scales, expert, first_k, k, h.dtype, FORMAT)
-        acc = tl.dot(h, w.T, acc, input_precision="ieee")
+    if FP8 is not None:
+        of_scales = first_column + tl.program_id(0) % num_column_blocks * BLOCK_N if ONE_BLOCK else rows[None, :]
+        acc = sum_groups(
+            acc, hidden_rows, None if hidden_scales_ptr is None else hidden_scales_ptr + pair, places < count, w_rows,
+            first_scales(scales_ptr + expert * expert_scales, blocks_ptr, of_scales, num_blocks), None, None, 0,
+            tl.cdiv(FP8[0] + width, FP8[1]), width, scale_stride, FP8, BLOCK_K, EVEN_K, STAGES,
+        )  # fmt: skip
+    else:
+        num_steps = tl.cdiv(width, BLOCK_K)
         if LEAF is not None:
-            leaf_ends = step % leaf_steps == leaf_steps - 1
-            if leaf_ends:
-                y_leaf = y_ptr + leaf.to(tl.int64) * num_pairs * num_columns
-                if b2_ptr is not None:
-                    acc += tl.where(leaf == 0, bias, 0.0)[None, :]
-                tl.store(y_leaf + pair[:, None] * num_columns + columns[None, :], acc, mask=stored)
-                acc = tl.zeros_like(acc)
+            leaf_steps: tl.constexpr = (LEAF + BLOCK_K - 1) // BLOCK_K
+            num_steps = width // LEAF * leaf_steps
+        # One loop over all leaves: loads of the next leaf are under way while this one ends.
+        for step in tl.range(0, num_steps, num_stages=STAGES):
+            if LEAF is None:
+                stop_k = width
+                first_k = step * BLOCK_K
+            else:
+                leaf = step // leaf_steps
+                stop_k = (leaf + 1) * LEAF
+                first_k = leaf * LEAF + step % leaf_steps * BLOCK_K
+            k = first_k + tl.arange(0, BLOCK_K)[None, :]
+            if EVEN_K:
+                h, w = tl.load(hidden_rows + k), tl.load(w_rows + k, eviction_policy=EVICTION)
+            else:
+                h = tl.load(hidden_rows + k, mask=k < stop_k, other=0.0)
+                w = tl.load(w_rows + k, mask=k < stop_k, other=0.0, eviction_policy=EVICTION)
+            w = plain_tile(w, w_scales, expert, first_k, k, h.dtype, FORMAT)
+            acc = tl.dot(h, w.T, acc, input_precision="ieee")
+            if LEAF is not None:
+                leaf_ends = step % leaf_steps == leaf_steps - 1
+                if leaf_ends:
+                    y_leaf = y_ptr + leaf.to(tl.int64) * num_pairs * num_columns
+                    if b2_ptr is not None:
+                        acc += tl.where(leaf == 0, bias, 0.0)[None, :]
+                    tl.store(y_leaf + pair[:, None] * num_columns + columns[None, :], acc, mask=stored)
+                    acc = tl.zeros_like(acc)
     let_next_start(DEPENDENT)
     if LEAF is None:
         weight = tl.load(weights_ptr + pair, mask=places < count, other=0.0)
@@ -183,6 +230,8 @@ class Tiles:
     block_m: int
     gate_up: Tile
     down: Tile
+    quantises: bool = False
+    """Whether programs quantise the rows that weights in FP8 are multiplied with, and no kernel of its own does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +285,30 @@ class Tokens:
         return self.logits.shape[2] > self.num_experts
 
 
-def grouped_gate_up(tokens: Tokens, counts: torch.Tensor, w13: AnyWeight, tiles: Tiles) -> tuple[Routes, torch.Tensor]:
+def pieces_for(weight: AnyWeight, tile: Tile, block_k: int, leaf: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Elements, scales and blocks of experts' weights as kernels take them, and the arguments that say how they are
+    multiplied: as `pieces_of` has it, or in fast numerics, without a leaf, those in FP8 by groups.
+
+    Args:
+        block_k: the most columns of a step.
+        leaf: columns after which steps begin anew. None: numerics are fast. 0: they do not.
+    """
+    num_columns = weight.shape[2]
+    how: dict[str, Any] = {"STAGES": tile.num_stages}
+    if isinstance(weight, Fp8Matrix) and leaf is None:
+        groups = groups_of(weight)
+        is_even = groups.is_even(num_columns) and groups.count(num_columns) % (tile.block_k // GROUP_COLUMNS) == 0
+        how |= {"FORMAT": None, "FP8": groups, "ONE_BLOCK": tile.block_n <= weight.even_rows}
+        how |= {"num_blocks": weight.scales.shape[-1], "expert_scales": weight.scales.stride(0)}
+        return (weight.values, weight.scales, weight.blocks), how | {"BLOCK_K": groups.step, "EVEN_K": is_even}
+    *pieces, block_k, weight_format = pieces_of(weight, block_k, leaf or 0)
+    how |= {"FORMAT": weight_format, "FP8": None, "ONE_BLOCK": False, "num_blocks": 0, "expert_scales": 0}
+    return tuple(pieces), how | {"BLOCK_K": block_k, "EVEN_K": (leaf or num_columns) % block_k == 0}
+
+
+def grouped_gate_up(
+    tokens: Tokens, counts: torch.Tensor, w13: AnyWeight, tiles: Tiles, *, exact: bool
+) -> tuple[Routes, torch.Tensor]:
     """The routes, for which `counts` are as `route` wants them, and of every pair what its expert's down product takes
     [num_pairs, width]; undefined for padding tokens."""
     routes = route(
@@ -255,31 +327,29 @@ def grouped_gate_up(tokens: Tokens, counts: torch.Tensor, w13: AnyWeight, tiles:
     num_blocks = max_blocks(num_tokens, tokens.top_k, tokens.num_experts, tiles.block_m)
     hidden = torch.empty((num_tokens * tokens.top_k, width), dtype=tokens.x.dtype, device=w13.device)
     tile = tiles.gate_up
-    values, scales, blocks, block_k, weight_format = pieces_of(w13, tile.block_k)
+    pieces, how = pieces_for(w13, tile, tile.block_k, 0 if exact else None)
+    x, x_scales, scale_stride = _rows_for(tokens.x, w13, tiles, exact)
     bias, activation = tokens.activation
     _grouped_gate_up_kernel[(num_blocks * triton.cdiv(width, tile.block_n),)](
         hidden,
-        tokens.x,
-        values,
-        scales,
-        blocks,
+        x,
+        x_scales,
+        *pieces,
         bias,
         routes.weights if tokens.scoring.scales_input else None,
         routes.pairs,
         routes.counts,
         num_tokens,
         tokens.num_experts,
-        tokens.x.stride(0),
-        width,
-        size,
-        FORMAT=weight_format,
+        x.stride(0),
+        scale_stride,
+        width=width,
+        size=size,
         TOP_K=tokens.top_k,
         BLOCK_E=triton.next_power_of_2(tokens.num_experts),
         BLOCK_M=tiles.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_K=block_k,
-        EVEN_K=size % block_k == 0,
-        STAGES=tile.num_stages,
+        **how,
         **activation,
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
@@ -308,13 +378,13 @@ def grouped_down(
     tile, dependent = tiles.down, has_dependent_launch(y.device)
     num_blocks = max_blocks(num_tokens, top_k, num_experts, tiles.block_m)
     block_k = fitting(tile.block_k, width) if leaf is None else fitting_leaf(tile.block_k, leaf)
-    values, scales, blocks, block_k, weight_format = pieces_of(w2, block_k, leaf or 0)
+    pieces, how = pieces_for(w2, tile, block_k, leaf)
+    x, x_scales, scale_stride = _rows_for(hidden, w2, tiles, leaf is not None)
     _grouped_down_kernel[(num_blocks * triton.cdiv(num_columns, tile.block_n),)](
         y,
-        hidden,
-        values,
-        scales,
-        blocks,
+        x,
+        x_scales,
+        *pieces,
         bias,
         routes.weights,
         routes.pairs,
@@ -322,25 +392,33 @@ def grouped_down(
         num_tokens,
         num_pairs,
         num_experts,
-        width,
-        size,
-        first_column,
-        num_columns,
-        FORMAT=weight_format,
+        scale_stride,
+        width=width,
+        size=size,
+        first_column=first_column,
+        num_columns=num_columns,
         LEAF=leaf,
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_M=tiles.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_K=block_k,
-        EVEN_K=(width if leaf is None else leaf) % block_k == 0,
+        **how,
         # Leaves' sums are read again, weights most often not.
         EVICTION="evict_first" if leaf is not None and tiles.block_m == MMA_ROWS else "",
-        STAGES=tile.num_stages,
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=dependent,
     )
+
+
+def _rows_for(
+    x: torch.Tensor, weight: AnyWeight, tiles: Tiles, exact: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Rows as kernels take them for a weight, with their scales and the stride of these if they are in FP8."""
+    if exact or isinstance(weight, torch.Tensor) or tiles.quantises:
+        return x, None, 0
+    q, scales = quantised(x, groups_of(weight))
+    return q, scales, scales.stride(0)
 
 
 def fitting(block_k: int, width: int) -> int:

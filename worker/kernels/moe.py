@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start, let_next_start_beside
+from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.fp8_tile import AnyWeight
 from parallel.numerics.kernels.node_gemm import add_leaf, border, pack_parts
 from parallel.plan import Span
@@ -122,6 +123,15 @@ _GROUPED = (
     (128.0, Tiles(64, gate_up=Tile(128, 64, 8, 4), down=Tile(256, 64, 8, 3))),
     (float("inf"), Tiles(128, gate_up=Tile(128, 64, 8, 4), down=Tile(256, 64, 8, 3))),
 )
+# Weights in FP8 have tiles of their own, whose steps are groups of columns: of the pairs' first product several side by
+# side. These are chosen by reckoning; `python -m benchmarks.moe --fp8 --sweep` tries others.
+_FP8_PAIR = Tiles(1, gate_up=Tile(16, 512, 4, 4), down=Tile(16, 128, 8, 5))
+_FP8_GROUPED = (
+    (8.0, Tiles(16, gate_up=Tile(64, 128, 4, 4), down=Tile(128, 128, 4, 4), quantises=True)),
+    (16.0, Tiles(32, gate_up=Tile(64, 128, 4, 4), down=Tile(128, 128, 4, 4))),
+    (128.0, Tiles(64, gate_up=Tile(64, 128, 4, 4), down=Tile(128, 128, 4, 4))),
+    (float("inf"), Tiles(128, gate_up=Tile(64, 128, 8, 4), down=Tile(128, 128, 8, 4))),
+)
 _COMBINE_BLOCK = 1024
 _ACT_BLOCK = 1024
 
@@ -134,12 +144,12 @@ MOST_BYTES = 24 << 20
 """Pairs' leaves at a time, which are then still in the L2 cache; those of a block of columns may be more."""
 
 
-def choose_tiles(num_tokens: int, top_k: int, num_experts: int, *, exact: bool = False) -> Tiles:
+def choose_tiles(num_tokens: int, top_k: int, num_experts: int, *, exact: bool = False, fp8: bool = False) -> Tiles:
     """The table's tiles for so many tokens; `block_m` 1 is a program for every pair."""
     if num_tokens <= _PAIR_TOKENS and num_experts <= _PAIR_EXPERTS:
-        return _EXACT_PAIR if exact else _PAIR
+        return _EXACT_PAIR if exact else _FP8_PAIR if fp8 else _PAIR
     pairs_each = num_tokens * top_k / num_experts
-    tiles = next(tiles for most, tiles in _GROUPED if pairs_each <= most)
+    tiles = next(tiles for most, tiles in (_FP8_GROUPED if fp8 and not exact else _GROUPED) if pairs_each <= most)
     return replace(tiles, down=_EXACT_DOWN[tiles.block_m]) if exact else tiles
 
 
@@ -196,7 +206,8 @@ def mixture(
     assert leaf is None or out.dtype is torch.float32, f"nodes are fp32, not {out.dtype}"
     if num_tokens == 0:
         return torch.empty((1, 0, len(router)), device=x.device)
-    tiles = tiles or choose_tiles(num_tokens, top_k, num_experts, exact=leaf is not None)
+    is_fp8 = isinstance(w13, Fp8Matrix)
+    tiles = tiles or choose_tiles(num_tokens, top_k, num_experts, exact=leaf is not None, fp8=is_fp8)
     counts = None
     if width > 0 and tiles.block_m > 1:
         counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
@@ -224,7 +235,7 @@ def _sum_groups(
     most_bytes: int,
     out: torch.Tensor,
 ) -> None:
-    routes, hidden = grouped_gate_up(tokens, counts, w13, tiles)
+    routes, hidden = grouped_gate_up(tokens, counts, w13, tiles, exact=leaf is not None)
     size, block_n, num_leaves, step = out.shape[-1], tiles.down.block_n, 1, out.shape[-1]
     if leaf is not None:
         num_leaves = w2.shape[2] // leaf

@@ -1,4 +1,5 @@
-"""Tiles of weights in FP8 as products take them, for kernels that take plain weights as well; and whole such weights.
+"""Tiles of weights in FP8 as products of exact numerics take them, in kernels that take plain weights as well; and
+whole such weights.
 
 A kernel gets a weight's `FORMAT`, which is None for a plain one: `scales_of` its rows once, and then each tile's
 `plain_tile`.

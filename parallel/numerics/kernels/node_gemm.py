@@ -103,7 +103,7 @@ def add_leaf(waiting, acc, leaf, num_leaves, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _block_of(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def block_of(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Blocks of rows and columns of a program: those that run together share 8 blocks of rows in the L2 cache."""
     blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first_m = index // (8 * blocks_n) * 8
@@ -127,7 +127,7 @@ def _tree_gemm_kernel(
 ):  # fmt: skip
     part = tl.program_id(1)
     first, stop = border(low, high, part), border(low, high, part + 1)
-    block_m, block_n = _block_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    block_m, block_n = block_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     # Rows past the last are the last again, of both: nobody stores what comes of them. Where one block holds all rows
     # they are not read: each program would read the only row of a step 16 times, all from one place in the L2.
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -1,0 +1,215 @@
+"""Parts of products of fast numerics with weights in FP8, dense ones and those of experts.
+
+A row of activations is cut as the blocks of the weight's columns are, into groups of at most 128 columns. A group's
+scale is its largest element over 448, in fp32; its elements are divided by that and rounded to e4m3. Tensor cores
+multiply what is in e4m3; a product over a group is multiplied by the scales of the group and of the weight's block in
+fp32, and added to those before in fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start, let_next_start_beside
+from parallel.numerics.fp8 import FP8, LARGEST, Fp8Matrix
+
+GROUP_COLUMNS = 128
+"""Columns of a group, or it has fewer."""
+MOST_TILES = 256
+"""Tiles that `quantised` can say no program has finished."""
+_LEAST_STEP = 32
+"""Columns of an MMA of FP8."""
+_LARGEST = tl.constexpr(LARGEST)
+_ROWS = 8
+_GROUPS = 4
+"""Groups that a program quantises, of some rows."""
+_SCALED_ROWS = 4
+"""Rows of scales are a multiple of these, as cuBLAS wants them."""
+
+
+class Groups(NamedTuple):
+    """The constants by which a kernel finds the groups of activations, and the scales of a weight for them."""
+
+    first: int
+    """The place of the first column in its group."""
+    width: int
+    """Columns of a group."""
+    skipped: int
+    """Groups of the first block of columns that are before the first one."""
+    per_block: int
+    """Groups of a block of columns."""
+
+    def count(self, num_columns: int) -> int:
+        """Groups of all columns."""
+        return triton.cdiv(self.first + num_columns, self.width)
+
+    @property
+    def step(self) -> int:
+        """Columns of a tile that a group fits in."""
+        return max(triton.next_power_of_2(self.width), _LEAST_STEP)
+
+    def is_even(self, num_columns: int) -> bool:
+        """Whether groups fill their tiles, and columns their groups."""
+        return self.first == 0 and self.width == self.step and num_columns % self.width == 0
+
+
+@functools.lru_cache(maxsize=256)
+def _groups(first: int, width: int) -> Groups:
+    columns = next(it for it in range(min(width, GROUP_COLUMNS), 0, -1) if width % it == 0)
+    return Groups(first % columns, columns, first // columns, width // columns)
+
+
+def groups_of(weight: Fp8Matrix) -> Groups:
+    """The groups that rows are quantised in for a weight: as wide as can be, of one block of columns each."""
+    return _groups(weight.first, weight.width) if weight.scales.shape[-1] > 1 else Groups(0, GROUP_COLUMNS, 0, 1 << 30)
+
+
+@triton.jit
+def in_fp8(x):
+    """x [..., columns] in e4m3, and the scales [...] of which it is multiples."""
+    x = x.to(tl.float32)
+    # A group of zeros has a scale whose inverse is a number.
+    scale = tl.maximum(tl.max(tl.abs(x), len(x.shape) - 1), 1e-10) * (1 / _LARGEST)
+    return (x * tl.expand_dims(1.0 / scale, len(x.shape) - 1)).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def first_scales(scales_ptr, blocks_ptr, rows, num_blocks):
+    """Pointers to the scales of the first blocks that rows of a weight are in."""
+    return scales_ptr + tl.load(blocks_ptr + rows).to(tl.int64) * num_blocks
+
+
+@triton.jit
+def _scales_at(scales, others, is_other, groups, GROUPS: tl.constexpr):
+    place = (groups + GROUPS[2]) // GROUPS[3]
+    scale = tl.load(scales + place)
+    if others is not None:
+        scale = tl.where(is_other, tl.load(others + place), scale)
+    return scale
+
+
+@triton.jit
+def sum_groups(
+    acc, x_rows, x_scales, is_row, w_rows, w_scales, other_scales, is_other, first, stop, K, scale_stride,
+    GROUPS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """acc [rows, columns] and the products of x and w over groups from `first` to `stop`.
+
+    Args:
+        x_rows: [rows, 1] pointers to rows of x, in FP8 if they have scales.
+        x_scales: [rows] pointers to the scales of the first group, or None.
+        is_row: [rows] whether a row is wanted. Others are not read.
+        w_rows: [columns, 1] pointers to rows of the weight.
+        w_scales: `first_scales` of the columns [1, columns], or of all of them one.
+        other_scales: in place of those, of columns that are in `is_other` [1, columns]; or None.
+        K: columns of x and w.
+        scale_stride: between the scales of a row's groups.
+    """
+    places = tl.arange(0, BLOCK_K)[None, :]
+    for group in tl.range(first, stop, num_stages=STAGES):
+        k = group * GROUPS[1] - GROUPS[0] + places
+        if EVEN:
+            x, w = tl.load(x_rows + k, mask=is_row[:, None], other=0.0), tl.load(w_rows + k)
+        else:
+            inside = (places < GROUPS[1]) & (k >= 0) & (k < K)
+            x = tl.load(x_rows + k, mask=inside & is_row[:, None], other=0.0)
+            w = tl.load(w_rows + k, mask=inside, other=0.0)
+        if x_scales is None:
+            x, x_scale = in_fp8(x)
+        else:
+            x_scale = tl.load(x_scales + group * scale_stride, mask=is_row, other=0.0)
+        scale = x_scale[:, None] * _scales_at(w_scales, other_scales, is_other, group, GROUPS)
+        acc += tl.dot(x, w.T) * scale
+    return acc
+
+
+@triton.jit
+def sum_side_by_side(
+    x_rows, x_scales, is_row, w_rows, w_scales, other_scales, is_other, is_side, num_groups, K, scale_stride,
+    GROUPS: tl.constexpr, SIDE: tl.constexpr, ALONG: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """SIDE products of a few rows [SIDE, rows, columns] side by side, by warps of their own.
+
+    Args as of `sum_groups`, with a dimension of SIDE or 1 before the others. ALONG: each is over every SIDEth group.
+        Otherwise over all.
+        is_side: [SIDE, 1, 1] which there are.
+        EVEN: and with ALONG groups are a multiple of SIDE.
+    """
+    sides, places = tl.arange(0, SIDE)[:, None], tl.arange(0, BLOCK_K)[None, None, :]
+    acc = tl.zeros([SIDE, x_rows.shape[1], w_rows.shape[1]], tl.float32)
+    for step in tl.range(0, tl.cdiv(num_groups, SIDE) if ALONG else num_groups, num_stages=STAGES):
+        groups = step * SIDE + sides if ALONG else step + sides * 0
+        k = (groups * GROUPS[1] - GROUPS[0])[:, :, None] + places
+        inside = is_side
+        if not EVEN:
+            # Groups past the last one are zeros, and have its scales.
+            inside = inside & (places < GROUPS[1]) & (k >= 0) & (k < K)
+            groups = tl.minimum(groups, num_groups - 1)
+        # A weight is read once, so it is the first to leave the L2 cache.
+        w = tl.load(w_rows + k, mask=inside, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_rows + k, mask=inside & is_row[:, :, None], other=0.0)
+        if x_scales is None:
+            x, x_scale = in_fp8(x)
+        else:
+            x_scale = tl.load(x_scales + groups * scale_stride, mask=is_row, other=0.0)
+        w_scale = _scales_at(w_scales, other_scales, is_other, groups, GROUPS)
+        acc += tl.dot(x, tl.permute(w, (0, 2, 1))) * (x_scale[:, :, None] * w_scale[:, None, :])
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
+def _quantise_kernel(
+    q_ptr, q_scales_ptr, finished_ptr, x_ptr, num_rows, K, num_groups, x_stride, scale_stride, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, SIDE: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TILES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    groups = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    places = tl.arange(0, BLOCK_K)[None, None, :]
+    k = (groups * GROUPS[1] - GROUPS[0])[None, :, None] + places
+    present = (rows < num_rows)[:, None] & (groups < num_groups)[None, :]
+    inside = present[:, :, None]
+    if not EVEN:
+        inside = inside & (places < GROUPS[1]) & (k >= 0) & (k < K)
+    follow(DEPENDENT)
+    let_next_start_beside(DEPENDENT)
+    q, scale = in_fp8(tl.load(x_ptr + rows[:, None, None] * x_stride + k, mask=inside, other=0.0))
+    let_next_start(DEPENDENT)
+    tl.store(q_ptr + rows[:, None, None] * K + k, q, mask=inside)
+    tl.store(q_scales_ptr + groups[None, :] * scale_stride + rows[:, None], scale, mask=present)
+    if finished_ptr is not None:
+        is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+        tl.store(finished_ptr + tl.arange(0, TILES), tl.zeros([TILES], tl.int32), mask=is_first)
+
+
+def quantised(
+    x: torch.Tensor, groups: Groups, finished: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in FP8 and the scales of its rows' groups.
+
+    Args:
+        x: [num_rows, num_columns], elements of a row side by side, rows any distance apart.
+        finished: [MOST_TILES] int32, set to 0 by the way.
+
+    Returns:
+        [num_rows, num_columns] e4m3, and [num_groups, num_rows] fp32. Both have rows up to a multiple of 4, undefined.
+    """
+    num_rows, num_columns = x.shape
+    num_groups = groups.count(num_columns)
+    room = triton.cdiv(num_rows, _SCALED_ROWS) * _SCALED_ROWS
+    q = torch.empty(room, num_columns, dtype=FP8, device=x.device)
+    scales = torch.empty(num_groups, room, device=x.device)
+    rows = min(triton.next_power_of_2(num_rows), _ROWS)
+    dependent = is_dependent(x.device, num_rows)
+    _quantise_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_groups, _GROUPS))](
+        q, scales, finished, x, num_rows, num_columns, num_groups, x.stride(0), room, GROUPS=groups, ROWS=rows,
+        SIDE=_GROUPS, BLOCK_K=groups.step, EVEN=groups.is_even(num_columns), TILES=MOST_TILES, DEPENDENT=dependent,
+        num_warps=4, launch_pdl=dependent,
+    )  # fmt: skip
+    return q, scales
