@@ -99,6 +99,8 @@ class _Foreseen:
     def __len__(self) -> int:
         return self._num_tokens
 
+    num_drafts = sys.maxsize
+
     def take(self, tokens: Int32Array, *, is_whole: bool) -> None:
         self._num_tokens += len(tokens)
 
