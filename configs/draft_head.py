@@ -16,6 +16,7 @@ from configs.layers import LayerSpec, Role, TensorSpec
 
 PREFIX = "draft."
 """The beginning of the names of its tensors, beside those of the model."""
+LAYER_PREFIX = f"{PREFIX}midlayer."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +28,12 @@ class DraftHead:
     rms_norm_eps: float
     vocab_size: int
     """Tokens that it may predict."""
-    has_map: bool
-    """Whether these are not the first ones of the model's."""
+    model_vocab_size: int
+    """Tokens of the model."""
     state_layers: tuple[int, ...]
     """Layers of the model that are entered by the states which it reads, in order of `fc`'s columns."""
     norm_before_residual: bool = False
     """Whether the residual is hidden_norm(h)."""
-
-    @property
-    def layer_prefix(self) -> str:
-        """The beginning of the names of the layer's tensors."""
-        return f"{PREFIX}midlayer."
 
     @property
     def fc(self) -> TensorSpec:
@@ -48,7 +44,7 @@ class DraftHead:
     @property
     def norms(self) -> tuple[TensorSpec, TensorSpec]:
         """Weights of hidden_norm, and of the norm before the LM head."""
-        names, size = (f"{self.layer_prefix}hidden_norm.weight", f"{PREFIX}norm.weight"), (self.layer.hidden_size,)
+        names, size = (f"{LAYER_PREFIX}hidden_norm.weight", f"{PREFIX}norm.weight"), (self.layer.hidden_size,)
         return TensorSpec(names[0], "", size, Role.NORM), TensorSpec(names[1], "", size, Role.NORM)
 
     @property
@@ -58,8 +54,9 @@ class DraftHead:
 
     @property
     def map(self) -> TensorSpec | None:
-        """[vocab_size] integers: the sum with a token is the model's."""
-        return TensorSpec(f"{PREFIX}d2t", "", (self.vocab_size,), Role.BIAS) if self.has_map else None
+        """[vocab_size] integers: the sum with a token is the model's. None: they are the same."""
+        is_other = self.vocab_size < self.model_vocab_size
+        return TensorSpec(f"{PREFIX}d2t", "", (self.vocab_size,), Role.BIAS) if is_other else None
 
     @property
     def outer_tensors(self) -> tuple[TensorSpec, ...]:

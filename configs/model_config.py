@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from configs.draft_head import DraftHead
+from configs.draft_head import LAYER_PREFIX, DraftHead
 from configs.errors import ConfigError
 from configs.layers import (
     PLAIN_NORMS,
@@ -107,7 +107,7 @@ class ModelConfig:
                 yield replace(tensor, name=self.layer_prefix(i) + tensor.name, gguf_name=f"blk.{i}.{tensor.gguf_name}")
         if self.draft_head is not None:
             for tensor in self.draft_head.layer.tensors:
-                yield replace(tensor, name=self.draft_head.layer_prefix + tensor.name, gguf_name="")
+                yield replace(tensor, name=LAYER_PREFIX + tensor.name, gguf_name="")
 
     def layer_prefix(self, layer: int | str) -> str:
         """The beginning of the names of a layer's tensors."""

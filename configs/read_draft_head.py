@@ -6,15 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.checkpoint import resolve_model_path
-from configs.config_json import config_of_directory
 from configs.draft_head import DraftHead
 from configs.errors import CheckpointError, ConfigError
 from configs.fields import Fields, read_json
 from configs.layers import DenseMLP, GroupedQueryAttention
 from configs.model_config import ModelConfig
+from configs.read_config import read_model_config
 from configs.schema import EngineConfig
-
-_ARCHITECTURE = "Eagle3"
 
 
 def draft_head_path(config: EngineConfig, *, weights: bool = True) -> Path | None:
@@ -30,10 +28,8 @@ def draft_head_path(config: EngineConfig, *, weights: bool = True) -> Path | Non
 
 
 def with_draft_head(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """The model with the head that `speculation.model` names, if it names one.
-
-    Raises ConfigError for one that is not there, cannot be read, or does not fit the model.
-    """
+    """The model with the head that `speculation.model` names, if it names one. Raises ConfigError for one that is not
+    there, cannot be read, or does not fit the model."""
     path = draft_head_path(config, weights=False)
     try:
         return model if path is None else replace(model, draft_head=_read(path, model))
@@ -42,13 +38,12 @@ def with_draft_head(model: ModelConfig, config: EngineConfig) -> ModelConfig:
 
 
 def _read(path: Path, model: ModelConfig) -> DraftHead:
-    head, where = config_of_directory(path, None), path / "config.json"
+    head, where = read_model_config(path), path / "config.json"
     fields = Fields(read_json(where), str(where))
     eagle = Fields(fields.values.get("eagle_config") or {}, f"{where}: eagle_config")
-    if not any(str(name).endswith(_ARCHITECTURE) for name in fields.values.get("architectures") or ()):
-        raise CheckpointError(f"{where}: architectures name none that ends in {_ARCHITECTURE}")
-    if not eagle.flag("use_aux_hidden_state", True):
-        raise CheckpointError(f"{where}: a head that reads the last state alone is EAGLE's first, which is not served")
+    is_eagle3 = any(str(name).endswith("Eagle3") for name in fields.values.get("architectures") or ())
+    if not is_eagle3 or not eagle.flag("use_aux_hidden_state", True):
+        raise CheckpointError(f"{where} is of no EAGLE-3 head, which reads states of several layers")
     vocab_size = fields.count("draft_vocab_size", model.vocab_size, at_most=model.vocab_size)
     for key, own, of_model in (
         ("num_hidden_layers", head.num_hidden_layers, 1),
@@ -66,7 +61,7 @@ def _read(path: Path, model: ModelConfig) -> DraftHead:
         layer=replace(layer, mixer=replace(mixer, input_size=2 * model.hidden_size)),
         rms_norm_eps=head.rms_norm_eps,
         vocab_size=vocab_size,
-        has_map=vocab_size < model.vocab_size,
+        model_vocab_size=model.vocab_size,
         state_layers=_state_layers(eagle, model.num_hidden_layers),
         norm_before_residual=fields.flag("norm_before_residual", False),
     )

@@ -15,6 +15,7 @@ from cluster.scheduling.drafter import StepTimes
 from configs.schema import SpeculationConfig
 from tests import eagle3
 from tests.local_group import Answers, Limits, LocalGroup
+from tests.test_scheduler import run_random_load
 from tests.test_speculation import WAYS, TurnsGuide, prompts, same
 from worker.protocol import StepResult
 
@@ -116,3 +117,18 @@ def test_answers_with_drafts_equal_those_without(
     same(drafted, trained.plain)
     assert (drafted.stats.total_preemptions > 0) == (num_pages < 2048)
     assert 0.3 < drafted.stats.total_accepted / drafted.stats.total_drafted < 0.95
+
+
+# ---- the scheduler, against a fake model whose ranks draft
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+def test_answers_under_random_load_equal_the_reference_with_drafts_of_the_ranks(num_drafts: int) -> None:
+    """Guided requests, stops, preemptions, faults and windows among them."""
+    speculation = SpeculationConfig(method="eagle3", model="head", num_speculative_tokens=num_drafts)
+    faults: list[dict[str, Any]] = [{}, {}, {"faults": 0.1}, {"windows": True}, {"windows": True, "faults": 0.1}]
+    engines = [run_random_load(seed, 2, speculation=speculation, **fault) for seed, fault in enumerate(faults)]
+    stats = [engine.scheduler.stats() for engine in engines]
+    assert sum(stat.total_accepted for stat in stats) > 100
+    assert sum(stat.total_drafted for stat in stats) > sum(stat.total_accepted for stat in stats)
+    assert sum(stat.total_preemptions for stat in stats) > 3

@@ -89,8 +89,7 @@ class ModelRunner:
         # All graphs write theirs here, and what the draft head reads.
         self._logits: torch.Tensor | None = None
         self._states: torch.Tensor | None = None
-        head = decoder.draft_model
-        self._draft_passes = None if head is None else DraftPasses(head, decoder, backend, self._inputs)
+        self._draft_passes = DraftPasses(decoder, backend, self._inputs)
 
     @property
     def table_bytes(self) -> int:
@@ -122,7 +121,7 @@ class ModelRunner:
         self._logits = torch.empty(
             self._max_sampled, self._decoder.num_local_logits, dtype=torch.float32, device=self._group.device
         )
-        self._states = self._new_states(max((shape.num_tokens for shape in shapes), default=0))
+        self._states = self._draft_passes.new_states(max((shape.num_tokens for shape in shapes), default=0))
         self._graphs.offer(shapes)
         if which != "none":
             captured = shapes if which == "all" else self._graphs.largest
@@ -174,10 +173,10 @@ class ModelRunner:
             output = self._graphs.replay(shape)
             output = DeviceOutput(output.tokens[: len(sampled)], output.logits[: len(sampled)])
         else:
-            states = self._new_states(step.num_tokens)
+            states = self._draft_passes.new_states(step.num_tokens)
             hidden, prompt_logprobs = self._forward_with_logprobs(frame, self._inputs.batch(frame, step), states)
         if len(sampled) == 0:
-            self._draft(frame, step, states, self._inputs.last_tokens[:0])
+            self._draft_passes.run(frame, step, states, self._inputs.last_tokens[:0])
             return PendingStep(self._group, frame, None, sampled, None, prompt_logprobs)
         resampled = self._sampler.find_resampled(sampled, (frame.starts + frame.lens)[which] - num_after)
         if hidden is not None:
@@ -196,27 +195,8 @@ class ModelRunner:
                 rows = rows * drafts.lasts(output.tokens, kept)  # row 0, which is padding, takes the others
             self._inputs.last_tokens.index_copy_(0, rows, output.tokens)
         asked = resampled.indices[resampled.num_logprobs >= 0].astype(np.int32)
-        new = self._draft(frame, step, states, output.tokens, drafts, kept)
+        new = self._draft_passes.run(frame, step, states, output.tokens, drafts, kept)
         return PendingStep(self._group, frame, output.tokens, asked, logprobs, prompt_logprobs, kept, new)
-
-    def _new_states(self, num_tokens: int) -> torch.Tensor | None:
-        """Room for what the draft head reads of so many tokens; None: there is no head."""
-        head = self._decoder.draft_model
-        return None if head is None else head.empty_states(num_tokens)
-
-    def _draft(
-        self,
-        frame: StepFrame,
-        step: StepShape,
-        states: torch.Tensor | None,
-        tokens: torch.Tensor,
-        drafts: StepDrafts | None = None,
-        kept: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """The drafts of `DraftPasses.run`; None without a head."""
-        if self._draft_passes is None or states is None:
-            return None
-        return self._draft_passes.run(frame, step, states, tokens, drafts, kept)
 
     def _graph_for(self, step: StepShape) -> StepShape | None:
         """The shape of the graph that is replayed for `step`, captured here if that is due; None: it runs eagerly."""

@@ -165,14 +165,14 @@ class Drafter:
 
     def _chances(self, rows: Int32Array, most: int) -> npt.NDArray[np.float64]:
         """[len(rows), most] how likely each draft is right, with all before it; 0 past a row's length. Where a step in
-        flight brings the predicted next token, they are of the drafts behind it."""
+        flight brings the predicted next token, they are of the drafts behind it, unless ranks make new ones then."""
         table = self._rows
         histories = [table.request(row).history for row in rows.tolist()]
         first, then = np.array([it.chances for it in histories if it is not None], np.float64).T
         places = np.arange(most)
-        is_behind = table.in_flight[rows, None] > 0
+        is_behind = (table.in_flight[rows, None] > 0) & (not self._asks)
         room = table.max_total[rows] - table.num_computed[rows] - 2
-        room = np.minimum(room, [it.num_drafts for it in histories if it is not None] - is_behind[:, 0])
+        room = np.minimum(room, [it.num_drafts for it in histories if it is not None])
         if table.num_guided:
             guided = table.guided[rows]
             room[guided] = np.minimum(room[guided], self._guided.num_foreseen(rows[guided]))

@@ -205,7 +205,10 @@ class Scheduler:
                 return None
             num_decoded = len(rows) if self._limits.max_row_tokens == 1 else int(draws.sum())
             num_asked = self._drafter.asked() if self._drafter is not None and takes_drafts else 0
-            deltas = self._pages.grow_rows(rows, self._num_needed(rows, draws, num_asked))
+            ends = self._rows.num_computed[rows] + draws
+            if num_asked > 1:  # ranks go on from their drafts
+                ends = np.maximum(ends, np.minimum(ends + num_asked - 1, self._rows.max_total[rows] - 1))
+            deltas = self._pages.grow_rows(rows, ends)
             if deltas is None:
                 if takes_drafts:
                     takes_drafts = False  # no request has to go for what may be wrong
@@ -395,17 +398,6 @@ class Scheduler:
             return np.ones(len(rows), np.int32)
         return self._drafter.choose(rows, self._max_step_tokens, in_flight=bool(self._in_flight))
 
-    def _num_needed(self, rows: Int32Array, draws: Int32Array, num_asked: int) -> Int32Array:
-        """[len(rows)] tokens that each must have pages for: inputs, and drafts that the ranks go on from."""
-        ends = self._rows.num_computed[rows] + draws
-        return np.minimum(ends + max(num_asked - 1, 0), np.maximum(ends, self._rows.max_total[rows] - 1))
-
-    def _num_wanted(self, rows: Int32Array, ends: Int32Array, num_asked: int) -> Int32Array:
-        """[len(rows)] drafts that the ranks make behind inputs up to `ends`: as many as may be verified and there are
-        pages for."""
-        room = np.minimum(self._rows.max_total[rows] - ends - 2, self._pages.capacity(rows) - ends + 1)
-        return np.clip(room, 0, num_asked)
-
     def _launch(self, decodes: Int32Array, draws: Int32Array, plan: PrefillPlan, num_asked: int) -> StepFrame:
         """Builds the frame of `decodes`, with as many inputs as `draws` each, and of `plan`; takes the snapshot for its
         retirement.
@@ -434,9 +426,12 @@ class Scheduler:
             sampled = np.concatenate((decodes, np.array(ending, np.int32)))
             positions = np.concatenate((positions, table.num_prefill[ending]))
             table.ready[ending] = True
-        all_draws = np.concatenate((draws, np.ones(len(ending), np.int32)))
+        all_draws = np.concatenate((draws, np.ones(len(ending), np.int32))) if has_drafts or num_asked else draws
         if num_asked and len(sampled):
-            builder.add(num_wanted=self._num_wanted(sampled, positions + all_draws - 1, num_asked))
+            # No more than may be verified, nor than there are pages for.
+            ends = positions + all_draws - 1
+            room = np.minimum(table.max_total[sampled] - ends - 2, self._pages.capacity(sampled) - ends + 1)
+            builder.add(num_wanted=np.clip(room, 0, num_asked))
         if has_drafts:
             builder.add(num_draws=all_draws)
             # The place where such a row goes on is known when the step retires.

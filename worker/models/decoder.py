@@ -260,10 +260,8 @@ class Decoder:
     ) -> torch.Tensor:
         """Hidden states [num_sampled, hidden_size] of `batch.sample_indices` after the last norm.
 
-        The last layer's products run for these tokens alone. `backend` is ready for `batch`.
-
-        Args:
-            states: gets what the draft head reads of all tokens: `DraftModel.empty_states`. None: nobody reads it.
+        The last layer's products run for these tokens alone. `backend` is ready for `batch`. `states`, made by
+        `DraftModel.empty_states`, get what the draft head reads of all tokens.
         """
         step = self.step_of(batch, backend)
         residual = self._embedding(batch.input_ids)

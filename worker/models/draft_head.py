@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from configs.draft_head import DraftHead
+from configs.draft_head import LAYER_PREFIX, DraftHead
 from configs.layers import TensorSpec
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.tensor_source import TensorSource
@@ -36,13 +36,15 @@ class DraftModel:
     def load(self, source: TensorSource) -> None:
         """Reads this rank's part of every tensor."""
         head = self._head
-        self.layer.load(source, head.layer_prefix)
+        self.layer.load(source, LAYER_PREFIX)
         for norm, tensor in zip((self._hidden_norm, self._norm), head.norms, strict=True):
             norm.load(source, tensor.name)
         self._fc, self._lm_head = self._whole(source, head.fc), self._whole(source, head.lm_head)
         if head.map is not None:
-            self._map = torch.empty(head.map.shape, dtype=torch.int64, device=self._context.device)
+            ids = torch.arange(head.vocab_size, device=self._context.device)
+            self._map = torch.zeros_like(ids)
             source.read(head.map.name, self._map)
+            self._map.add_(ids).clamp_(0, head.model_vocab_size - 1)  # no id that is none comes from a bad file
 
     def empty_states(self, num_tokens: int) -> torch.Tensor:
         """[num_tokens, len(state_layers), hidden_size]: room for the model's states."""
@@ -63,8 +65,7 @@ class DraftModel:
             hidden: [num_tokens, hidden_size]: what `reduced` returned, or this at the token before; may be changed.
             keep: as for DecoderLayer.
 
-        Returns:
-            What predicts the token after that, and `hidden` for the tokens behind: each [num_kept, hidden_size].
+        Returns what predicts the token after that, and `hidden` for tokens behind: each [num_kept, hidden_size].
         """
         normed = self._hidden_norm(hidden)
         both = torch.cat((self.layer.norm(embedded), normed), dim=1)
@@ -76,7 +77,7 @@ class DraftModel:
         """[num_rows] int64: the model's token that is likeliest by `forward`'s first output."""
         assert self._lm_head is not None, "forward before load"
         found = self._lm_head.in_fp32(output, None).argmax(dim=1)
-        return found if self._map is None else found + self._map.index_select(0, found)
+        return found if self._map is None else self._map.index_select(0, found)
 
     def _whole(self, source: TensorSource, tensor: TensorSpec) -> Weight:
         weight = self._context.empty(*tensor.shape)
