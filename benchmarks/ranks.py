@@ -9,6 +9,7 @@ import torch
 from torch.distributed import TCPStore
 
 from configs.read_config import read_model_config
+from configs.read_draft_head import with_draft_head
 from configs.schema import EngineConfig, resolved
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
@@ -27,7 +28,7 @@ def start_worker(rank: int, config: EngineConfig, path: Path, port: int) -> tupl
         path: of the model.
     """
     size, num_gpus = config.tensor_parallel_size, torch.cuda.device_count()
-    model = read_model_config(path)
+    model = with_draft_head(read_model_config(path), config)
     device = torch.device("cpu" if config.device == "cpu" else f"cuda:{rank % num_gpus}")
     if device.type == "cuda":
         torch.cuda.set_device(device)

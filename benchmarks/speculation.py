@@ -44,6 +44,7 @@ from cluster.text.tokenizer import Tokenizer
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config
 from configs.read_config import read_model_config
+from configs.read_draft_head import with_draft_head
 from configs.resolve import HostFacts, resolve
 from configs.schema import NO_SPECULATION, EngineConfig
 from parallel.environment import RANK_ENVIRONMENT
@@ -98,6 +99,8 @@ class _Foreseen:
 
     def __len__(self) -> int:
         return self._num_tokens
+
+    num_drafts = sys.maxsize
 
     def take(self, tokens: Int32Array, *, is_whole: bool) -> None:
         self._num_tokens += len(tokens)
@@ -267,7 +270,7 @@ def main() -> None:
     given = load_app_config(ROOT / args.config, overrides).engine
     path = resolve_model_path(given.model, given.revision, weights=given.load_format != "dummy")
     host = HostFacts(num_cores=len(os.sched_getaffinity(0)), num_gpus=torch.cuda.device_count())
-    config = resolve(given, read_model_config(path), host).config
+    config = resolve(given, with_draft_head(read_model_config(path), given), host).config
     ranks = _Ranks(config, path, max(batches))
     edits: list[list[int]] = []
     tokenizer = None if given.load_format == "dummy" else Tokenizer.load(path)

@@ -223,6 +223,8 @@ class GroupedQueryAttention:
     num_key_value_heads: int
     head_dim: int
     rope: RopeConfig
+    input_size: int | None = None
+    """Inputs of queries, keys and values; None: `hidden_size`."""
     qkv_bias: bool = False
     o_bias: bool = False
     fused_qkv: bool = False
@@ -315,7 +317,8 @@ class GroupedQueryAttention:
     def _projection(self, letter: str, axis: Axis, num_heads: int, role: Role, first_head: int) -> Linear:
         letters, first_row = ("qkv", first_head * self.head_dim) if self.fused_qkv else (letter, 0)
         names, cut = (f"self_attn.{letters}_proj", f"attn_{letter}"), Cut(axis, 0, self.head_dim)
-        return Linear(*names, num_heads * self.head_dim, self.hidden_size, cut, self.qkv_bias, role, first_row)
+        shape = num_heads * self.head_dim, self.input_size or self.hidden_size
+        return Linear(*names, *shape, cut, self.qkv_bias, role, first_row)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from configs.draft_head import LAYER_PREFIX, DraftHead
 from configs.errors import ConfigError
 from configs.layers import (
     PLAIN_NORMS,
@@ -49,6 +50,8 @@ class ModelConfig:
     """The beginning of its tensors' names in the checkpoint of a larger model, whose other tensors are not read."""
     num_mtp_layers: int = 0
     """Layers behind the others in a checkpoint, for predicting several tokens at once (MTP), which are not read."""
+    draft_head: DraftHead | None = None
+    """The head that drafts tokens to come, from a checkpoint of its own. None: there is none."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Union of what config, generation_config and tokenizer metadata name."""
@@ -59,9 +62,14 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def all_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers, and behind them that of the draft head: all that ranks have a part of and pages hold KV of."""
+        return self.layers if self.draft_head is None else (*self.layers, self.draft_head.layer)
+
+    @property
     def num_attention_heads(self) -> int:
         """Query heads of the layer that has the fewest: as many ranks as the model can be dealt to."""
-        return min(axis.num_heads for layer in self.layers for axis in layer.axes if isinstance(axis, HeadGroups))
+        return min(axis.num_heads for layer in self.all_layers for axis in layer.axes if isinstance(axis, HeadGroups))
 
     @property
     def rotary_dim(self) -> int:
@@ -88,7 +96,8 @@ class ModelConfig:
     def outer_tensors(self) -> tuple[TensorSpec, ...]:
         """Tensors that are in no layer."""
         heads = () if self.lm_head is None else (self.lm_head,)
-        return (*tensors_of(self.embedding, *heads), self.norm)
+        of_drafts = () if self.draft_head is None else self.draft_head.outer_tensors
+        return (*tensors_of(self.embedding, *heads), self.norm, *of_drafts)
 
     def tensors(self) -> Iterator[TensorSpec]:
         """Every tensor that layers know, under its full name in a checkpoint, where some may be one."""
@@ -96,6 +105,9 @@ class ModelConfig:
         for i, layer in enumerate(self.layers):
             for tensor in layer.tensors:
                 yield replace(tensor, name=self.layer_prefix(i) + tensor.name, gguf_name=f"blk.{i}.{tensor.gguf_name}")
+        if self.draft_head is not None:
+            for tensor in self.draft_head.layer.tensors:
+                yield replace(tensor, name=LAYER_PREFIX + tensor.name, gguf_name="")
 
     def layer_prefix(self, layer: int | str) -> str:
         """The beginning of the names of a layer's tensors."""

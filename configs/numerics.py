@@ -22,11 +22,11 @@ _INEXACT: dict[type[Any], str] = {
 def check_exact(model: ModelConfig, device: Literal["cpu", "cuda"], tp_size: int) -> None:
     """Raises ConfigError with the reason where `numerics: exact` cannot hold for a part of `model` on `device`, or for
     so many ranks."""
-    for part in (part for layer in model.layers for part in (layer.mixer, layer.feed_forward)):
+    for part in (part for layer in model.all_layers for part in (layer.mixer, layer.feed_forward)):
         why = _INEXACT.get(type(part)) or (_INEXACT_ON_GPUS.get(type(part)) if device == "cuda" else None)
         if why is not None:
             raise ConfigError(why)
-    for axis in (axis for layer in model.layers for axis in layer.mixer.axes if isinstance(axis, HeadGroups)):
+    for axis in (axis for layer in model.all_layers for axis in layer.mixer.axes if isinstance(axis, HeadGroups)):
         num_leaves = axis.num_heads // axis.leaf_heads
         if tp_size > num_leaves:
             raise ConfigError(

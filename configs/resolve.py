@@ -156,10 +156,10 @@ def check_settings(config: EngineConfig) -> None:
             f"running request takes one token a step; choose at least {max_num_seqs} for the former, or fewer requests"
         )
     speculation = config.speculation
-    if speculation.prompt_lookup_min > speculation.prompt_lookup_max:
+    if (speculation.method == "eagle3") != (speculation.model is not None):
         raise ConfigError(
-            f"speculation.prompt_lookup_min={speculation.prompt_lookup_min} exceeds speculation.prompt_lookup_max="
-            f"{speculation.prompt_lookup_max}; choose at most the latter"
+            f"speculation.method={speculation.method} and speculation.model={speculation.model}: eagle3 needs the "
+            "directory or repository of a head, and nothing else takes one"
         )
     if budget is not None and budget <= speculation.num_drafts:
         raise ConfigError(
@@ -224,7 +224,7 @@ def attention_needs(
     Args:
         compute_capability: as in HostFacts.
     """
-    mixers = [layer.mixer for layer in model.layers]
+    mixers = [layer.mixer for layer in model.all_layers]
     of_settings = {Feature.FP8_KV: config.kv_cache.dtype != "auto", Feature.EXACT: config.is_exact}
     asked = {feature for feature, is_asked in of_settings.items() if is_asked}
     latents = (mixer.shapes(config.tensor_parallel_size) for mixer in mixers if isinstance(mixer, LatentAttention))

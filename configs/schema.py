@@ -97,15 +97,19 @@ class SpeculationConfig(_Section):
     """Drafts of the tokens to come, which a step verifies at once. They change no answer: with `numerics: exact` not
     one bit, otherwise as little as the batch does."""
 
-    method: Literal["none", "ngram"] = "none"
+    method: Literal["none", "ngram", "eagle3"] = "none"
     """ngram: what followed the last tokens where prompt or answer had them before. A step takes as many drafts as are
-    worth their time, by how often the request's drafts were right and by what steps take; often that is none."""
+    worth their time, by how often the request's drafts were right and by what steps take; often that is none. eagle3:
+    what a head of one layer predicts, which was trained for the model and reads states of its layers. It takes its
+    part of every step, and a pass for each draft where drafts are worth it."""
+    model: str | None = None
+    """Directory or Hugging Face id of the EAGLE-3 head, in safetensors. With `load_format: dummy` its weights are
+    random, too."""
     num_speculative_tokens: int = Field(7, ge=1, le=7)
     """Most drafts of one request in a step."""
     prompt_lookup_min: int = Field(2, ge=1, le=16)
-    """Fewest last tokens that must have come before. At most `prompt_lookup_max`."""
-    prompt_lookup_max: int = Field(4, ge=1, le=16)
-    """Last tokens that are compared: of the places where some came before, the one with the most is taken."""
+    """Fewest last tokens that must have come before, for ngram. Of several places the one with the most is taken, of
+    four or so many."""
 
     @property
     def num_drafts(self) -> int:

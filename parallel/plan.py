@@ -75,7 +75,7 @@ class ShardPlan:
     model: ModelConfig
     tp_size: int
     layers: tuple[tuple[LayerShard, ...], ...]
-    """[layer][rank]"""
+    """[layer][rank], of `ModelConfig.all_layers`"""
     vocab: tuple[Span, ...]
     """[rank]: rows of the embedding and of the LM head, whole granules but for the last one. A span is empty only
     where the vocabulary has fewer rows than there are ranks."""
@@ -94,7 +94,7 @@ class ShardPlan:
         row_elements = elements_of(model.outer_tensors)[Axis.VOCABULARY]
         held = [span.size * row_elements for span in vocab]
         layers = []
-        for i, layer in enumerate(model.layers):
+        for i, layer in enumerate(model.all_layers):
             spans: list[dict[Axis, Span]] = [{} for _ in range(tp_size)]
             for axis in layer.axes:
                 if isinstance(axis, HeadGroups):
@@ -128,7 +128,7 @@ class ShardPlan:
     def _kv_elements(self, rank: int) -> tuple[int, int]:
         """The terms of `kv_elements_per_token`: of the layers that see all tokens, and of those with a window."""
         full = windowed = 0
-        for layer, shards in zip(self.model.layers, self.layers, strict=True):
+        for layer, shards in zip(self.model.all_layers, self.layers, strict=True):
             elements = shards[rank].amount(layer.mixer.token_elements)
             if layer.mixer.window is None:
                 full += elements
@@ -144,14 +144,14 @@ class ShardPlan:
         outer = LayerShard({Axis.VOCABULARY: self.vocab[rank]}).amount(elements_of(self.model.outer_tensors))
         return outer + sum(
             shards[rank].amount(layer.weight_elements)
-            for layer, shards in zip(self.model.layers, self.layers, strict=True)
+            for layer, shards in zip(self.model.all_layers, self.layers, strict=True)
         )
 
     def weight_bytes(self, rank: int, config: EngineConfig) -> int:
         """Bytes of them, once `config` is resolved; in FP8 without the scales, which are less than a hundredth."""
         element_bytes, fp8_elements = dtype_bytes(config.dtype), 0
         if keeps_fp8(config, self.model):
-            for layer, shards in zip(self.model.layers, self.layers, strict=True):
+            for layer, shards in zip(self.model.all_layers, self.layers, strict=True):
                 fp8_elements += sum(map(shards[rank].amount, layer.fp8_elements.values()))
         return self.weight_elements(rank) * element_bytes - fp8_elements * (element_bytes - 1)
 

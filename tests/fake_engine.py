@@ -254,6 +254,13 @@ class FakeWorker:
             for row in lens
             for scores in item_scores(self._history(row, ends[row]).tolist(), lens[row], self.asked[row])
         ]
+        sampled = [row for row, _, num_draws, _ in plan if num_draws]
+        known = [num_tokens for _, num_tokens, num_draws, _ in plan if num_draws]
+        drafts = [
+            self._drafts(row, num_tokens + count, wanted)
+            for row, num_tokens, count, wanted in zip(sampled, known, counts, frame.num_wanted.tolist(), strict=False)
+        ]
+        most_drafts = max(map(len, drafts), default=0)
         k = max(self.num_logprobs.values(), default=0) if asked else 0
         target_k = int(frame.prompt_runs["k"].max(initial=0))
         scores: list[tuple[float, list[int]]] = []
@@ -266,6 +273,9 @@ class FakeWorker:
             frame.step,
             np.array(tokens, np.int32),
             num_tokens=np.array(counts if len(frame.num_draws) else [], np.int32),
+            drafts=np.array([it + [-1] * (most_drafts - len(it)) for it in drafts if most_drafts], np.int32).reshape(
+                -1, most_drafts or 1
+            ),
             logprob_rows=np.array(asked, np.int32),
             logprobs=-np.array([tokens[index] for index in asked], np.float32),
             top_ids=np.tile(np.arange(k, dtype=np.int32), (len(asked), 1)),
@@ -276,6 +286,16 @@ class FakeWorker:
             prompt_top_logprobs=np.zeros((len(scores), target_k), np.float32),
             item_logprobs=np.array(items, np.float32).reshape(len(items), most),
         ).encode()
+
+    def _drafts(self, row: int, num_known: int, count: int) -> list[int]:
+        """Drafts behind `num_known` tokens, of which four of five are right. They are left in the row's pages."""
+        history = [*self._history(row, num_known - 1).tolist(), int(self.last_token[row])]
+        for _ in range(count):
+            token = next_token(history, self.seeds[row])
+            history.append((token + (next_token(history, 98) < VOCAB // 5)) % VOCAB)
+        if count > 1:
+            self.kv[self._slots(row, np.arange(num_known - 1, num_known + count - 2))] = WRONG_DRAFT
+        return history[num_known:]
 
     def lose(self, frame: StepFrame) -> None:
         """Nothing of what the frame had written is there."""

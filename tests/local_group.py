@@ -26,6 +26,7 @@ from cluster.scheduling.request import Guide
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
+from configs.read_draft_head import with_draft_head
 from configs.resolve import HostFacts, resolve
 from configs.schema import (
     NO_SPECULATION,
@@ -123,6 +124,7 @@ class LocalGroup:
             scheduler=SchedulerConfig(max_num_batched_tokens=MAX_CHUNK),
             speculation=speculation,
         )
+        self.model = with_draft_head(self.model, config)
         resolved = resolve(config, self.model, HostFacts(num_cores=2, num_gpus=0)).config
         plan = ShardPlan.create(self.model, tp_size, exact=resolved.is_exact)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

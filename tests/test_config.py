@@ -384,8 +384,8 @@ def test_a_prefill_chunk_above_the_token_budget_is_cut_to_it() -> None:
             "all_reduce=shared_memory needs all ranks on one node, but placement.strategy=SPREAD",
         ),
         (
-            {"speculation": {"prompt_lookup_min": 5, "prompt_lookup_max": 3}},
-            r"prompt_lookup_min=5 exceeds speculation\.prompt_lookup_max=3; choose at most the latter",
+            {"speculation": {"method": "eagle3"}},
+            r"speculation\.method=eagle3 and speculation\.model=None: eagle3 needs the directory",
         ),
         (
             {

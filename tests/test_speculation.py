@@ -321,7 +321,7 @@ class Chooser:
             row = self.table.take(Request.create(request, limits))
             assert row == index + 1
             self.table.predicted[row] = of_row is not None
-            self.table.request(row).history = cast("NgramHistory", SimpleNamespace(chances=of_row))
+            self.table.request(row).history = cast("NgramHistory", SimpleNamespace(chances=of_row, num_drafts=99))
         for num_tokens in (1, 2, 4, 8) * 50:
             self.drafter.times.took(num_tokens, 10 + token_s * num_tokens, has_drafts=False)
         self.drafter.times._extra = extra_s

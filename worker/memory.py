@@ -166,6 +166,7 @@ def _largest_frames(
     frames = [new_rows(1, [0] * len(lens), lens, page_size), new_rows(2, [0] * max_rows, draws.tolist(), page_size)]
     if num_drafts:
         frames[1].num_draws = draws.astype(np.int32)
+        frames[1].num_wanted = np.ones(max_rows, np.int32)  # who makes none passes it over
     if (num_prompt_logprobs := min(MAX_PROMPT_LOGPROBS, lens[0] - 1)) > 0:
         frames[0].prompt_runs = np.array([(1, 0, num_prompt_logprobs, _NUM_LOGPROBS)], PROMPT_LOGPROBS_DTYPE)
         frames[0].prompt_targets = np.zeros(num_prompt_logprobs, np.int32)

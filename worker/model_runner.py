@@ -24,6 +24,7 @@ from attention.step_shape import StepShape
 from configs.errors import EngineError
 from parallel.group import TensorParallelGroup
 from worker.cuda_graph_runner import CudaGraphRunner, DeviceOutput
+from worker.draft_passes import DraftPasses
 from worker.drafts import StepDrafts
 from worker.items import Items
 from worker.logprobs import LogprobTensors
@@ -85,7 +86,10 @@ class ModelRunner:
             max_sampled=max_sampled,
         )
         self._graphs = CudaGraphRunner(group)
-        self._logits: torch.Tensor | None = None  # all graphs write theirs here
+        # All graphs write theirs here, and what the draft head reads.
+        self._logits: torch.Tensor | None = None
+        self._states: torch.Tensor | None = None
+        self._draft_passes = DraftPasses(decoder, backend, self._inputs)
 
     @property
     def table_bytes(self) -> int:
@@ -117,6 +121,7 @@ class ModelRunner:
         self._logits = torch.empty(
             self._max_sampled, self._decoder.num_local_logits, dtype=torch.float32, device=self._group.device
         )
+        self._states = self._draft_passes.new_states(max((shape.num_tokens for shape in shapes), default=0))
         self._graphs.offer(shapes)
         if which != "none":
             captured = shapes if which == "all" else self._graphs.largest
@@ -162,14 +167,16 @@ class ModelRunner:
         shape = None if len(frame.prompt_targets) or len(frame.items) else self._graph_for(step)
         self._inputs.upload(frame, shape or step)
         self._sampler.update(frame)
-        hidden, prompt_logprobs = None, None
+        hidden, prompt_logprobs, states = None, None, self._states
         if shape is not None:
             self._backend.prepare_replay(shape, frame.starts, frame.lens)
             output = self._graphs.replay(shape)
             output = DeviceOutput(output.tokens[: len(sampled)], output.logits[: len(sampled)])
         else:
-            hidden, prompt_logprobs = self._forward_with_logprobs(frame, self._inputs.batch(frame, step))
+            states = self._draft_passes.new_states(step.num_tokens)
+            hidden, prompt_logprobs = self._forward_with_logprobs(frame, self._inputs.batch(frame, step), states)
         if len(sampled) == 0:
+            self._draft_passes.run(frame, step, states, self._inputs.last_tokens[:0])
             return PendingStep(self._group, frame, None, sampled, None, prompt_logprobs)
         resampled = self._sampler.find_resampled(sampled, (frame.starts + frame.lens)[which] - num_after)
         if hidden is not None:
@@ -188,7 +195,8 @@ class ModelRunner:
                 rows = rows * drafts.lasts(output.tokens, kept)  # row 0, which is padding, takes the others
             self._inputs.last_tokens.index_copy_(0, rows, output.tokens)
         asked = resampled.indices[resampled.num_logprobs >= 0].astype(np.int32)
-        return PendingStep(self._group, frame, output.tokens, asked, logprobs, prompt_logprobs, kept)
+        new = self._draft_passes.run(frame, step, states, output.tokens, drafts, kept)
+        return PendingStep(self._group, frame, output.tokens, asked, logprobs, prompt_logprobs, kept, new)
 
     def _graph_for(self, step: StepShape) -> StepShape | None:
         """The shape of the graph that is replayed for `step`, captured here if that is due; None: it runs eagerly."""
@@ -213,25 +221,26 @@ class ModelRunner:
         logits = self._logits[: shape.num_sampled]
         batch = self._inputs.graph_batch(shape)
         self._backend.prepare_capture(batch, shape)
-        return self._sample(self._decoder.forward(batch, self._backend), shape, out=logits)
+        states = None if self._states is None else self._states[: shape.num_tokens]
+        return self._sample(self._decoder.forward(batch, self._backend, states), shape, out=logits)
 
-    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def _forward(self, batch: ForwardBatch, states: torch.Tensor | None = None) -> torch.Tensor:
         self._backend.init_forward_metadata(batch)
-        return self._decoder.forward(batch, self._backend)
+        return self._decoder.forward(batch, self._backend, states)
 
     def _forward_with_logprobs(
-        self, frame: StepFrame, batch: ForwardBatch
+        self, frame: StepFrame, batch: ForwardBatch, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, LogprobTensors | None]:
         """Hidden states of the rows that are sampled, and log probabilities: of the frame's prompt targets, and then
         of what its items' rows asked for."""
         num_targets, num_items = len(frame.prompt_targets), len(frame.items)
         if num_targets + num_items == 0:
-            return self._forward(batch), None
+            return self._forward(batch, states), None
         items, device = Items.of(frame), self._group.device
         if num_items:
             batch = items.seen_in(batch)
         wanted = WantedTokens.of(frame, items.lasts)
-        hidden = self._forward(replace(batch, sample_indices=upload(wanted.tokens, device)))
+        hidden = self._forward(replace(batch, sample_indices=upload(wanted.tokens, device)), states)
         scored = hidden.index_select(0, upload(wanted.scored, device))
         # An item has no one token as its target.
         targets = upload(np.concatenate((frame.prompt_targets, np.zeros(num_items, np.int64))), device)

@@ -22,6 +22,7 @@ class PendingStep:
         logprobs: theirs; None when there are none.
         prompt_logprobs: of the frame's prompt targets and then of its items; None when it has neither.
         kept: [num_sampled] bool, device: the tokens that count, where rows have drafts; None: all.
+        drafts: [num_sampled_rows, most wanted] int64, device: of what follows; None: none were wanted.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class PendingStep:
         logprobs: LogprobTensors | None,
         prompt_logprobs: LogprobTensors | None,
         kept: torch.Tensor | None = None,
+        drafts: torch.Tensor | None = None,
     ) -> None:
         self._group = group
         self._generation, self._step = frame.generation, frame.step
@@ -40,7 +42,8 @@ class PendingStep:
         # A non-blocking copy to the host lands in pinned memory, which the event says is filled.
         self._tokens = None if tokens is None else tokens.to("cpu", non_blocking=True)
         self._kept = None if kept is None else kept.to("cpu", non_blocking=True)
-        self._num_draws = frame.num_draws
+        self._drafts = None if drafts is None else drafts.to("cpu", non_blocking=True)
+        self._num_draws, self._num_wanted = frame.num_draws, frame.num_wanted
         self._logprob_rows = logprob_rows
         self._logprobs = None if logprobs is None else logprobs.to_host()
         self._prompt_logprobs = None if prompt_logprobs is None else prompt_logprobs.to_host()
@@ -65,6 +68,9 @@ class PendingStep:
             self._group.check_alive()
         tokens = np.empty(0, np.int32) if self._tokens is None else self._tokens.numpy().astype(np.int32)
         result = StepResult(self._generation, self._step, tokens=tokens)
+        if self._drafts is not None:
+            is_wanted = np.arange(self._drafts.shape[1]) < self._num_wanted[:, None]
+            result.drafts = np.where(is_wanted, self._drafts.numpy(), -1).astype(np.int32)
         if self._logprobs is not None:
             result.logprob_rows = self._logprob_rows
             result.logprobs = self._logprobs.logprobs.numpy()

@@ -30,6 +30,8 @@ MAX_ROW_ASKED = 128
 """Most token ids whose log probability one row may ask for."""
 MAX_PROMPT_LOGPROBS = 512
 """Most prompt tokens whose log probability one step finds: it bounds the step's memory and its result."""
+MAX_DRAFTS = 7
+"""Most drafts of one row."""
 MAX_ITEMS = 512
 """Most items of one step, of all rows: it bounds the step's result."""
 ALWAYS = 2**31 - 1
@@ -150,6 +152,15 @@ def _check_lens(lens: Int32Array, frame: StepFrame, limits: FrameLimits) -> str 
     return None
 
 
+def _check_num_wanted(num_wanted: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
+    is_sampled = (frame.flags & _SAMPLE) != 0
+    if len(num_wanted) != np.count_nonzero(is_sampled) or not _is_inside(num_wanted, 0, limits.max_draws):
+        return f"wants drafts of other rows than it samples, or more than {limits.max_draws - 1} of one"
+    if ((frame.starts + frame.lens)[is_sampled] + num_wanted - 1).max() > limits.max_model_len:
+        return "wants drafts behind the last position"
+    return None
+
+
 def _check_token_ids(token_ids: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
     if _is_inside(token_ids, 0, limits.vocab_size):
         return None
@@ -252,6 +263,9 @@ class StepFrame(Message):
     flags = Section(np.int32, "row")
     num_draws = Section(np.int32, "sampled_row")
     """[num_sampled_rows]: how many of its last inputs are sampled of each row that has SAMPLE. Empty: one each."""
+    num_wanted = Section(np.int32, "drafting_row", check=_check_num_wanted)
+    """[num_sampled_rows]: how many drafts of what follows its tokens the ranks make of each row that has SAMPLE. It has
+    pages for as many less one, and for the inputs before. Empty: none of any."""
     token_ids = Section(np.int32, "token", check=_check_token_ids)
     """Input tokens of the rows with HAS_TOKENS, one after the other in row order."""
     page_deltas = Section(np.int32, "delta", 3)
@@ -334,6 +348,9 @@ class StepResult(Message):
     """[num_tokens], a row's one after the other; -1: the row's logits hold a NaN, and it gets no token."""
     num_tokens = Section(np.int32, "sampled_row")
     """[num_sampled_rows] how many tokens each row brought. Empty: one each."""
+    drafts = Section(np.int32, "drafted_row", "draft")
+    """[num_sampled_rows, most that a row wants]: drafts of what follows each row's tokens, -1 behind as many as the
+    frame wants of it. Empty: it wants none."""
     logprob_rows = Section(np.int32, "logprob")
     """[num_logprob_rows]: indices into `tokens` of those whose rows asked for logprobs."""
     logprobs = Section(np.float32, "logprob")
@@ -366,6 +383,8 @@ class StepResult(Message):
         return cls.num_bytes(
             token=num_tokens,
             sampled_row=num_tokens,
+            drafted_row=num_tokens,
+            draft=MAX_DRAFTS,
             logprob=num_tokens,
             k=num_logprobs,
             asked=MAX_ROW_ASKED,

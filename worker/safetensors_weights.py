@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,6 +30,8 @@ _DTYPES = {
     "F64": ("float64", 8),
     "F8_E4M3": ("float8_e4m3fn", 1),
     "U8": ("uint8", 1),
+    "I64": ("int64", 8),
+    "BOOL": ("bool", 1),
 }
 """Names of torch's types, and bytes of an element."""
 _CHUNK_BYTES = 16 << 20
@@ -52,8 +54,8 @@ class SafetensorsFile:
         self._entries = entries
 
     @classmethod
-    def open(cls, path: Path) -> SafetensorsFile:
-        """Reads and checks the header."""
+    def open(cls, path: Path, name_of: Callable[[str], str | None] = lambda name: name) -> SafetensorsFile:
+        """Reads and checks the header. `name_of`: what a tensor is called from now on; None: it is not looked at."""
         reader = RangeReader(path)
         try:
             entries = _read_header(reader)
@@ -61,7 +63,7 @@ class SafetensorsFile:
             reader.close()
             raise
         reader.bytes_read = 0
-        return cls(reader, entries)
+        return cls(reader, {new: entry for name, entry in entries.items() if (new := name_of(name)) is not None})
 
     @property
     def bytes_read(self) -> int:

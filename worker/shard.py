@@ -15,6 +15,7 @@ from attention.kv_pool import FP8
 from configs.errors import ConfigError, EngineError, OutOfMemoryError
 from configs.model_config import ModelConfig
 from configs.quantization import keeps_fp8
+from configs.read_draft_head import draft_head_path
 from configs.schema import EngineConfig, resolved
 from parallel.group import TensorParallelGroup
 from parallel.kept_memory import KeptMemory
@@ -225,12 +226,13 @@ class Shard:
     ) -> AnyCheckpoint:
         found: AnyCheckpoint
         is_dummy = False
+        draft_head = draft_head_path(self._config)
         if not isinstance(checkpoint, Path):
-            found = Checkpoint.of_tensors(checkpoint, model)
+            found = Checkpoint.of_tensors(checkpoint, model, draft_head)
         elif is_dummy := self._config.load_format == "dummy":
             found = DummyCheckpoint(model, revision)
         else:
-            found = Checkpoint.open(checkpoint, model)
+            found = Checkpoint.open(checkpoint, model, draft_head)
         if self._config.quantization == "fp8" or (is_dummy and model.weight_scales is not None):
             found = QuantisedCheckpoint(found, model)
         found.keeps_fp8 = keeps_fp8(self._config, model)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from configs.draft_head import PREFIX
 from configs.errors import CheckpointError
 from configs.model_config import ModelConfig
 from configs.quantization import INPUT_SCALE, WeightScales
@@ -34,6 +35,8 @@ _IGNORED_SUFFIXES = (
     ".self_attn.bias",
     ".self_attn.masked_bias",
 )
+_UNREAD_OF_HEADS = ("t2d", "embed_tokens.weight")
+"""The inverse of d2t, and the model's embedding once more."""
 _IGNORED_NAMES = (
     # A GGUF file's frequency scaling, which configs.gguf_config has already turned into a RopeConfig.
     "rope_freqs.weight",
@@ -118,13 +121,13 @@ class Checkpoint(AnyCheckpoint):
         self._bytes_loaded = 0
 
     @classmethod
-    def open(cls, path: Path, model: ModelConfig) -> Checkpoint:
-        """Opens a directory or a .gguf file and checks its tensors against `model`.
+    def open(cls, path: Path, model: ModelConfig, draft_head: Path | None = None) -> Checkpoint:
+        """Opens a directory or a .gguf file, and the directory of a draft head, and checks the tensors against `model`.
 
         Raises CheckpointError naming every missing and surplus tensor, wrong shapes, truncated files and formats
         that are refused.
         """
-        checkpoint = cls([_open_file(file, model) for file in _weight_files(path)], model)
+        checkpoint = cls([*(_open_file(file, model) for file in _weight_files(path)), *_head_files(draft_head)], model)
         try:
             checkpoint._check(path)
         except CheckpointError:
@@ -133,9 +136,11 @@ class Checkpoint(AnyCheckpoint):
         return checkpoint
 
     @classmethod
-    def of_tensors(cls, tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> Checkpoint:
-        """A checkpoint that lies in memory, its tensors by their names; checked as `open` does."""
-        checkpoint = cls([_Memory(tensors)], model)
+    def of_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], model: ModelConfig, draft_head: Path | None = None
+    ) -> Checkpoint:
+        """A checkpoint in memory, its tensors by their names, but for the draft head; checked as `open` does."""
+        checkpoint = cls([_Memory(tensors), *_head_files(draft_head)], model)
         checkpoint._check(Path("memory"))
         return checkpoint
 
@@ -320,6 +325,16 @@ def _open_file(path: Path, model: ModelConfig) -> TensorFile:
     from worker.gguf_weights import GGUFFile
 
     return GGUFFile.open(path, model)
+
+
+def _head_files(path: Path | None) -> list[TensorFile]:
+    """The files of a draft head, which call its layer `midlayer` or the model's first."""
+
+    def name_of(name: str) -> str | None:
+        own = name.removeprefix("model.").replace("layers.0.", "midlayer.")
+        return None if own in _UNREAD_OF_HEADS else PREFIX + own
+
+    return [] if path is None else [SafetensorsFile.open(file, name_of) for file in _weight_files(path)]
 
 
 def _weight_files(path: Path) -> list[Path]:

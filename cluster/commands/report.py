@@ -25,6 +25,7 @@ from configs.load import AppConfig, all_settings
 from configs.model_config import ModelConfig
 from configs.quantization import keeps_fp8
 from configs.read_config import read_model_config
+from configs.read_draft_head import with_draft_head
 from configs.resolve import Decision, HostFacts, ResolvedConfig, asks_for_gpus, resolve
 from configs.schema import EngineConfig, resolved
 from parallel.plan import ShardPlan
@@ -57,7 +58,7 @@ def print_plan(
     config = app.engine
     on_gpus = asks_for_gpus(config) or gpu_memory_bytes is not None if gpus is None else gpus
     model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
-    model = read_model_config(model_path, config.max_model_len)
+    model = with_draft_head(read_model_config(model_path, config.max_model_len), config)
     # One GPU a rank is what the placement will ask for; whether the cluster has them is checked when it is joined.
     host = HostFacts(num_cores=os.cpu_count() or 1, num_gpus=config.tensor_parallel_size if on_gpus else 0)
     resolved = resolve(config, model, host)

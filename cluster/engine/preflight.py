@@ -7,10 +7,11 @@ from pathlib import Path
 
 from cluster.text.gguf_tokenizer import check_gguf_tokenizer
 from cluster.text.tokenizer import Tokenizer
-from configs.checkpoint import holds_tokenizer, resolve_model_path, resolve_tokenizer_path
+from configs.checkpoint import holds_tokenizer, is_local, resolve_model_path, resolve_tokenizer_path
 from configs.errors import CheckpointError
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
+from configs.read_draft_head import draft_head_path, with_draft_head
 from configs.schema import EngineConfig
 from worker.weights import Checkpoint
 
@@ -34,7 +35,10 @@ def check_checkpoint(config: EngineConfig, *, serves_text: bool = True) -> None:
     if tokenizer.suffix == ".gguf":
         check_gguf_tokenizer(tokenizer)
     if config.has_local_weights:
-        with Checkpoint.open(path, model) as checkpoint:
+        head = config.speculation.model
+        if head is not None and is_local(head):
+            model = with_draft_head(model, config)
+        with Checkpoint.open(path, model, None if model.draft_head is None else draft_head_path(config)) as checkpoint:
             if config.kv_cache.dtype != "auto":
                 checkpoint.kv_scales()
     if serves_text and not holds_tokenizer(tokenizer):

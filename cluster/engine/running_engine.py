@@ -30,6 +30,7 @@ from configs.checkpoint import resolve_model_path
 from configs.errors import EngineError, LockstepError
 from configs.generation_config import read_generation_defaults
 from configs.read_config import read_model_config
+from configs.read_draft_head import with_draft_head
 from configs.resolve import resolve
 from configs.schema import EngineConfig
 
@@ -50,7 +51,7 @@ def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> Engi
         announce: log each decision. False where `gpus` is a guess.
     """
     model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
-    model = read_model_config(model_path, config.max_model_len)
+    model = with_draft_head(read_model_config(model_path, config.max_model_len), config)
     resolved = resolve(config, model, host_facts(gpus=gpus))
     if announce:
         for decision in resolved.decisions:

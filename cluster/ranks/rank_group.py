@@ -366,8 +366,8 @@ class RankGroup:
 
     def _take_kv(self, kept: KeptKV) -> None:
         """Has the ranks take what others left, whose memory is given up as they go along."""
-        for first in range(0, len(self.model.layers), _LAYERS_AT_ONCE):
-            layer_ids = range(len(self.model.layers))[first : first + _LAYERS_AT_ONCE]
+        for first in range(0, len(self.model.all_layers), _LAYERS_AT_ONCE):
+            layer_ids = range(len(self.model.all_layers))[first : first + _LAYERS_AT_ONCE]
             self._on(self._ranks, "take_kv", kept.keeper.address, kept.num_ranks, layer_ids, kept.pages)
             for layer_id in layer_ids:
                 kept.keeper.drop(name=kv_block(layer_id))

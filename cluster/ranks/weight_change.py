@@ -92,8 +92,9 @@ def starter_with(now: RankStarter, model: str, revision: str | None) -> RankStar
     """
     config = now.config.model_copy(update={"model": model, "revision": revision})
     path = resolve_model_path(model, revision, weights=config.has_local_weights)
-    # The types that weights lie in may be others.
-    found = dataclasses.replace(read_model_config(path, now.model.max_context), dtype=now.model.dtype)
+    # The types that weights lie in may be others. The head stays.
+    kept: dict[str, Any] = {"dtype": now.model.dtype, "draft_head": now.model.draft_head}
+    found = dataclasses.replace(read_model_config(path, now.model.max_context), **kept)
     comparable = dataclasses.replace(found, weight_scales=now.model.weight_scales)
     if differ := list(itertools.islice(_differences(comparable, now.model), _SHOWN_DIFFERENCES)):
         raise ConfigError(f"model={model} is another model than the one that serves: {'; '.join(differ)}")

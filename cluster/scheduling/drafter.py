@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from cluster.scheduling.draft_history import DraftHistory
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.ngrams import NgramHistory
@@ -32,6 +33,10 @@ _EXTRA_WEIGHT = 0.1
 _EXTRA_FORGET = 0.999
 # Drafts have to make rows so much faster: it takes the scheduler some time, and estimates are not exact.
 _LEAST_GAIN = 0.03
+# Last tokens that are compared, unless more have to be alike.
+_MOST_COMPARED = 4
+# Steps, of which one makes drafts where none are worth verifying: a draft takes some percent of a step.
+_ASK_EVERY = 32
 # Tokens of a prompt that are looked at in one step: 0.5 ms.
 _MAX_AT_ONCE = 1024
 
@@ -83,18 +88,40 @@ class Drafter:
         self._guided = guided
         self._most = limits.speculation.max_sampled(limits.max_num_seqs) - limits.max_num_seqs
         self.times = StepTimes()
+        self._asks = limits.speculation.method == "eagle3"
+        self._num_chosen = limits.speculation.num_drafts  # most of a row, when they were chosen last
+        self._num_unasked = 0  # steps since the ranks were asked for drafts
 
     def take(self, rows: Int32Array) -> None:
         """The live `rows`, distinct, have got tokens."""
         table, speculation = self._rows, self._limits.speculation
+        self._num_unasked += 1
         for row, num_known in zip(rows.tolist(), table.num_known[rows].tolist(), strict=True):
             request = table.request(row)
             if (history := request.history) is None:
-                history = NgramHistory(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
+                least = speculation.prompt_lookup_min
+                history = DraftHistory(num_known) if self._asks else NgramHistory(least, max(least, _MOST_COMPARED))
                 request.history = history
             end = min(num_known, len(history) + _MAX_AT_ONCE)
             history.take(table.tokens[row, len(history) : end], is_whole=end == num_known)
             table.predicted[row] = history.chances is not None
+
+    def bring(self, rows: Int32Array, drafts: Int32Array) -> None:
+        """The ranks made `drafts` [len(rows), most] of what follows the tokens that live `rows` have; -1 is none."""
+        table, self._num_unasked = self._rows, 0
+        for row, of_row, count in zip(rows.tolist(), drafts.tolist(), (drafts >= 0).sum(axis=1).tolist(), strict=True):
+            history = table.request(row).history
+            if count and isinstance(history, DraftHistory):
+                history.bring(of_row[:count])
+                table.predicted[row] = True
+
+    def asked(self) -> int:
+        """How many drafts the ranks should make of each row in the next step: those that the last choice took and one
+        more, so that it is seen whether they are worth it, or now and then all."""
+        most = self._limits.speculation.num_drafts
+        if not self._asks or (not self._num_chosen and self._num_unasked < _ASK_EVERY):
+            return 0
+        return min(self._num_chosen + 1, most) if self._num_chosen else most
 
     def choose(self, rows: Int32Array, budget: int, *, in_flight: bool) -> Int32Array | None:
         """[len(rows)] how many tokens each of the ready `rows` may bring in the next step; None: it has to wait for the
@@ -118,13 +145,13 @@ class Drafter:
         slower = np.log(self.times.of(sizes, has_drafts=True) / self.times.of(len(rows), has_drafts=False))
         gains = np.cumsum(more.ravel()[order]) / len(rows) - slower
         if not len(gains) or gains.max() < _LEAST_GAIN:
+            self._num_chosen = 0
             return draws
-        if in_flight:
-            return None
         is_chosen = np.zeros(chances.size, np.int32)
         is_chosen[order[: int(gains.argmax()) + 1]] = 1
         draws[at] += (is_chosen.reshape(chances.shape) * (chances > 0)).sum(axis=1, dtype=np.int32)
-        return draws
+        self._num_chosen = int(draws.max()) - 1
+        return None if in_flight else draws
 
     def tokens(self, rows: Int32Array, draws: Int32Array) -> Int32Array:
         """The inputs of rows with drafts, one row after the other: the last token of each, and its drafts."""
@@ -138,13 +165,14 @@ class Drafter:
 
     def _chances(self, rows: Int32Array, most: int) -> npt.NDArray[np.float64]:
         """[len(rows), most] how likely each draft is right, with all before it; 0 past a row's length. Where a step in
-        flight brings the predicted next token, they are of the drafts behind it."""
+        flight brings the predicted next token, they are of the drafts behind it, unless ranks make new ones then."""
         table = self._rows
-        known = [history.chances for row in rows.tolist() if (history := table.request(row).history) is not None]
-        first, then = np.array(known, np.float64).T
+        histories = [table.request(row).history for row in rows.tolist()]
+        first, then = np.array([it.chances for it in histories if it is not None], np.float64).T
         places = np.arange(most)
-        is_behind = table.in_flight[rows, None] > 0
+        is_behind = (table.in_flight[rows, None] > 0) & (not self._asks)
         room = table.max_total[rows] - table.num_computed[rows] - 2
+        room = np.minimum(room, [it.num_drafts for it in histories if it is not None])
         if table.num_guided:
             guided = table.guided[rows]
             room[guided] = np.minimum(room[guided], self._guided.num_foreseen(rows[guided]))

@@ -111,7 +111,8 @@ class SchedulerLimits:
     def max_window_pages_per_row(self) -> int:
         """Most pages that one row may hold in the window pool: its window, and what a step adds to it."""
         # The right drafts are known after the next step is planned, and the window moves on as if none were.
-        longest = max(self.prefill_chunk_size, 2 * self.max_row_tokens)
+        # Ranks that draft go on behind those of the step as well.
+        longest = max(self.prefill_chunk_size, (2 + (self.speculation.method == "eagle3")) * self.max_row_tokens)
         return min(self.num_pages_for(self.window - 1 + longest) + 1, self.num_pages, self.max_pages_per_row)
 
     @property
@@ -149,6 +150,7 @@ class SchedulerLimits:
         decided = StepFrame.num_bytes(
             row=self.max_num_seqs,
             sampled_row=self.max_num_seqs,
+            drafting_row=self.max_num_seqs,
             token=self.max_num_batched_tokens,
             delta=num_deltas,
             window_page=self.num_window_pages or 0,

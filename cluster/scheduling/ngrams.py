@@ -6,6 +6,7 @@ be right before the first is paid for, and a request that does not repeat itself
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 
@@ -18,6 +19,11 @@ _WEIGHT = 0.2
 _FIRST_RATES = (0.4, 0.8)
 # A rate of 1 would never see a reason to draft less.
 _MOST = 0.98
+
+
+def learned(rate: float, is_right: bool) -> float:
+    """The share of predictions that are right, after one more."""
+    return min(rate + _WEIGHT * (is_right - rate), _MOST)
 
 
 class NgramHistory:
@@ -39,6 +45,9 @@ class NgramHistory:
         self._is_going = False  # whether the token before it came as predicted
         # The share of predictions that were right: after a match was found, and after a right one.
         self._rates = list(_FIRST_RATES)
+
+    num_drafts = sys.maxsize
+    """Tokens that are predicted at a time."""
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -78,8 +87,7 @@ class NgramHistory:
 
     def _compare(self, token: int) -> None:
         is_right = self._tokens[self._source] == token
-        rate = self._rates[self._is_going]
-        self._rates[self._is_going] = min(rate + _WEIGHT * (is_right - rate), _MOST)
+        self._rates[self._is_going] = learned(self._rates[self._is_going], is_right)
         self._source = self._source + 1 if is_right else -1
         self._is_going = is_right
 

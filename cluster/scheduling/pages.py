@@ -287,6 +287,10 @@ class RowPages:
     def num_row_pages(self, row: int) -> int:
         return int(self._num_pages[row])
 
+    def capacity(self, rows: Int32Array) -> Int32Array:
+        """[len(rows)] tokens that the pages of each hold."""
+        return self._num_pages[rows] * np.int32(self._page_size)
+
     def grow_rows(self, rows: Int32Array, num_tokens: Int32Array) -> Int32Array | None:
         """Gives each of `rows` pages for `num_tokens` tokens in all; returns the deltas, or None, with nothing done."""
         have = self._num_pages[rows]

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.engine.messages import GenerateRequest, SamplingParams
+from cluster.scheduling.draft_history import DraftHistory
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.ngrams import NgramHistory
 from configs.errors import GuideError, RequestError
@@ -156,7 +157,7 @@ class Request:
     cache_salt: bytes = b""
     adjustments: Adjustments | None = None
     guide: Guide | None = None
-    history: NgramHistory | None = None
+    history: NgramHistory | DraftHistory | None = None
     """The tokens that drafts are made from, from its first one on; None: they are not."""
     mask: UInt32Array | None = None
     """The first tokens that may follow its admission; a request with a guide has it before it is queued."""

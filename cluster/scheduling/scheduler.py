@@ -204,7 +204,11 @@ class Scheduler:
             if draws is None:
                 return None
             num_decoded = len(rows) if self._limits.max_row_tokens == 1 else int(draws.sum())
-            deltas = self._pages.grow_rows(rows, self._rows.num_computed[rows] + draws)
+            num_asked = self._drafter.asked() if self._drafter is not None and takes_drafts else 0
+            ends = self._rows.num_computed[rows] + draws
+            if num_asked > 1:  # ranks go on from their drafts
+                ends = np.maximum(ends, np.minimum(ends + num_asked - 1, self._rows.max_total[rows] - 1))
+            deltas = self._pages.grow_rows(rows, ends)
             if deltas is None:
                 if takes_drafts:
                     takes_drafts = False  # no request has to go for what may be wrong
@@ -217,7 +221,7 @@ class Scheduler:
             if len(rows) or plan.rows:
                 if len(deltas):
                     plan.deltas.insert(0, deltas)
-                return self._launch(rows, draws, plan)
+                return self._launch(rows, draws, plan, num_asked)
             if self._in_flight or not self._queue.prefilling or self._guided.num_awaiting:
                 return None
             # Every running request is a prefill that lacks pages.
@@ -298,6 +302,9 @@ class Scheduler:
             drafter.times.took(launched.num_inputs, now - began, has_drafts=bool(len(at)))
         self._retired_s = now
         drafter.take(np.flatnonzero(num_kept).astype(np.int32))
+        if len(result.drafts):
+            is_going = num_kept[launched.sampled] > 0
+            drafter.bring(launched.sampled[is_going], result.drafts[is_going])
         if not len(at):
             return []
         at = at[self._rows.live[launched.sampled[at]]]
@@ -391,9 +398,13 @@ class Scheduler:
             return np.ones(len(rows), np.int32)
         return self._drafter.choose(rows, self._max_step_tokens, in_flight=bool(self._in_flight))
 
-    def _launch(self, decodes: Int32Array, draws: Int32Array, plan: PrefillPlan) -> StepFrame:
+    def _launch(self, decodes: Int32Array, draws: Int32Array, plan: PrefillPlan, num_asked: int) -> StepFrame:
         """Builds the frame of `decodes`, with as many inputs as `draws` each, and of `plan`; takes the snapshot for its
-        retirement."""
+        retirement.
+
+        Args:
+            num_asked: drafts that the ranks make of each row that is sampled.
+        """
         table = self._rows
         self.last_step += 1
         builder = FrameBuilder()
@@ -415,8 +426,14 @@ class Scheduler:
             sampled = np.concatenate((decodes, np.array(ending, np.int32)))
             positions = np.concatenate((positions, table.num_prefill[ending]))
             table.ready[ending] = True
+        all_draws = np.concatenate((draws, np.ones(len(ending), np.int32))) if has_drafts or num_asked else draws
+        if num_asked and len(sampled):
+            # No more than may be verified, nor than there are pages for.
+            ends = positions + all_draws - 1
+            room = np.minimum(table.max_total[sampled] - ends - 2, self._pages.capacity(sampled) - ends + 1)
+            builder.add(num_wanted=np.clip(room, 0, num_asked))
         if has_drafts:
-            builder.add(num_draws=np.concatenate((draws, np.ones(len(ending), np.int32))))
+            builder.add(num_draws=all_draws)
             # The place where such a row goes on is known when the step retires.
             table.ready[decodes[draws > 1]] = False
         if table.num_guided:

@@ -56,10 +56,11 @@ class Launched:
             len(result.tokens),
             len(result.prompt_logprobs),
             len(result.item_logprobs),
+            len(result.drafts) or len(self.sampled),
         )
-        expected = (generation, self.step, num_tokens, num_prompt_logprobs, len(self.item_rows))
+        expected = (generation, self.step, num_tokens, num_prompt_logprobs, len(self.item_rows), len(self.sampled))
         if got != expected:
-            raise EngineError(f"result has (generation, step, tokens, targets, items) {got}, expected {expected}")
+            raise EngineError(f"result has (generation, step, tokens, targets, items, rows) {got}, expected {expected}")
         if len(counts) and (
             len(counts) != len(self.sampled)
             or counts.min() < 1

@@ -244,7 +244,7 @@ class LayerContext:
 def most_nodes(plan: ShardPlan) -> int:
     """The most nodes of an exact sum's tree that a rank of `plan` brings; sums of a layer's columns may be joined."""
     most = 1
-    for layer, shards in zip(plan.model.layers, plan.layers, strict=True):
+    for layer, shards in zip(plan.model.all_layers, plan.layers, strict=True):
         context = LayerContext(shards, TensorParallelGroup.single(), FAST, torch.float32, torch.device("cpu"))
         of_heads = max(context.tree(Cut(Axis.QUERY_HEADS, 1))[1].counts)
         columns = [axis.axis for axis in layer.axes if isinstance(axis, Columns)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -33,6 +33,9 @@ from worker.layers.mlp import MLP
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
 from worker.layers.step import Padding, Step
+
+if TYPE_CHECKING:
+    from worker.models.draft_head import DraftModel
 
 
 class MixerModule(Protocol):
@@ -108,6 +111,8 @@ class DecoderLayer:
         self._feed_forward = _FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, context)
         self._mixer_norms = NormPair(spec.mixer_norms, context, eps)
         self._feed_forward_norms = NormPair(spec.feed_forward_norms, context, eps)
+        self.norm = self._mixer_norms.before
+        """The first one."""
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
@@ -122,27 +127,34 @@ class DecoderLayer:
         residual: torch.Tensor,
         step: Step,
         keep: torch.Tensor | None = None,
+        state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
         """(the feed-forward's output, the residual it is still to be added to): the next norm's kernel adds and norms.
 
         Args:
             x: the layer before's output, to be added to `residual`; None for the first layer.
             residual: [num_tokens, hidden_size]; added to in place.
-            keep: tokens to go on with once K and V are stored; at least one. None: all.
+            keep: tokens to go on with once K and V are stored; None: all. With none of them the output means nothing.
+            state: [num_tokens, hidden_size]: gets the sum that the layer is entered by.
         """
-        before, before_feed_forward = self._mixer_norms.before, self._feed_forward_norms.before
-        normed = before(residual) if x is None else before.add(x, residual)
+        normed = self.norm(residual) if x is None else self.norm.add(x, residual)
+        if state is not None:
+            state.copy_(residual)
+        return self.after_norm(normed, residual, step, keep)
+
+    def after_norm(
+        self, normed: torch.Tensor, residual: torch.Tensor, step: Step, keep: torch.Tensor | None
+    ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
+        """The layer behind its first norm, whose output is `normed`; the rest is as above."""
         attended, padding = self.attention.attend(normed, step), step.padding
+        if keep is not None and not len(keep):
+            return residual[:0], residual[:0]
         if keep is not None:
             attended, residual = attended.index_select(0, keep), residual.index_select(0, keep)
             padding = padding.of(keep)
         x = self._mixer_norms.output(self.attention.project(attended))
-        x = self._feed_forward(before_feed_forward.add(x, residual), padding)
+        x = self._feed_forward(self._feed_forward_norms.before.add(x, residual), padding)
         return self._feed_forward_norms.output(x), residual
-
-    def store(self, x: torch.Tensor | PartialSum, residual: torch.Tensor, step: Step) -> None:
-        """Only puts the tokens' K and V into the pool."""
-        self.attention.attend(self._mixer_norms.before.add(x, residual), step)
 
 
 class Decoder:
@@ -170,7 +182,7 @@ class Decoder:
         """The activations' type."""
         self.device = device
         """The device that computes."""
-        ropes = [(layer.mixer.rope, layer.mixer.rotary_dim) for layer in model.layers]
+        ropes = [(layer.mixer.rope, layer.mixer.rotary_dim) for layer in model.all_layers]
         self._ropes = list(dict.fromkeys(ropes))
         self._rope_of_layer = [self._ropes.index(rope) for rope in ropes]
         self._rotary: list[RotaryEmbedding] = []
@@ -180,6 +192,13 @@ class Decoder:
             for i, layer in enumerate(model.layers)
         ]
         """One for each of the model's, in order."""
+        self.draft_model: DraftModel | None = None
+        """The head that drafts, beside the layers."""
+        if (head := model.draft_head) is not None:
+            from worker.models.draft_head import DraftModel  # it has a DecoderLayer itself
+
+            context = LayerContext(plan.layers[-1], group, arithmetic, dtype, device)
+            self.draft_model = DraftModel(head, context, len(self.layers))
         self._norm = RMSNorm(
             model.hidden_size, model.rms_norm_eps, dtype=dtype, device=device, offset=model.norm.offset
         )
@@ -188,8 +207,9 @@ class Decoder:
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
-        """Geometry of every layer on this rank."""
-        return [layer.attention.layer for layer in self.layers]
+        """Geometry of every layer on this rank, the draft head's last."""
+        layers = self.layers if self.draft_model is None else [*self.layers, self.draft_model.layer]
+        return [layer.attention.layer for layer in layers]
 
     def load(self, source: TensorSource, on_progress: Callable[[float], None] | None = None) -> None:
         """Reads this rank's shard of every tensor. `on_progress` gets the share done, 0 to 1, after each layer."""
@@ -204,6 +224,8 @@ class Decoder:
             self._lm_head.tie(self._embedding)
         else:
             self._lm_head.load(source, model.lm_head.name)
+        if self.draft_model is not None:
+            self.draft_model.load(source)
         if on_progress is not None:
             on_progress(1.0)
 
@@ -221,29 +243,38 @@ class Decoder:
             for rope, rotary_dim in self._ropes
         ]
 
-    def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:
-        """Hidden states [num_sampled, hidden_size] of `batch.sample_indices` after the last norm.
-
-        The last layer's products run for these tokens alone. `backend` is ready for `batch`.
-        """
+    def step_of(self, batch: ForwardBatch, backend: AttentionBackend) -> Step:
+        """The inputs of every layer; `backend` is ready for `batch`."""
         assert self._rotary, "forward before set_max_positions"
         # Padding rows have page 0, which no sequence has.
         padding = Padding(batch.out_cache_loc, backend.token_to_kv_pool.page_size)
         rotations = [rotary.at(batch.positions) for rotary in self._rotary]
-        step = Step(backend, [rotations[i] for i in self._rope_of_layer], padding)
+        return Step(backend, [rotations[i] for i in self._rope_of_layer], padding)
+
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] of ids [num_tokens] int64, as the checkpoint has them."""
+        return self._embedding(ids)
+
+    def forward(
+        self, batch: ForwardBatch, backend: AttentionBackend, states: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states [num_sampled, hidden_size] of `batch.sample_indices` after the last norm.
+
+        The last layer's products run for these tokens alone. `backend` is ready for `batch`. `states`, made by
+        `DraftModel.empty_states`, get what the draft head reads of all tokens.
+        """
+        step = self.step_of(batch, backend)
         residual = self._embedding(batch.input_ids)
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
         x: torch.Tensor | PartialSum | None = None
-        *layers, last = self.layers
-        for layer in layers:
-            x, residual = layer(x, residual, step)
-        num_sampled = len(batch.sample_indices)
-        if num_sampled == 0 and x is not None:
-            last.store(x, residual, step)
-            return residual[:0]
-        x, residual = last(x, residual, step, None if num_sampled == batch.num_tokens else batch.sample_indices)
-        return self._norm.add(x, residual)
+        wanted: dict[int, torch.Tensor] = {}
+        if states is not None and self.draft_model is not None:
+            wanted = dict(zip(self.draft_model.state_layers, states.unbind(1), strict=True))
+        keep = None if len(batch.sample_indices) == batch.num_tokens else batch.sample_indices
+        for i, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, step, keep if i == len(self.layers) - 1 else None, wanted.get(i))
+        return residual if x is None or not len(residual) else self._norm.add(x, residual)
 
     @property
     def num_local_logits(self) -> int:

@@ -1,0 +1,79 @@
+"""Reads what the head of `speculation.model` is, from its config.json, and holds it against the model's shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from configs.checkpoint import resolve_model_path
+from configs.draft_head import DraftHead
+from configs.errors import CheckpointError, ConfigError
+from configs.fields import Fields, read_json
+from configs.layers import DenseMLP, GroupedQueryAttention
+from configs.model_config import ModelConfig
+from configs.read_config import read_model_config
+from configs.schema import EngineConfig
+
+
+def draft_head_path(config: EngineConfig, *, weights: bool = True) -> Path | None:
+    """The directory of the head, fetched first if it is on the Hub; None: there is no head, or only its config and no
+    `weights` of it. Raises ConfigError where it is not to be had."""
+    name = config.speculation.model
+    if name is None or (weights and config.load_format == "dummy"):
+        return None
+    try:
+        return resolve_model_path(name, weights=weights)
+    except CheckpointError as error:
+        raise ConfigError(f"speculation.{error}") from error  # the message begins with `model=`
+
+
+def with_draft_head(model: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """The model with the head that `speculation.model` names, if it names one. Raises ConfigError for one that is not
+    there, cannot be read, or does not fit the model."""
+    path = draft_head_path(config, weights=False)
+    try:
+        return model if path is None else replace(model, draft_head=_read(path, model))
+    except CheckpointError as error:
+        raise ConfigError(f"speculation.model={config.speculation.model} cannot be used: {error}") from error
+
+
+def _read(path: Path, model: ModelConfig) -> DraftHead:
+    head, where = read_model_config(path), path / "config.json"
+    fields = Fields(read_json(where), str(where))
+    eagle = Fields(fields.values.get("eagle_config") or {}, f"{where}: eagle_config")
+    is_eagle3 = any(str(name).endswith("Eagle3") for name in fields.values.get("architectures") or ())
+    if not is_eagle3 or not eagle.flag("use_aux_hidden_state", True):
+        raise CheckpointError(f"{where} is of no EAGLE-3 head, which reads states of several layers")
+    vocab_size = fields.count("draft_vocab_size", model.vocab_size, at_most=model.vocab_size)
+    for key, own, of_model in (
+        ("num_hidden_layers", head.num_hidden_layers, 1),
+        ("hidden_size", head.hidden_size, model.hidden_size),
+        ("vocab_size", head.vocab_size, model.vocab_size),
+        ("target_hidden_size", fields.integer("target_hidden_size", model.hidden_size), model.hidden_size),
+    ):
+        if own != of_model:
+            raise CheckpointError(f"{where}: {key}={own} does not fit the model, for which it must be {of_model}")
+    layer = head.layers[0]
+    mixer = layer.mixer
+    if not isinstance(mixer, GroupedQueryAttention) or not isinstance(layer.feed_forward, DenseMLP) or mixer.features:
+        raise CheckpointError(f"{where}: a head is served whose layer has plain attention and a dense MLP")
+    return DraftHead(
+        layer=replace(layer, mixer=replace(mixer, input_size=2 * model.hidden_size)),
+        rms_norm_eps=head.rms_norm_eps,
+        vocab_size=vocab_size,
+        model_vocab_size=model.vocab_size,
+        state_layers=_state_layers(eagle, model.num_hidden_layers),
+        norm_before_residual=fields.flag("norm_before_residual", False),
+    )
+
+
+def _state_layers(eagle: Fields, num_layers: int) -> tuple[int, ...]:
+    """Layers that the states enter. Checkpoints that name them count from the layer entered or, where the first is 1,
+    from the one that was left."""
+    found = eagle.ids("eagle_aux_hidden_state_layer_ids")
+    if found and found[0] == 1:
+        found = tuple(layer + 1 for layer in found)
+    found = found or (2, num_layers // 2, num_layers - 3)
+    if not all(0 <= layer < num_layers for layer in found):
+        raise CheckpointError(f"{eagle.where}: states enter layers {list(found)}, and the model has {num_layers}")
+    return found
