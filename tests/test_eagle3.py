@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from cluster.engine.messages import GenerateRequest, SamplingParams
 from cluster.scheduling.drafter import StepTimes
-from configs.schema import SpeculationConfig
+from configs.errors import CheckpointError, ConfigError
+from configs.read_config import read_model_config
+from configs.read_draft_head import with_draft_head
+from configs.schema import EngineConfig, SpeculationConfig
 from tests import eagle3
 from tests.local_group import Answers, Limits, LocalGroup
 from tests.test_scheduler import run_random_load
 from tests.test_speculation import WAYS, TurnsGuide, prompts, same
 from worker.protocol import StepResult
+from worker.weights import Checkpoint
 
 Requests = list[tuple[list[int], SamplingParams]]
 
@@ -91,7 +98,8 @@ def test_ranks_draft_what_a_head_in_plain_torch_does(
     result = group.result
     monkeypatch.setattr(group, "result", lambda: results.append(result()) or results[-1])
     num_drafts = 0
-    for prompt, sampling in trained.requests[2], trained.requests[4]:
+    unknown = [asked_for(prompt, temperature=1.0, seed=3) for prompt in prompts(group, [21, 50])]
+    for prompt, sampling in [trained.requests[2], *unknown]:
         results.clear()
         answers = group.generate([(prompt, sampling)], Limits(speculation=trained.speculation(4)), at_once=True)
         whole = [*prompt, *answers.tokens[0]]
@@ -117,6 +125,91 @@ def test_answers_with_drafts_equal_those_without(
     same(drafted, trained.plain)
     assert (drafted.stats.total_preemptions > 0) == (num_pages < 2048)
     assert 0.3 < drafted.stats.total_accepted / drafted.stats.total_drafted < 0.95
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_pages_and_chunks_change_no_answer(group: LocalGroup, trained: Trained) -> None:
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True, num_logprobs=1)
+    firsts = [(prompt, sampling) for prompt, _ in trained.requests[1:4]]
+    plain = group.generate(firsts, Limits(), at_once=True)
+    turns = [([*prompt, *tokens, 7], sampling) for (prompt, _), tokens in zip(firsts, plain.tokens, strict=True)]
+    plain = group.generate([*firsts, *turns], Limits(), at_once=True)
+    limits = Limits(speculation=trained.speculation(3), prefix_caching=True, chunk=32)
+    drafted = group.generate([*firsts, *turns], limits, at_once=False)
+    same(drafted, plain)
+    # Each answer leaves all its whole pages, but for the last token.
+    assert drafted.stats.total_prefix_hit_tokens == sum((len(prompt) + 39) // 16 * 16 for prompt, _ in firsts)
+    assert drafted.stats.total_drafted > 0
+    # The head finds in the pages what it left there.
+    known = asked_for(trained.requests[0][0] + trained.plain.tokens[0][:20], max_tokens=20)
+    whole = group.generate([known] * 3, limits, at_once=False)
+    assert whole.stats.total_prefix_hit_tokens > 0
+    assert whole.stats.total_accepted > 0.5 * whole.stats.total_drafted
+
+
+# ---- checkpoints
+
+
+def refused(head: dict[str, Any], path: Path, small_path: Path, reason: str) -> None:
+    (path / "config.json").write_text(json.dumps(head))
+    config = EngineConfig(
+        model="m", load_format="dummy", speculation=SpeculationConfig(method="eagle3", model=str(path))
+    )
+    with pytest.raises(ConfigError, match=reason):
+        with_draft_head(read_model_config(small_path), config)
+
+
+def test_a_head_that_does_not_fit_is_refused_with_the_reason(tmp_path: Path, small_path: Path) -> None:
+    for changed, reason in [
+        ({"hidden_size": 128}, "hidden_size=128 does not fit the model, for which it must be 144"),
+        ({"vocab_size": 1001}, "vocab_size=1001 does not fit"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers=2 does not fit"),
+        ({"draft_vocab_size": 1001}, "draft_vocab_size=1001 is more than 1000"),
+        ({"architectures": ["LlamaForCausalLM"]}, "no EAGLE-3 head"),
+        ({"num_key_value_heads": 2}, "not a multiple"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, r"enter layers \[2, 3, 4\], and .* has 3"),
+        ({"model_type": "mistral", "sliding_window": 8}, "plain attention and a dense MLP"),
+    ]:
+        refused({**eagle3.HEAD, **changed}, tmp_path, small_path, reason)
+
+
+@pytest.mark.parametrize(
+    ("said", "layers"), [(None, (2, 1, 0)), ([1, 0, 1], (2, 1, 2)), ([2, 0, 1], (2, 0, 1)), ([0, 2], (0, 2))]
+)
+def test_states_are_those_that_enter_the_named_layers(
+    said: list[int] | None, layers: tuple[int, ...], tmp_path: Path, small_path: Path
+) -> None:
+    named = {} if said is None else {"eagle_aux_hidden_state_layer_ids": said}
+    (tmp_path / "config.json").write_text(json.dumps({**eagle3.HEAD, "eagle_config": named}))
+    speculation = SpeculationConfig(method="eagle3", model=str(tmp_path))
+    config = EngineConfig(model="m", load_format="dummy", speculation=speculation)
+    head = with_draft_head(read_model_config(small_path), config).draft_head
+    assert head is not None
+    assert head.state_layers == layers
+    assert head.fc.shape == (144, len(layers) * 144)
+
+
+def test_both_names_of_the_layer_are_read_and_what_is_not_known_is_refused(
+    trained: Trained, small_path: Path, tmp_path: Path
+) -> None:
+    config = EngineConfig(model="m", speculation=trained.speculation(1))
+    model = with_draft_head(read_model_config(small_path), config)
+    tensors = load_file(trained.path / "model.safetensors")
+    other = {name.replace("midlayer.", "model.layers.0."): tensor for name, tensor in tensors.items()}
+    save_file({**other, "embed_tokens.weight": torch.zeros(1000, 144)}, tmp_path / "model.safetensors")
+    with (
+        Checkpoint.open(small_path, model, trained.path) as one,
+        Checkpoint.open(small_path, model, tmp_path) as two,
+    ):
+        for name in "draft.midlayer.self_attn.q_proj.weight", "draft.midlayer.hidden_norm.weight", "draft.fc.weight":
+            found = [torch.empty(model.stored_tensors()[name].shape) for _ in range(2)]
+            one.read(name, found[0])
+            two.read(name, found[1])
+            assert torch.equal(*found)
+            assert torch.equal(found[0], tensors[name.removeprefix("draft.")])
+    save_file({**tensors, "fc_norm.weight": torch.zeros(432)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no place for: draft\.fc_norm\.weight"):
+        Checkpoint.open(small_path, model, tmp_path)
 
 
 # ---- the scheduler, against a fake model whose ranks draft
