@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.engine.messages import GenerateRequest, SamplingParams
-from cluster.scheduling.drafter import StepTimes
+from cluster.scheduling.draft_history import DraftHistory
+from cluster.scheduling.drafter import Drafter, StepTimes
+from cluster.scheduling.guided_rows import GuidedRows
+from cluster.scheduling.request import Request
+from cluster.scheduling.row_table import RowTable
 from configs.errors import CheckpointError, ConfigError
 from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
 from configs.schema import EngineConfig, SpeculationConfig
 from tests import eagle3
+from tests.fake_engine import LIMITS
 from tests.local_group import Answers, Limits, LocalGroup
 from tests.test_scheduler import run_random_load
 from tests.test_speculation import WAYS, TurnsGuide, prompts, same
@@ -225,3 +230,71 @@ def test_answers_under_random_load_equal_the_reference_with_drafts_of_the_ranks(
     assert sum(stat.total_accepted for stat in stats) > 100
     assert sum(stat.total_drafted for stat in stats) > sum(stat.total_accepted for stat in stats)
     assert sum(stat.total_preemptions for stat in stats) > 3
+
+
+# ---- how many drafts the ranks make
+
+
+def test_rates_are_learned_from_every_draft_that_a_token_came_for() -> None:
+    history = DraftHistory(10)
+    assert history.chances is None
+    history.bring([5, 6, 7, 8])
+    first, then = history.chances or (0, 0)
+    history.take(np.array([5, 6], np.int32), is_whole=True)
+    assert history.drafts(9) == [7, 8]
+    assert history.num_drafts == 2
+    going = history.chances or (0, 0)
+    assert going[0] == going[1] > then
+    history.take(np.array([9], np.int32), is_whole=True)  # what is behind it says nothing
+    assert (len(history), history.chances) == (13, None)
+    history.bring([1])
+    again = history.chances or (0, 0)
+    assert again[0] > first
+    assert again[1] < going[1]
+    history.take(np.array([2], np.int32), is_whole=True)
+    history.bring([1])
+    assert (history.chances or (0, 0))[0] < again[0]
+
+
+def test_ranks_draft_as_many_as_are_taken_and_one_more_and_now_and_then_all() -> None:
+    limits = replace(
+        LIMITS,
+        speculation=SpeculationConfig(method="eagle3", model="head", num_speculative_tokens=5),
+        max_row_tokens=6,
+    )
+    table = RowTable(limits)
+    drafter = Drafter(limits, table, GuidedRows(limits, table))
+    request = GenerateRequest(id=1, prompt=bytes(40), sampling=SamplingParams(max_tokens=40))
+    row = table.take(Request.create(request, limits))
+    rows = np.array([row], np.int32)
+
+    def chosen(*, in_flight: bool = False) -> list[int] | None:
+        draws = drafter.choose(rows, 16, in_flight=in_flight)
+        return None if draws is None else draws.tolist()
+
+    assert drafter.asked() == 5
+    drafter.take(rows)
+    assert chosen() == [1]
+
+    def bring(rates: tuple[float, float]) -> None:
+        drafter.bring(rows, np.array([[3, 4, 5, 6, -1]], np.int32))
+        history = table.request(row).history
+        assert isinstance(history, DraftHistory)
+        history._rates = list(rates)
+
+    bring((0.9, 0.001))
+    for in_flight, draws in (True, None), (False, [2]):
+        assert chosen(in_flight=in_flight) == draws
+        assert drafter.asked() == 2
+    bring((0.9, 0.9))
+    assert chosen() == [5], "there are no more"
+    assert drafter.asked() == 5
+    bring((0.01, 0.01))
+    assert chosen() == [1]
+    asked = []
+    for _ in range(40):
+        drafter.take(rows[:0])
+        asked.append(drafter.asked())
+    assert asked == [0] * 31 + [5] * 9
+    bring((0.01, 0.01))
+    assert drafter.asked() == 0
