@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from attention import registry
 from cluster.engine.messages import GenerateRequest, SamplingParams
 from cluster.scheduling.draft_history import DraftHistory
 from cluster.scheduling.drafter import Drafter, StepTimes
@@ -22,10 +23,11 @@ from cluster.scheduling.row_table import RowTable
 from configs.errors import CheckpointError, ConfigError
 from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
-from configs.schema import EngineConfig, SpeculationConfig
+from configs.schema import AttentionConfig, EngineConfig, SpeculationConfig
 from tests import eagle3
 from tests.fake_engine import LIMITS
 from tests.local_group import Answers, Limits, LocalGroup
+from tests.rerun_graphs import PagedBackend, RerunGraphs
 from tests.test_scheduler import run_random_load
 from tests.test_speculation import WAYS, TurnsGuide, prompts, same
 from worker.protocol import StepResult
@@ -95,10 +97,8 @@ def cheap_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimes, "of", lambda _, sizes, **__: 1 + 0.01 * np.asarray(sizes, np.float64))
 
 
-@pytest.mark.parametrize("group", [1, 3], indirect=True)
-def test_ranks_draft_what_a_head_in_plain_torch_does(
-    group: LocalGroup, trained: Trained, small_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check_drafts(group: LocalGroup, trained: Trained, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks every draft that the ranks make, of texts that the head knows and of others, with plain torch."""
     results: list[StepResult] = []
     result = group.result
     monkeypatch.setattr(group, "result", lambda: results.append(result()) or results[-1])
@@ -108,13 +108,31 @@ def test_ranks_draft_what_a_head_in_plain_torch_does(
         results.clear()
         answers = group.generate([(prompt, sampling)], Limits(speculation=trained.speculation(4)), at_once=True)
         whole = [*prompt, *answers.tokens[0]]
-        states, num_known = eagle3.states_of(small_path, whole, (0, 1, 2)), len(prompt)
+        states, num_known = eagle3.states_of(model_path, whole, (0, 1, 2)), len(prompt)
         for step in results:
             num_known += len(step.tokens)
             drafts = step.drafts[step.drafts >= 0].tolist()
             assert drafts == trained.head.drafts(states[: num_known - 1], whole[:num_known], len(drafts))
             num_drafts += len(drafts)
     assert num_drafts > 60
+
+
+@pytest.mark.parametrize("group", [1, 3], indirect=True)
+def test_ranks_draft_what_a_head_in_plain_torch_does(
+    group: LocalGroup, trained: Trained, small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_drafts(group, trained, small_path, monkeypatch)
+
+
+def test_drafts_behind_captured_steps_are_the_same(
+    trained: Trained, small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
+    by_name, speculation = AttentionConfig(backend="torch_native"), trained.speculation(7)
+    group = LocalGroup(small_path, 1, 64, max_model_len=128, attention=by_name, speculation=speculation)
+    check_drafts(group, trained, small_path, monkeypatch)
+    group.close()
 
 
 @pytest.mark.parametrize(
