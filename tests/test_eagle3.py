@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from attention import registry
 from cluster.engine.messages import GenerateRequest, SamplingParams
-from cluster.scheduling.drafter import StepTimes
-from configs.schema import SpeculationConfig
+from cluster.scheduling.draft_history import DraftHistory
+from cluster.scheduling.drafter import Drafter, StepTimes
+from cluster.scheduling.guided_rows import GuidedRows
+from cluster.scheduling.request import Request
+from cluster.scheduling.row_table import RowTable
+from configs.errors import CheckpointError, ConfigError
+from configs.read_config import read_model_config
+from configs.read_draft_head import with_draft_head
+from configs.schema import AttentionConfig, EngineConfig, SpeculationConfig
 from tests import eagle3
+from tests.fake_engine import LIMITS
 from tests.local_group import Answers, Limits, LocalGroup
+from tests.rerun_graphs import PagedBackend, RerunGraphs
 from tests.test_scheduler import run_random_load
 from tests.test_speculation import WAYS, TurnsGuide, prompts, same
 from worker.protocol import StepResult
+from worker.weights import Checkpoint
 
 Requests = list[tuple[list[int], SamplingParams]]
 
@@ -83,25 +97,42 @@ def cheap_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimes, "of", lambda _, sizes, **__: 1 + 0.01 * np.asarray(sizes, np.float64))
 
 
-@pytest.mark.parametrize("group", [1, 3], indirect=True)
-def test_ranks_draft_what_a_head_in_plain_torch_does(
-    group: LocalGroup, trained: Trained, small_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check_drafts(group: LocalGroup, trained: Trained, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks every draft that the ranks make, of texts that the head knows and of others, with plain torch."""
     results: list[StepResult] = []
     result = group.result
     monkeypatch.setattr(group, "result", lambda: results.append(result()) or results[-1])
     num_drafts = 0
-    for prompt, sampling in trained.requests[2], trained.requests[4]:
+    unknown = [asked_for(prompt, temperature=1.0, seed=3) for prompt in prompts(group, [21, 50])]
+    for prompt, sampling in [trained.requests[2], *unknown]:
         results.clear()
         answers = group.generate([(prompt, sampling)], Limits(speculation=trained.speculation(4)), at_once=True)
         whole = [*prompt, *answers.tokens[0]]
-        states, num_known = eagle3.states_of(small_path, whole, (0, 1, 2)), len(prompt)
+        states, num_known = eagle3.states_of(model_path, whole, (0, 1, 2)), len(prompt)
         for step in results:
             num_known += len(step.tokens)
             drafts = step.drafts[step.drafts >= 0].tolist()
             assert drafts == trained.head.drafts(states[: num_known - 1], whole[:num_known], len(drafts))
             num_drafts += len(drafts)
     assert num_drafts > 60
+
+
+@pytest.mark.parametrize("group", [1, 3], indirect=True)
+def test_ranks_draft_what_a_head_in_plain_torch_does(
+    group: LocalGroup, trained: Trained, small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_drafts(group, trained, small_path, monkeypatch)
+
+
+def test_drafts_behind_captured_steps_are_the_same(
+    trained: Trained, small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
+    by_name, speculation = AttentionConfig(backend="torch_native"), trained.speculation(7)
+    group = LocalGroup(small_path, 1, 64, max_model_len=128, attention=by_name, speculation=speculation)
+    check_drafts(group, trained, small_path, monkeypatch)
+    group.close()
 
 
 @pytest.mark.parametrize(
@@ -119,6 +150,91 @@ def test_answers_with_drafts_equal_those_without(
     assert 0.3 < drafted.stats.total_accepted / drafted.stats.total_drafted < 0.95
 
 
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_pages_and_chunks_change_no_answer(group: LocalGroup, trained: Trained) -> None:
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True, num_logprobs=1)
+    firsts = [(prompt, sampling) for prompt, _ in trained.requests[1:4]]
+    plain = group.generate(firsts, Limits(), at_once=True)
+    turns = [([*prompt, *tokens, 7], sampling) for (prompt, _), tokens in zip(firsts, plain.tokens, strict=True)]
+    plain = group.generate([*firsts, *turns], Limits(), at_once=True)
+    limits = Limits(speculation=trained.speculation(3), prefix_caching=True, chunk=32)
+    drafted = group.generate([*firsts, *turns], limits, at_once=False)
+    same(drafted, plain)
+    # Each answer leaves all its whole pages, but for the last token.
+    assert drafted.stats.total_prefix_hit_tokens == sum((len(prompt) + 39) // 16 * 16 for prompt, _ in firsts)
+    assert drafted.stats.total_drafted > 0
+    # The head finds in the pages what it left there.
+    known = asked_for(trained.requests[0][0] + trained.plain.tokens[0][:20], max_tokens=20)
+    whole = group.generate([known] * 3, limits, at_once=False)
+    assert whole.stats.total_prefix_hit_tokens > 0
+    assert whole.stats.total_accepted > 0.5 * whole.stats.total_drafted
+
+
+# ---- checkpoints
+
+
+def refused(head: dict[str, Any], path: Path, small_path: Path, reason: str) -> None:
+    (path / "config.json").write_text(json.dumps(head))
+    config = EngineConfig(
+        model="m", load_format="dummy", speculation=SpeculationConfig(method="eagle3", model=str(path))
+    )
+    with pytest.raises(ConfigError, match=reason):
+        with_draft_head(read_model_config(small_path), config)
+
+
+def test_a_head_that_does_not_fit_is_refused_with_the_reason(tmp_path: Path, small_path: Path) -> None:
+    for changed, reason in [
+        ({"hidden_size": 128}, "hidden_size=128 does not fit the model, for which it must be 144"),
+        ({"vocab_size": 1001}, "vocab_size=1001 does not fit"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers=2 does not fit"),
+        ({"draft_vocab_size": 1001}, "draft_vocab_size=1001 is more than 1000"),
+        ({"architectures": ["LlamaForCausalLM"]}, "no EAGLE-3 head"),
+        ({"num_key_value_heads": 2}, "not a multiple"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, r"enter layers \[2, 3, 4\], and .* has 3"),
+        ({"model_type": "mistral", "sliding_window": 8}, "plain attention and a dense MLP"),
+    ]:
+        refused({**eagle3.HEAD, **changed}, tmp_path, small_path, reason)
+
+
+@pytest.mark.parametrize(
+    ("said", "layers"), [(None, (2, 1, 0)), ([1, 0, 1], (2, 1, 2)), ([2, 0, 1], (2, 0, 1)), ([0, 2], (0, 2))]
+)
+def test_states_are_those_that_enter_the_named_layers(
+    said: list[int] | None, layers: tuple[int, ...], tmp_path: Path, small_path: Path
+) -> None:
+    named = {} if said is None else {"eagle_aux_hidden_state_layer_ids": said}
+    (tmp_path / "config.json").write_text(json.dumps({**eagle3.HEAD, "eagle_config": named}))
+    speculation = SpeculationConfig(method="eagle3", model=str(tmp_path))
+    config = EngineConfig(model="m", load_format="dummy", speculation=speculation)
+    head = with_draft_head(read_model_config(small_path), config).draft_head
+    assert head is not None
+    assert head.state_layers == layers
+    assert head.fc.shape == (144, len(layers) * 144)
+
+
+def test_both_names_of_the_layer_are_read_and_what_is_not_known_is_refused(
+    trained: Trained, small_path: Path, tmp_path: Path
+) -> None:
+    config = EngineConfig(model="m", speculation=trained.speculation(1))
+    model = with_draft_head(read_model_config(small_path), config)
+    tensors = load_file(trained.path / "model.safetensors")
+    other = {name.replace("midlayer.", "model.layers.0."): tensor for name, tensor in tensors.items()}
+    save_file({**other, "embed_tokens.weight": torch.zeros(1000, 144)}, tmp_path / "model.safetensors")
+    with (
+        Checkpoint.open(small_path, model, trained.path) as one,
+        Checkpoint.open(small_path, model, tmp_path) as two,
+    ):
+        for name in "draft.midlayer.self_attn.q_proj.weight", "draft.midlayer.hidden_norm.weight", "draft.fc.weight":
+            found = [torch.empty(model.stored_tensors()[name].shape) for _ in range(2)]
+            one.read(name, found[0])
+            two.read(name, found[1])
+            assert torch.equal(*found)
+            assert torch.equal(found[0], tensors[name.removeprefix("draft.")])
+    save_file({**tensors, "fc_norm.weight": torch.zeros(432)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no place for: draft\.fc_norm\.weight"):
+        Checkpoint.open(small_path, model, tmp_path)
+
+
 # ---- the scheduler, against a fake model whose ranks draft
 
 
@@ -132,3 +248,71 @@ def test_answers_under_random_load_equal_the_reference_with_drafts_of_the_ranks(
     assert sum(stat.total_accepted for stat in stats) > 100
     assert sum(stat.total_drafted for stat in stats) > sum(stat.total_accepted for stat in stats)
     assert sum(stat.total_preemptions for stat in stats) > 3
+
+
+# ---- how many drafts the ranks make
+
+
+def test_rates_are_learned_from_every_draft_that_a_token_came_for() -> None:
+    history = DraftHistory(10)
+    assert history.chances is None
+    history.bring([5, 6, 7, 8])
+    first, then = history.chances or (0, 0)
+    history.take(np.array([5, 6], np.int32), is_whole=True)
+    assert history.drafts(9) == [7, 8]
+    assert history.num_drafts == 2
+    going = history.chances or (0, 0)
+    assert going[0] == going[1] > then
+    history.take(np.array([9], np.int32), is_whole=True)  # what is behind it says nothing
+    assert (len(history), history.chances) == (13, None)
+    history.bring([1])
+    again = history.chances or (0, 0)
+    assert again[0] > first
+    assert again[1] < going[1]
+    history.take(np.array([2], np.int32), is_whole=True)
+    history.bring([1])
+    assert (history.chances or (0, 0))[0] < again[0]
+
+
+def test_ranks_draft_as_many_as_are_taken_and_one_more_and_now_and_then_all() -> None:
+    limits = replace(
+        LIMITS,
+        speculation=SpeculationConfig(method="eagle3", model="head", num_speculative_tokens=5),
+        max_row_tokens=6,
+    )
+    table = RowTable(limits)
+    drafter = Drafter(limits, table, GuidedRows(limits, table))
+    request = GenerateRequest(id=1, prompt=bytes(40), sampling=SamplingParams(max_tokens=40))
+    row = table.take(Request.create(request, limits))
+    rows = np.array([row], np.int32)
+
+    def chosen(*, in_flight: bool = False) -> list[int] | None:
+        draws = drafter.choose(rows, 16, in_flight=in_flight)
+        return None if draws is None else draws.tolist()
+
+    assert drafter.asked() == 5
+    drafter.take(rows)
+    assert chosen() == [1]
+
+    def bring(rates: tuple[float, float]) -> None:
+        drafter.bring(rows, np.array([[3, 4, 5, 6, -1]], np.int32))
+        history = table.request(row).history
+        assert isinstance(history, DraftHistory)
+        history._rates = list(rates)
+
+    bring((0.9, 0.001))
+    for in_flight, draws in (True, None), (False, [2]):
+        assert chosen(in_flight=in_flight) == draws
+        assert drafter.asked() == 2
+    bring((0.9, 0.9))
+    assert chosen() == [5], "there are no more"
+    assert drafter.asked() == 5
+    bring((0.01, 0.01))
+    assert chosen() == [1]
+    asked = []
+    for _ in range(40):
+        drafter.take(rows[:0])
+        asked.append(drafter.asked())
+    assert asked == [0] * 31 + [5] * 9
+    bring((0.01, 0.01))
+    assert drafter.asked() == 0

@@ -33,6 +33,7 @@ def pool_of(model: ModelConfig, size: int, rank: int, dtype: torch.dtype, kept: 
         ("head_norms", FP8, 2, 4),
         ("tied", torch.float32, 4, 3),
         ("latents", torch.bfloat16, 2, 3),
+        ("draft_head", torch.float32, 3, 2),
     ],
 )
 def test_every_rank_has_its_heads_of_the_pages_that_are_wanted(
@@ -44,7 +45,7 @@ def test_every_rank_has_its_heads_of_the_pages_that_are_wanted(
     random = torch.Generator().manual_seed(0)
     heads = {
         layer_id: torch.randint(0, 120, (NUM_PAGES + 1, PAGE_SIZE, 64, 512), dtype=torch.uint8, generator=random)
-        for layer_id in range(len(model.layers))
+        for layer_id in range(len(model.all_layers))
     }
 
     def of(layer_id: int, shards: ShardPlan, rank: int, tensor: torch.Tensor) -> torch.Tensor:

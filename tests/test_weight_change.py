@@ -30,7 +30,8 @@ from cluster.ranks.weight_change import starter_with
 from configs.errors import CheckpointError, ConfigError, EngineError
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
-from configs.schema import EngineConfig
+from configs.read_draft_head import with_draft_head
+from configs.schema import EngineConfig, SpeculationConfig
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, ExactArithmetic
 from parallel.plan import ShardPlan
@@ -53,13 +54,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "sinks": ("gpt_oss", {**test_families.SIZES, **test_families.MODELS["gpt_oss"]}),
     "experts": ("qwen2_moe", {**test_moe_models.SIZES, **test_moe_models.MODELS["qwen2_moe"][1]}),
     "latents": ("deepseek_v2", {**test_latent_models.SIZES, **test_latent_models.MODELS["lite"]}),
+    "draft_head": ("llama", {**test_families.SIZES}),
 }
 
 
 def family_model(path: Path, family: str) -> ModelConfig:
     kind, settings = FAMILIES[family]
     transformers.CONFIG_MAPPING[kind](**settings).save_pretrained(path)
-    return read_model_config(path)
+    model = read_model_config(path)
+    if family != "draft_head":
+        return model
+    (path / "head").mkdir()
+    head = json.loads((path / "config.json").read_text()) | {"architectures": ["LlamaForCausalLMEagle3"]}
+    head |= {"num_hidden_layers": 1, "draft_vocab_size": 100, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0]}}
+    (path / "head/config.json").write_text(json.dumps(head))
+    speculation = SpeculationConfig(method="eagle3", model=str(path / "head"))
+    return with_draft_head(model, EngineConfig(model=str(path), load_format="dummy", speculation=speculation))
 
 
 def family_decoder(model: ModelConfig, size: int, rank: int, *, exact: bool, dtype: torch.dtype) -> Decoder:

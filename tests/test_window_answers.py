@@ -14,7 +14,8 @@ import torch
 from attention import registry
 from cluster.engine.messages import SamplingParams
 from configs.errors import EngineError
-from configs.schema import AttentionConfig
+from configs.schema import AttentionConfig, SpeculationConfig
+from tests import eagle3
 from tests.local_group import Answers, Limits, LocalGroup
 from tests.rerun_graphs import PagedBackend, RerunGraphs
 from tests.test_models import save
@@ -113,6 +114,20 @@ def test_captured_steps_equal_transformers(model: Model, monkeypatch: pytest.Mon
     prompts = prompts_of([1, 17, 60, 130])
     answers = generate(group, [*prompts, *prompts], limits(chunk=56, prefix_caching=True, num_window_pages=20))
     model.check([*prompts, *prompts], answers.tokens)
+    group.close()
+
+
+def test_a_head_that_drafts_beside_windows_changes_no_answer(model: Model, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+    vocabularies = {"vocab_size": 320, "draft_vocab_size": 200}
+    eagle3.write(eagle3.Head({**eagle3.HEAD, **sizes, **vocabularies}, torch.empty(0)), tmp_path)
+    speculation = SpeculationConfig(method="eagle3", model=str(tmp_path), num_speculative_tokens=5)
+    group = LocalGroup(model.path, 2, NUM_PAGES, num_window_pages=NUM_WINDOW_PAGES, speculation=speculation)
+    prompts = prompts_of([1, 39, 90, 150])
+    drafted = limits(chunk=64, num_window_pages=16, prefix_caching=True, speculation=speculation)
+    answers = generate(group, [*prompts, *prompts], drafted)
+    model.check([*prompts, *prompts], answers.tokens)
+    assert answers.stats.total_drafted > 0
     group.close()
 
 
