@@ -94,7 +94,8 @@ def starter_with(now: RankStarter, model: str, revision: str | None) -> RankStar
     path = resolve_model_path(model, revision, weights=config.has_local_weights)
     # The types that weights lie in may be others.
     found = dataclasses.replace(read_model_config(path, now.model.max_context), dtype=now.model.dtype)
-    comparable = dataclasses.replace(found, weight_scales=now.model.weight_scales)
+    scales, has_mxfp4 = now.model.weight_scales, now.model.has_mxfp4
+    comparable = dataclasses.replace(found, weight_scales=scales, has_mxfp4=has_mxfp4)
     if differ := list(itertools.islice(_differences(comparable, now.model), _SHOWN_DIFFERENCES)):
         raise ConfigError(f"model={model} is another model than the one that serves: {'; '.join(differ)}")
     changes: dict[str, Any] = {"config": config, "model": found, "model_path": path}
