@@ -43,7 +43,7 @@ from configs.checkpoint import model_name
 from configs.errors import ConfigError, EngineError, LockstepError
 from configs.kv_pages import dtype_bytes
 from configs.load import load_app_config
-from configs.quantization import keeps_fp8
+from configs.quantization import PLAIN, Kept, kept_types
 from configs.schema import EngineConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
@@ -116,12 +116,12 @@ def step_bytes(
     context: int,
     kv_element_bytes: int | None = None,
     *,
-    fp8: bool = False,
+    kept: Kept = PLAIN,
 ) -> list[float]:
     """Bytes each rank must read in a decode step of `batch` rows with `context` tokens each; arguments as StepCost."""
     starts, lens = np.full(batch, context - 1, np.int32), np.ones(batch, np.int32)
-    options = {"kv_element_bytes": kv_element_bytes, "fp8": fp8}
-    costs = (StepCost.of(plan, element_bytes, [rank], **options) for rank in range(plan.tp_size))
+    ranks = range(plan.tp_size)
+    costs = (StepCost.of(plan, element_bytes, [it], kv_element_bytes=kv_element_bytes, kept=kept) for it in ranks)
     return [cost.step(starts, lens, batch)[1] for cost in costs]
 
 
@@ -348,8 +348,8 @@ async def _measure_parts(driver: Driver, options: Options, report: Report, *, on
             row = await measure_decode(driver, options, batch)
             if copied is not None and "ms" in row:
                 item_bytes = [dtype_bytes(it) for it in (spec.config.dtype, spec.config.kv_dtype)]
-                shape, fp8 = (batch, options.mean_context), keeps_fp8(spec.config, spec.model)
-                needed = step_bytes(plan, item_bytes[0], *shape, item_bytes[1], fp8=fp8)
+                shape, kept = (batch, options.mean_context), kept_types(spec.config, spec.model)
+                needed = step_bytes(plan, item_bytes[0], *shape, item_bytes[1], kept=kept)
                 floor_ms = (sum(needed) if one_memory else max(needed)) / copied / 1e6
                 row |= {"floor_ms": round(floor_ms, 4), "of_floor": round(floor_ms / row["ms"], 4)}
             rows.append(row)

@@ -68,7 +68,8 @@ def write_checkpoint(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     config = json.loads((source / "config.json").read_text())
-    config.pop("dtype", None)  # transformers 5's name of the same
+    for key in ("dtype", "quantization_config"):  # transformers 5's name of the same, and what the files are not in
+        config.pop(key, None)
     (out / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype_name}, indent=2) + "\n")
 
 

@@ -139,7 +139,7 @@ class Layer:
         return out[0]
 
     def choose(self, num_tokens: int) -> Tiles:
-        return choose_tiles(num_tokens, TOP_K, NUM_EXPERTS, exact=self.exact, fp8=isinstance(self.w13, Fp8Matrix))
+        return choose_tiles(num_tokens, TOP_K, NUM_EXPERTS, type(self.w13), exact=self.exact)
 
     @property
     def candidates(self) -> tuple[dict[int, Any], dict[int, Any]]:

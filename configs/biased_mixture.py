@@ -81,4 +81,5 @@ class BiasedMixture:
 
     def _routed(self, name: str, shape: tuple[int, ...], role: Role, cut: Cut | None) -> TensorSpec:
         share = Fraction(self.top_k, self.num_experts)
-        return TensorSpec(f"mlp.experts.{name}", "", shape, role, cut, share)
+        may_be_mxfp4 = role is Role.MATRIX and shape[1] % 32 == 0  # inputs of a block
+        return TensorSpec(f"mlp.experts.{name}", "", shape, role, cut, share, may_be_mxfp4=may_be_mxfp4)

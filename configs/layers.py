@@ -84,6 +84,8 @@ class TensorSpec:
     """The part of all tokens that is multiplied with it: k of E for a tensor of one expert."""
     offset: float = 0.0
     """The number that the model adds to the checkpoint's values, in fp32: 1 for the weights of Gemma's norms."""
+    may_be_mxfp4: bool = False
+    """Whether it stays in MXFP4 where a checkpoint has it so."""
 
     @property
     def may_be_fp8(self) -> bool:
@@ -548,6 +550,11 @@ class LayerSpec:
     def fp8_elements(self) -> Mapping[Fraction, Amounts]:
         """Elements of the tensors that may be in FP8, by the share of the tokens."""
         return _by_share(it for it in self.tensors if it.may_be_fp8)
+
+    @cached_property
+    def mxfp4_elements(self) -> Mapping[Fraction, Amounts]:
+        """Elements of the tensors that may be in MXFP4, by the share of the tokens."""
+        return _by_share(it for it in self.tensors if it.may_be_mxfp4)
 
     def _norm(self, name: str, gguf_name: str) -> TensorSpec:
         names = f"{name}.weight", f"{gguf_name}.weight"

@@ -46,6 +46,8 @@ class ModelConfig:
     """The checkpoint's own: float32, bfloat16 or float16."""
     weight_scales: WeightScales | None = None
     """The scales of matrices that the checkpoint has in FP8. None: it has none in FP8."""
+    has_mxfp4: bool = False
+    """Whether the checkpoint has experts in MXFP4."""
     tensor_prefix: str = ""
     """The beginning of its tensors' names in the checkpoint of a larger model, whose other tensors are not read."""
     num_mtp_layers: int = 0

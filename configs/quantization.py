@@ -1,4 +1,4 @@
-"""How a checkpoint says that its weights are in FP8, in `quantization_config`, and what their scales are of.
+"""How a checkpoint says that its weights are in FP8 or in four bits, in `quantization_config`, and what scales are of.
 
 Read are the forms of DeepSeek and Qwen 3 (`fp8` with blocks), of vLLM's and AutoFP8's own (`fp8` with one scale a
 matrix), of llm-compressor (`compressed-tensors`, a scale a row, matrix or block), and of gpt-oss (`mxfp4`, in four
@@ -8,6 +8,7 @@ have no use.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,10 +47,31 @@ FP8_BLOCKS = WeightScales(128, 128)
 """The scales of weights that are quantised while they are read."""
 
 
-def keeps_fp8(config: EngineConfig, model: ModelConfig) -> bool:
-    """Whether ranks have weights in FP8, once `device` is resolved. CPUs read them in `dtype`, and GPUs those of a
-    checkpoint too unless they are asked for: no GPU has run them yet."""
-    return config.device == "cuda" and config.quantization == "fp8"
+MXFP4_BYTES = Fraction(17, 32)
+"""Bytes of an element in MXFP4, with its share of its block's power of two."""
+
+
+class Kept(NamedTuple):
+    """The types other than `dtype` that ranks keep weights in, where these may be in them."""
+
+    fp8: bool = False
+    mxfp4: bool = False
+
+
+PLAIN = Kept()
+
+
+def kept_types(config: EngineConfig, model: ModelConfig) -> Kept:
+    """The types that ranks keep, once `config` is resolved. CPUs read all weights in `dtype`, and GPUs those of a
+    checkpoint in FP8 too unless they are asked for: no GPU has run them yet."""
+    is_cuda = config.device == "cuda"
+    multiplies_mxfp4 = is_cuda and not config.is_exact and config.dtype == "bfloat16"
+    return Kept(is_cuda and config.quantization == "fp8", multiplies_mxfp4 and model.has_mxfp4)
+
+
+def is_mxfp4(said: Any) -> bool:
+    """Whether `quantization_config` says that experts are in MXFP4."""
+    return isinstance(said, dict) and said.get("quant_method") == "mxfp4"
 
 
 def read_weight_scales(said: Any, path: Path) -> WeightScales | None:
@@ -62,7 +84,7 @@ def read_weight_scales(said: Any, path: Path) -> WeightScales | None:
     if isinstance(scheme, dict):
         _check_scheme(scheme, _KV_SCHEME, f"{path}: kv_cache_scheme", "with one factor a layer")
     method = quantization.get("quant_method")
-    if method == "mxfp4" and scheme is None:
+    if is_mxfp4(said) and scheme is None:
         return None  # the tensors say the rest: see worker/mxfp4.py
     if method == "fp8" and (scheme is None or isinstance(scheme, dict)):
         return _of_fp8(quantization, path)

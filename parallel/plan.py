@@ -10,13 +10,14 @@ import heapq
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 from typing import NamedTuple
 
 from configs.kv_pages import PageBytes, dtype_bytes
-from configs.layers import Amounts, Axis, Columns, Cut, HeadGroups, elements_of
+from configs.layers import Amounts, Axis, Columns, Cut, HeadGroups, LayerSpec, elements_of
 from configs.model_config import ModelConfig, check_tensor_parallel_size
-from configs.quantization import keeps_fp8
+from configs.quantization import MXFP4_BYTES, Kept, kept_types
 from configs.schema import EngineConfig
 
 _LARGEST_GRANULE = 128
@@ -149,11 +150,12 @@ class ShardPlan:
 
     def weight_bytes(self, rank: int, config: EngineConfig) -> int:
         """Bytes of them, once `config` is resolved; in FP8 without the scales, which are less than a hundredth."""
-        element_bytes, fp8_elements = dtype_bytes(config.dtype), 0
-        if keeps_fp8(config, self.model):
-            for layer, shards in zip(self.model.all_layers, self.layers, strict=True):
-                fp8_elements += sum(map(shards[rank].amount, layer.fp8_elements.values()))
-        return self.weight_elements(rank) * element_bytes - fp8_elements * (element_bytes - 1)
+        element_bytes, kept = dtype_bytes(config.dtype), kept_types(config, self.model)
+        saved = sum(
+            sum(saved_bytes(layer, shards[rank], element_bytes, kept).values())
+            for layer, shards in zip(self.model.all_layers, self.layers, strict=True)
+        )
+        return self.weight_elements(rank) * element_bytes - saved
 
     @property
     def weight_skew(self) -> float:
@@ -164,6 +166,17 @@ class ShardPlan:
     def kv_skew(self) -> float:
         """KV elements per token of the heaviest rank over the mean: 1.0 is even."""
         return _skew([self.kv_elements_per_token(rank) for rank in range(self.tp_size)])
+
+
+def saved_bytes(layer: LayerSpec, shard: LayerShard, element_bytes: int, kept: Kept) -> dict[Fraction, int]:
+    """Bytes that a shard's weights take less than `element_bytes` an element, by the share of the tokens."""
+    fp8 = layer.fp8_elements if kept.fp8 else {}
+    mxfp4 = layer.mxfp4_elements if kept.mxfp4 else {}
+    return {
+        share: shard.amount(fp8.get(share, {})) * (element_bytes - 1)
+        + int(shard.amount(mxfp4.get(share, {})) * (element_bytes - MXFP4_BYTES))
+        for share in {*fp8, *mxfp4}
+    }
 
 
 def column_granule(columns: Columns, tp_size: int) -> int:

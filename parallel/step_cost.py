@@ -15,7 +15,8 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from parallel.plan import ShardPlan
+from configs.quantization import PLAIN, Kept
+from parallel.plan import ShardPlan, saved_bytes
 
 _Float64Array = npt.NDArray[np.float64]
 
@@ -72,13 +73,13 @@ class StepCost:
         ranks: Iterable[int] | None = None,
         *,
         kv_element_bytes: int | None = None,
-        fp8: bool = False,
+        kept: Kept = PLAIN,
     ) -> StepCost:
         """The cost of `ranks`, None for all, where weights have elements of `element_bytes`.
 
         Args:
             kv_element_bytes: of keys and values; None: `element_bytes`.
-            fp8: whether those that may be in FP8 are.
+            kept: the other types that weights are kept in.
         """
         model, kv_element_bytes = plan.model, kv_element_bytes or element_bytes
         weight_bytes = layer_flops = vocab_rows = 0
@@ -92,13 +93,13 @@ class StepCost:
             weight_bytes += elements * element_bytes
             for i, layer in enumerate(model.layers):
                 shard, mixer = plan.shard(i, rank), layer.mixer
+                saved = saved_bytes(layer, shard, element_bytes, kept)
+                weight_bytes -= sum(saved.values())
                 for share, amounts in layer.product_elements.items():
                     elements = shard.amount(amounts)
-                    saved = (element_bytes - 1) * shard.amount(layer.fp8_elements.get(share, {})) if fp8 else 0
                     layer_flops += int(2 * share * elements)
-                    weight_bytes -= saved
                     if share != 1:
-                        routed[share] = routed.get(share, 0) + elements * element_bytes - saved
+                        routed[share] = routed.get(share, 0) + elements * element_bytes - saved.get(share, 0)
                 pair, token = shard.amount(mixer.pair_flops), shard.amount(mixer.token_elements) * kv_element_bytes
                 # A chunk is as a window of its size, which it is at its end: the most that a query sees.
                 window = mixer.chunk if mixer.window is None else mixer.window

@@ -51,6 +51,7 @@ from parallel.numerics.kernels.fp8_tile import plain
 from parallel.numerics.kernels.node_gemm import node_gemm
 from parallel.numerics.kernels.skinny_gemm import skinny_gemm
 from parallel.numerics.kernels.tree_sum import sum_add_norm, sum_subtrees
+from parallel.numerics.mxfp4 import Mxfp4Matrix
 from parallel.plan import Span
 from worker.adjustments import RowAdjustments
 from worker.kernels import grouped_experts, moe, routing, sampling
@@ -409,6 +410,10 @@ def _fp8_experts(num_experts: int, num_rows: int, num_columns: int) -> Fp8Matrix
     return Fp8Matrix.empty([(128, 128)], [Span(0, num_rows)], columns, torch.device("cpu"), num_experts)
 
 
+def _mxfp4_experts(*shape: int) -> Mxfp4Matrix:
+    return Mxfp4Matrix.empty(*shape, torch.device("cpu"))
+
+
 def _call_mixture(
     num_tokens: int,
     columns: int,
@@ -420,8 +425,9 @@ def _call_mixture(
     scoring: routing.Scoring = routing.SOFTMAX,
     biases: grouped_experts.Biases | None = None,
     fp8: bool = False,
+    mxfp4: bool = False,
 ) -> None:
-    hidden, experts = 2048, _fp8_experts if fp8 else _bf16
+    hidden, experts = 2048, _mxfp4_experts if mxfp4 else _fp8_experts if fp8 else _bf16
     moe.mixture(
         _bf16(num_tokens, hidden),
         _bf16(num_experts + (shared and gated), hidden),
@@ -553,6 +559,8 @@ def _call_everything() -> None:
     for num_tokens, biases in itertools.product((1, 64), of_two):
         _call_mixture(num_tokens, 1440, num_experts=32, top_k=4, shared=False, biases=biases)
         _call_exact_mixture(num_tokens, 64, ((0, 22),), num_experts=32, top_k=4, biases=biases)
+    for num_tokens in (1, 16, 128, 1024, 8192):  # each of the tiles, on four ranks
+        _call_mixture(num_tokens, 736, num_experts=32, top_k=4, shared=False, biases=of_two[0], mxfp4=True)
     for num_tokens in (1, 8192):
         _call_exact_mixture(num_tokens, 512, ((0, 1), (1, 28)), num_experts=8, top_k=2)
     for num_ranks, size in itertools.product((2, 3, 4), (576, 4096)):

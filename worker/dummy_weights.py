@@ -16,6 +16,7 @@ import torch
 from configs.layers import Role
 from configs.model_config import ModelConfig
 from parallel.plan import Span, as_matrix
+from worker.mxfp4 import encode, read_matrices
 from worker.weights import AnyCheckpoint
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -76,16 +77,38 @@ class DummyCheckpoint(AnyCheckpoint):
         rows = Span(0, shape[0]) if rows is None else rows
         expected = (rows.size,) + ((columns.size,) if columns is not None else shape[1:])
         assert as_matrix(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
-        # Dimension 1 is the inputs, of a matrix as of matrices below one another.
-        mean, std = _mean_and_std(tensor.role, tensor.shape[1] if len(shape) > 1 else 1)
-        mean -= tensor.offset
-        if out.numel() > 0:
-            _fill(out.view(rows.size, -1), self._seed + name, mean, std, rows, columns or Span(0, width), self._dtype)
+        columns = columns or Span(0, width)
+        if self.is_mxfp4(name):
+            read_matrices(self._make_blocks, name, tensor.shape, out.view(rows.size, -1), rows, columns)
+        elif out.numel() > 0:
+            self._make(name, out.view(rows.size, -1), rows, columns)
         self._bytes_loaded += out.nbytes
+
+    def is_mxfp4(self, name: str) -> bool:
+        """Does what TensorSource says."""
+        return self._model.has_mxfp4 and self._tensors[name].may_be_mxfp4
+
+    def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> None:
+        """Does what TensorSource says."""
+        self._make_blocks(name, codes, exponents, rows=rows, columns=columns)
+        self._bytes_loaded += codes.nbytes + exponents.nbytes
 
     def kv_scales(self) -> list[tuple[float, ...]]:
         """The scales of a checkpoint that has none: all 1."""
         return [(1.0,) * len(layer.mixer.kv_scales) for layer in self._model.layers]
+
+    def _make(self, name: str, out: torch.Tensor, rows: Span, columns: Span) -> None:
+        tensor = self._tensors[name]
+        # Dimension 1 is the inputs, of a matrix as of matrices below one another.
+        mean, std = _mean_and_std(tensor.role, tensor.shape[1] if len(tensor.shape) > 1 else 1)
+        _fill(out, self._seed + name, mean - tensor.offset, std, rows, columns, self._dtype)
+
+    def _make_blocks(
+        self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span
+    ) -> None:
+        values = torch.empty(rows.size, columns.size, device=codes.device)
+        self._make(name, values, rows, columns)
+        encode(values.t().contiguous(), codes, exponents)
 
     def __enter__(self) -> DummyCheckpoint:
         return self

@@ -6,10 +6,10 @@ a power of two that all of them are multiplied by. The tensor that they stand fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, Protocol
 
-from parallel.plan import Span
+from parallel.plan import Span, blocks_of
 
 if TYPE_CHECKING:  # who checks headers alone does without its seconds
     import torch
@@ -19,9 +19,15 @@ BLOCKS, SCALES = "_blocks", "_scales"
 _BLOCK = 32
 _BIAS = 127
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BORDERS = tuple((low + high) / 2 for low, high in itertools.pairwise(_VALUES))
 
-Read = Callable[[str, "torch.Tensor", Span, Span], None]
-"""Fills a matrix of bytes with rows and columns of a tensor, by its name."""
+
+class ReadBlocks(Protocol):
+    """Reads as `TensorSource.read_mxfp4` does."""
+
+    def __call__(
+        self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span
+    ) -> None: ...
 
 
 def stored_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -33,23 +39,46 @@ def stored_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...
     return {name + BLOCKS: (*rows, _BLOCK // 2), name + SCALES: rows}
 
 
-def read_matrices(read: Read, name: str, shape: tuple[int, ...], out: torch.Tensor, rows: Span, columns: Span) -> None:
+def stored_spans(shape: tuple[int, ...], rows: Span, columns: Span) -> tuple[Span, Span, Span]:
+    """Rows, columns of codes and columns of exponents in the two tensors, as `as_matrix` has them, of columns of whole
+    blocks of rows of one of the matrices of `shape`."""
+    _, inputs, outputs = shape
+    matrix, first = divmod(rows.start, inputs)
+    blocks = Span(first // _BLOCK, (first + rows.size) // _BLOCK)
+    stored = Span(matrix * outputs + columns.start, matrix * outputs + columns.stop)
+    return stored, Span(blocks.start * _BLOCK // 2, blocks.stop * _BLOCK // 2), blocks
+
+
+def read_matrices(
+    read: ReadBlocks, name: str, shape: tuple[int, ...], out: torch.Tensor, rows: Span, columns: Span
+) -> None:
     """Fills `out` [rows, columns] with those of a tensor of `shape` as `as_matrix` has it, reading whole blocks."""
     import torch
 
-    _, inputs, outputs = shape
-    for matrix in range(rows.start // inputs, -(-rows.stop // inputs)):
-        first = matrix * inputs
-        taken = Span(max(rows.start, first), min(rows.stop, first + inputs))
-        blocks = Span((taken.start - first) // _BLOCK, -(-(taken.stop - first) // _BLOCK))
-        stored = Span(matrix * outputs + columns.start, matrix * outputs + columns.stop)
-        codes = torch.empty(columns.size, blocks.size * _BLOCK // 2, dtype=torch.uint8)
-        read(name + BLOCKS, codes, stored, Span(*(it * _BLOCK // 2 for it in blocks)))
-        exponents = torch.empty(columns.size, blocks.size, dtype=torch.uint8)
-        read(name + SCALES, exponents, stored, blocks)
-        begin = taken.start - first - blocks.start * _BLOCK
-        values = _decoded(codes.to(out.device), exponents.to(out.device))[:, begin : begin + taken.size]
+    for matrix in range(rows.start // shape[1], -(-rows.stop // shape[1])):
+        first = matrix * shape[1]
+        taken = Span(max(rows.start, first), min(rows.stop, first + shape[1]))
+        blocks = blocks_of(Span(taken.start - first, taken.stop - first), _BLOCK)
+        whole = Span(first + blocks.start * _BLOCK, first + blocks.stop * _BLOCK)
+        codes = torch.empty(columns.size, whole.size // 2, dtype=torch.uint8, device=out.device)
+        exponents = torch.empty(columns.size, blocks.size, dtype=torch.uint8, device=out.device)
+        read(name, codes, exponents, rows=whole, columns=columns)
+        values = _decoded(codes, exponents)[:, taken.start - whole.start :][:, : taken.size]
         out[taken.start - rows.start : taken.stop - rows.start] = values.t()
+
+
+def encode(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor) -> None:
+    """Fills bytes [num_rows, 16 * num_blocks] and [num_rows, num_blocks] by fp32 [num_rows, 32 * num_blocks]: of each
+    block the power of two by which the largest is from 4 to 8, and the nearest codes."""
+    import torch
+
+    blocks = values.view(*exponents.shape, _BLOCK)
+    powers = blocks.abs().amax(2).frexp().exponent - 3
+    scaled = torch.ldexp(blocks, -powers.unsqueeze(2))
+    halves = torch.bucketize(scaled.abs(), torch.tensor(_BORDERS, device=values.device)) | (scaled < 0).int() << 3
+    low, high = halves.view(*codes.shape, 2).unbind(2)
+    codes.copy_(low | high << 4)
+    exponents.copy_(powers + _BIAS)
 
 
 def _decoded(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:

@@ -87,6 +87,14 @@ class QuantisedCheckpoint(AnyCheckpoint):
             scales[first - down.start : last - down.start] = of_blocks
         self._bytes_made += out.nbytes + scales.nbytes - (self._source.bytes_loaded - before)
 
+    def is_mxfp4(self, name: str) -> bool:
+        """Does what TensorSource says."""
+        return self._source.is_mxfp4(name)
+
+    def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> None:
+        """Does what TensorSource says."""
+        self._source.read_mxfp4(name, codes, exponents, rows=rows, columns=columns)
+
     def kv_scales(self) -> list[tuple[float, ...]]:
         """The factors of keys and values that the checkpoint has."""
         return self._source.kv_scales()

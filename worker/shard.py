@@ -14,7 +14,7 @@ import torch
 from attention.kv_pool import FP8
 from configs.errors import ConfigError, EngineError, OutOfMemoryError
 from configs.model_config import ModelConfig
-from configs.quantization import keeps_fp8
+from configs.quantization import kept_types
 from configs.read_draft_head import draft_head_path
 from configs.schema import EngineConfig, resolved
 from parallel.group import TensorParallelGroup
@@ -235,7 +235,7 @@ class Shard:
             found = Checkpoint.open(checkpoint, model, draft_head)
         if self._config.quantization == "fp8" or (is_dummy and model.weight_scales is not None):
             found = QuantisedCheckpoint(found, model)
-        found.keeps_fp8 = keeps_fp8(self._config, model)
+        found.keeps_fp8 = kept_types(self._config, model).fp8
         return found
 
 

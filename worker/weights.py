@@ -21,7 +21,7 @@ from configs.model_config import ModelConfig
 from configs.quantization import INPUT_SCALE, WeightScales
 from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import Span, as_matrix, blocks_of
-from worker.mxfp4 import read_matrices, stored_shapes
+from worker.mxfp4 import BLOCKS, SCALES, read_matrices, stored_shapes, stored_spans
 from worker.safetensors_weights import SafetensorsFile
 
 if TYPE_CHECKING:  # who checks headers alone does without its seconds
@@ -163,9 +163,7 @@ class Checkpoint(AnyCheckpoint):
         assert as_matrix(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
         if name in self._packed:
             whole = Span(0, shape[1]) if columns is None else columns
-            read_matrices(
-                lambda it, *args: self._owner[it].read(it, *args), name, stored, out.view(expected), rows, whole
-            )
+            read_matrices(self._read_blocks, name, stored, out.view(expected), rows, whole)
         elif out.numel() > 0:
             self._owner[name].read(name, out.view(expected), rows, columns)
             if (scales := self._model.weight_scales) is not None and name + scales.suffix in self._owner:
@@ -194,6 +192,15 @@ class Checkpoint(AnyCheckpoint):
         file.read(name, out, rows, columns)
         self._read_scales(name + kind.suffix, kind.block(shape), scales, rows, columns)
         self._bytes_loaded += out.nbytes + scales.nbytes
+
+    def is_mxfp4(self, name: str) -> bool:
+        """Does what TensorSource says."""
+        return name in self._packed
+
+    def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> None:
+        """Does what TensorSource says."""
+        self._read_blocks(name, codes, exponents, rows=rows, columns=columns)
+        self._bytes_loaded += codes.nbytes + exponents.nbytes
 
     def kv_scales(self) -> list[tuple[float, ...]]:
         """Factors that the tensors of each layer's pool are divided by in FP8: keys and values. 1 where nothing says.
@@ -227,6 +234,13 @@ class Checkpoint(AnyCheckpoint):
         else:
             file.read(name, out, blocks_of(rows, block[0]), blocks_of(columns, block[1]))
         return out
+
+    def _read_blocks(
+        self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span
+    ) -> None:
+        stored, of_codes, of_exponents = stored_spans(self._packed[name], rows, columns)
+        self._owner[name + BLOCKS].read(name + BLOCKS, codes, stored, of_codes)
+        self._owner[name + SCALES].read(name + SCALES, exponents, stored, of_exponents)
 
     def _kv_scale(self, prefix: str, names: Sequence[str]) -> float:
         name = next((prefix + name for name in names if prefix + name in self._owner), None)

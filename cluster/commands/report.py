@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from fractions import Fraction
 from pathlib import Path
 
 from jinja2.exceptions import TemplateError
@@ -23,7 +24,7 @@ from configs.kv_pages import WindowPool, bytes_per_token, dtype_bytes, pages_wit
 from configs.layers import Axis, HeadGroups
 from configs.load import AppConfig, all_settings
 from configs.model_config import ModelConfig
-from configs.quantization import keeps_fp8
+from configs.quantization import MXFP4_BYTES, kept_types
 from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
 from configs.resolve import Decision, HostFacts, ResolvedConfig, asks_for_gpus, resolve
@@ -178,14 +179,14 @@ def _range(sizes: Iterable[int]) -> str:
 
 
 def _memory_lines(plan: ShardPlan, config: EngineConfig) -> list[str]:
-    element_bytes, fp8 = dtype_bytes(config.dtype), keeps_fp8(config, plan.model)
+    kept, plain_bytes = kept_types(config, plan.model), Fraction(dtype_bytes(config.dtype))
     weights = [plan.weight_bytes(rank, config) for rank in range(plan.tp_size)]
     kv, window_pool = config.kv_cache, WindowPool.of(config, plan.model)
     fullest = max((plan.kv_page_bytes(rank, kv.page_size, config.kv_dtype) for rank in range(plan.tp_size)), key=sum)
-    unused = sum(
-        int((1 - it.share) * it.elements) * (1 if fp8 and it.may_be_fp8 else element_bytes)
-        for it in plan.model.tensors()
-    )
+    unused = 0
+    for it in plan.model.tensors():
+        is_fp8, is_mxfp4 = kept.fp8 and it.may_be_fp8, kept.mxfp4 and it.may_be_mxfp4
+        unused += int((1 - it.share) * it.elements * (MXFP4_BYTES if is_mxfp4 else 1 if is_fp8 else plain_bytes))
     active = f"; a token uses {(sum(weights) - unused) / _MIB:.0f} MiB of them" if unused else ""
     lines = [
         f"weights    {sum(weights) / _MIB:.0f} MiB in all, {max(weights) / _MIB:.0f} MiB on the fullest rank{active}"

@@ -32,7 +32,7 @@ from configs.addresses import family_of
 from configs.errors import ConfigError, EngineError, LockstepError, RankDiedError, RankLostError, StepHungError
 from configs.kv_pages import PageBytes, WindowPool, dtype_bytes, pages_within
 from configs.model_config import ModelConfig
-from configs.quantization import keeps_fp8
+from configs.quantization import kept_types
 from configs.schema import EngineConfig, resolved
 from parallel.channel import FrameReader, FrameWriter
 from parallel.kept_memory import WEIGHTS, Keeper, kv_block
@@ -202,8 +202,8 @@ class RankGroup:
     def cost(self) -> StepCost:
         """The cost of steps for all ranks together."""
         config = self.config
-        fp8, kv_bytes = keeps_fp8(config, self.model), dtype_bytes(config.kv_dtype)
-        return StepCost.of(self.plan, dtype_bytes(config.dtype), kv_element_bytes=kv_bytes, fp8=fp8)
+        kept, kv_bytes = kept_types(config, self.model), dtype_bytes(config.kv_dtype)
+        return StepCost.of(self.plan, dtype_bytes(config.dtype), kv_element_bytes=kv_bytes, kept=kept)
 
     @property
     def pool(self) -> PoolShape:

@@ -95,7 +95,8 @@ def starter_with(now: RankStarter, model: str, revision: str | None) -> RankStar
     # The types that weights lie in may be others. The head stays.
     kept: dict[str, Any] = {"dtype": now.model.dtype, "draft_head": now.model.draft_head}
     found = dataclasses.replace(read_model_config(path, now.model.max_context), **kept)
-    comparable = dataclasses.replace(found, weight_scales=now.model.weight_scales)
+    scales, has_mxfp4 = now.model.weight_scales, now.model.has_mxfp4
+    comparable = dataclasses.replace(found, weight_scales=scales, has_mxfp4=has_mxfp4)
     if differ := list(itertools.islice(_differences(comparable, now.model), _SHOWN_DIFFERENCES)):
         raise ConfigError(f"model={model} is another model than the one that serves: {'; '.join(differ)}")
     changes: dict[str, Any] = {"config": config, "model": found, "model_path": path}

@@ -220,6 +220,12 @@ class LayerContext:
         """Whether weights in FP8 stay so: CPUs have no products with them, and read them in the activations' type."""
         return self.device.type == "cuda"
 
+    @property
+    def keeps_mxfp4(self) -> bool:
+        """Whether experts in MXFP4 stay so: kernels for GPUs multiply with them, in fast numerics and in bf16."""
+        is_fast = self.arithmetic.choose(fast=True, exact=False)
+        return is_fast and self.device.type == "cuda" and self.dtype is torch.bfloat16
+
     def fp8_blocks(self, source: TensorSource, names: Sequence[str]) -> list[tuple[int, int]] | None:
         """Rows and columns of the blocks of each of some matrices, where together they are to stay in FP8."""
         found = [source.scale_block(name) for name in names if self.keeps_fp8]

@@ -27,3 +27,12 @@ class TensorSource(Protocol):
         """Fills `out` with rows and columns of a matrix in e4m3, and `scales` with the fp32 ones of all blocks that
         they are in."""
         raise AssertionError(f"{name} is not to be had in FP8")
+
+    def is_mxfp4(self, name: str) -> bool:
+        """Whether matrices whose inputs come first may be read in MXFP4."""
+        return False
+
+    def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> None:
+        """Fills `codes` [columns, rows / 2] uint8, of each the low half first, and `exponents` [columns, rows / 32]
+        uint8, which 127 is to be taken from, with columns of whole blocks of 32 rows of one of the matrices."""
+        raise AssertionError(f"{name} is not to be had in MXFP4")

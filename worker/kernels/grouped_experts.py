@@ -16,6 +16,8 @@ from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.fp8_groups import GROUP_COLUMNS, first_scales, groups_of, quantised, sum_groups
 from parallel.numerics.kernels.fp8_tile import AnyWeight, pieces_of, plain_tile, scales_of
+from parallel.numerics.kernels.mxfp4_groups import rows_of, sum_blocks
+from parallel.numerics.mxfp4 import GROUP, Mxfp4Matrix
 from worker.kernels.routing import (
     SOFTMAX,
     Routes,
@@ -25,6 +27,7 @@ from worker.kernels.routing import (
     route,
 )
 
+ExpertWeight = AnyWeight | Mxfp4Matrix
 MMA_ROWS = 16
 """Rows of the smallest tile."""
 _LEAST_BLOCK_K = 64
@@ -69,14 +72,14 @@ def gate_and_up(
 def _grouped_gate_up_kernel(
     hidden_ptr, x_ptr, x_scales_ptr, w13_ptr, scales_ptr, blocks_ptr, b13_ptr, factors_ptr, pairs_ptr, counts_ptr,
     num_tokens, num_experts, x_stride, scale_stride, num_blocks, expert_scales, width, size, FORMAT: tl.constexpr,
-    FP8: tl.constexpr, ONE_BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
+    FP8: tl.constexpr, MXFP4: tl.constexpr, ONE_BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """hidden[pair] of a block of pairs of one expert, BLOCK_N columns of it.
 
     With factors [num_pairs], of w times the pair's input that is hidden / w: the down product is weighted by it anyway.
-    With FP8, by `sum_groups`.
+    With FP8, by `sum_groups`. With MXFP4, by `sum_blocks`.
     """
     follow(DEPENDENT)
     # Programs that follow each other share the rows of x, and those after them the expert.
@@ -92,7 +95,13 @@ def _grouped_gate_up_kernel(
     columns = tl.program_id(0) % num_column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     token = (pair // TOP_K).to(tl.int64)
     x_rows = x_ptr + token[:, None] * x_stride
-    if FP8 is None:
+    if MXFP4 is not None:
+        first_row = tl.program_id(0) % num_column_blocks * 2 * BLOCK_N
+        rows = tl.minimum(first_row + tl.arange(0, 2 * BLOCK_N), 2 * width - 1)  # gate and up take turns
+        w_rows, exponents = rows_of(w13_ptr, scales_ptr, expert, rows, 2 * width, size)
+        both = sum_blocks(x_rows, (places < count)[:, None], w_rows, exponents, 2 * width, size, MXFP4, STAGES)
+        gate, up = tl.split(both.reshape(BLOCK_M, BLOCK_N, 2))
+    elif FP8 is None:
         rows = tl.minimum(columns, width - 1)
         w_gate = w13_ptr + expert * (2 * width * size) + rows.to(tl.int64)[:, None] * size
         w_up = w_gate + width.to(tl.int64) * size
@@ -137,15 +146,15 @@ def _grouped_gate_up_kernel(
 def _grouped_down_kernel(
     y_ptr, hidden_ptr, hidden_scales_ptr, w2_ptr, scales_ptr, blocks_ptr, b2_ptr, weights_ptr, pairs_ptr, counts_ptr,
     num_tokens, num_pairs, num_experts, scale_stride, num_blocks, expert_scales, width, size, first_column, num_columns,
-    FORMAT: tl.constexpr, FP8: tl.constexpr, ONE_BLOCK: tl.constexpr, LEAF: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, EVICTION: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    FORMAT: tl.constexpr, FP8: tl.constexpr, MXFP4: tl.constexpr, ONE_BLOCK: tl.constexpr, LEAF: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    EVICTION: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """y[pair] = weight * (w2[expert] @ hidden[pair]) of a block of pairs of one expert, BLOCK_N columns of it.
 
     With a LEAF, y[leaf, pair] = w2[expert] @ hidden[pair] over each LEAF of the width, unweighted. Of the output's
     columns, y has `num_columns` from `first_column` on. A bias is part of the product, or of the first leaf's. With
-    FP8, by `sum_groups`.
+    FP8, by `sum_groups`. With MXFP4, by `sum_blocks`.
     """
     follow(DEPENDENT)
     num_column_blocks = tl.cdiv(num_columns, BLOCK_N)
@@ -167,7 +176,10 @@ def _grouped_down_kernel(
     if b2_ptr is not None:
         bias = tl.load(b2_ptr + expert * size + rows).to(tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if FP8 is not None:
+    if MXFP4 is not None:
+        codes, exponents = rows_of(w2_ptr, scales_ptr, expert, rows, size, width)
+        acc = sum_blocks(hidden_rows, (places < count)[:, None], codes, exponents, size, width, MXFP4, STAGES)
+    elif FP8 is not None:
         of_scales = first_column + tl.program_id(0) % num_column_blocks * BLOCK_N if ONE_BLOCK else rows[None, :]
         acc = sum_groups(
             acc, hidden_rows, None if hidden_scales_ptr is None else hidden_scales_ptr + pair, places < count, w_rows,
@@ -285,16 +297,23 @@ class Tokens:
         return self.logits.shape[2] > self.num_experts
 
 
-def pieces_for(weight: AnyWeight, tile: Tile, block_k: int, leaf: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def pieces_for(
+    weight: ExpertWeight, tile: Tile, block_k: int, leaf: int | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Elements, scales and blocks of experts' weights as kernels take them, and the arguments that say how they are
-    multiplied: as `pieces_of` has it, or in fast numerics, without a leaf, those in FP8 by groups.
+    multiplied: as `pieces_of` has it, or in fast numerics, without a leaf, those in FP8 by groups, and in four bits.
 
     Args:
         block_k: the most columns of a step.
         leaf: columns after which steps begin anew. None: numerics are fast. 0: they do not.
     """
     num_columns = weight.shape[2]
-    how: dict[str, Any] = {"STAGES": tile.num_stages}
+    how: dict[str, Any] = {"STAGES": tile.num_stages, "MXFP4": None}
+    if isinstance(weight, Mxfp4Matrix):
+        assert leaf is None, "exact numerics read four bits as bf16"
+        how |= {"FORMAT": None, "FP8": None, "ONE_BLOCK": False, "num_blocks": 0, "expert_scales": 0}
+        how |= {"MXFP4": not triton.knobs.runtime.interpret, "BLOCK_K": GROUP, "EVEN_K": False}
+        return (weight.codes, weight.exponents, None), how
     if isinstance(weight, Fp8Matrix) and leaf is None:
         groups = groups_of(weight)
         is_even = groups.is_even(num_columns) and groups.count(num_columns) % (tile.block_k // GROUP_COLUMNS) == 0
@@ -307,7 +326,7 @@ def pieces_for(weight: AnyWeight, tile: Tile, block_k: int, leaf: int | None) ->
 
 
 def grouped_gate_up(
-    tokens: Tokens, counts: torch.Tensor, w13: AnyWeight, tiles: Tiles, *, exact: bool
+    tokens: Tokens, counts: torch.Tensor, w13: ExpertWeight, tiles: Tiles, *, exact: bool
 ) -> tuple[Routes, torch.Tensor]:
     """The routes, for which `counts` are as `route` wants them, and of every pair what its expert's down product takes
     [num_pairs, width]; undefined for padding tokens."""
@@ -361,7 +380,7 @@ def grouped_gate_up(
 
 def grouped_down(
     hidden: torch.Tensor,
-    w2: AnyWeight,
+    w2: ExpertWeight,
     routes: Routes,
     tiles: Tiles,
     y: torch.Tensor,
@@ -412,10 +431,10 @@ def grouped_down(
 
 
 def _rows_for(
-    x: torch.Tensor, weight: AnyWeight, tiles: Tiles, exact: bool
+    x: torch.Tensor, weight: ExpertWeight, tiles: Tiles, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     """Rows as kernels take them for a weight, with their scales and the stride of these if they are in FP8."""
-    if exact or isinstance(weight, torch.Tensor) or tiles.quantises:
+    if exact or not isinstance(weight, Fp8Matrix) or tiles.quantises:
         return x, None, 0
     q, scales = quantised(x, groups_of(weight))
     return q, scales, scales.stride(0)

@@ -25,11 +25,12 @@ import triton.language as tl
 
 from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start, let_next_start_beside
 from parallel.numerics.fp8 import Fp8Matrix
-from parallel.numerics.kernels.fp8_tile import AnyWeight
 from parallel.numerics.kernels.node_gemm import add_leaf, border, pack_parts
+from parallel.numerics.mxfp4 import Mxfp4Matrix
 from parallel.plan import Span
 from worker.kernels.grouped_experts import (
     Biases,
+    ExpertWeight,
     Tile,
     Tiles,
     Tokens,
@@ -132,6 +133,17 @@ _FP8_GROUPED = (
     (128.0, Tiles(64, gate_up=Tile(64, 128, 4, 4), down=Tile(128, 128, 4, 4))),
     (float("inf"), Tiles(128, gate_up=Tile(64, 128, 8, 4), down=Tile(128, 128, 8, 4))),
 )
+# So have those in four bits, by reckoning too: steps are groups of 128 columns. `python -m benchmarks.moe --mxfp4
+# --sweep` tries others.
+_MXFP4_PAIR = Tiles(1, gate_up=Tile(16, 512, 4, 4), down=Tile(16, 128, 4, 5))
+_MXFP4_GROUPED = (
+    (8.0, Tiles(16, gate_up=Tile(32, 128, 4, 4), down=Tile(64, 128, 4, 4))),
+    (16.0, Tiles(32, gate_up=Tile(32, 128, 4, 4), down=Tile(64, 128, 4, 4))),
+    (128.0, Tiles(64, gate_up=Tile(64, 128, 4, 3), down=Tile(128, 128, 4, 3))),
+    (float("inf"), Tiles(128, gate_up=Tile(64, 128, 8, 3), down=Tile(128, 128, 8, 3))),
+)
+_PLAIN = _PAIR, _GROUPED
+_TABLES = {Fp8Matrix: (_FP8_PAIR, _FP8_GROUPED), Mxfp4Matrix: (_MXFP4_PAIR, _MXFP4_GROUPED)}
 _COMBINE_BLOCK = 1024
 _ACT_BLOCK = 1024
 
@@ -144,20 +156,22 @@ MOST_BYTES = 24 << 20
 """Pairs' leaves at a time, which are then still in the L2 cache; those of a block of columns may be more."""
 
 
-def choose_tiles(num_tokens: int, top_k: int, num_experts: int, *, exact: bool = False, fp8: bool = False) -> Tiles:
-    """The table's tiles for so many tokens; `block_m` 1 is a program for every pair."""
+def choose_tiles(
+    num_tokens: int, top_k: int, num_experts: int, kind: type = torch.Tensor, *, exact: bool = False
+) -> Tiles:
+    """The tiles of the table for weights of a kind for so many tokens; `block_m` 1 is a program for every pair."""
     if num_tokens <= _PAIR_TOKENS and num_experts <= _PAIR_EXPERTS:
-        return _EXACT_PAIR if exact else _FP8_PAIR if fp8 else _PAIR
+        return _EXACT_PAIR if exact else _TABLES.get(kind, _PLAIN)[0]
     pairs_each = num_tokens * top_k / num_experts
-    tiles = next(tiles for most, tiles in (_FP8_GROUPED if fp8 and not exact else _GROUPED) if pairs_each <= most)
+    tiles = next(it for most, it in (_PLAIN if exact else _TABLES.get(kind, _PLAIN))[1] if pairs_each <= most)
     return replace(tiles, down=_EXACT_DOWN[tiles.block_m]) if exact else tiles
 
 
 def mixture(
     x: torch.Tensor,
     router: torch.Tensor,
-    w13: AnyWeight,
-    w2: AnyWeight,
+    w13: ExpertWeight,
+    w2: ExpertWeight,
     *,
     top_k: int,
     normalise: bool,
@@ -183,8 +197,8 @@ def mixture(
         x: [num_tokens, size], elements of a row side by side, rows any distance apart.
         router: [num_experts, size] of x's dtype, contiguous; with a gate of the shared expert one row more.
         w13: [num_experts, 2 * width, size] of x's dtype, contiguous, or in FP8: this rank's gate rows of each expert,
-            then its up rows. The width may be 0.
-        w2: [num_experts, size, width] of x's dtype, contiguous, or in FP8.
+            then its up rows; or in four bits, where they take turns. The width may be 0.
+        w2: [num_experts, size, width] of x's dtype, contiguous, or in FP8 or four bits as w13 is.
         normalise: divide a token's weights by their sum.
         round_to: dtype to which the weights are rounded last.
         out: [num_tokens, size] of x's dtype, contiguous; with leaves [len(nodes), num_tokens, size] fp32; written.
@@ -206,8 +220,7 @@ def mixture(
     assert leaf is None or out.dtype is torch.float32, f"nodes are fp32, not {out.dtype}"
     if num_tokens == 0:
         return torch.empty((1, 0, len(router)), device=x.device)
-    is_fp8 = isinstance(w13, Fp8Matrix)
-    tiles = tiles or choose_tiles(num_tokens, top_k, num_experts, exact=leaf is not None, fp8=is_fp8)
+    tiles = tiles or choose_tiles(num_tokens, top_k, num_experts, type(w13), exact=leaf is not None)
     counts = None
     if width > 0 and tiles.block_m > 1:
         counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
@@ -227,8 +240,8 @@ def mixture(
 def _sum_groups(
     tokens: Tokens,
     counts: torch.Tensor,
-    w13: AnyWeight,
-    w2: AnyWeight,
+    w13: ExpertWeight,
+    w2: ExpertWeight,
     leaf: int | None,
     nodes: tuple[Span, ...],
     tiles: Tiles,

@@ -12,13 +12,15 @@ import triton.language as tl
 
 from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
 from parallel.numerics.kernels.fp8_groups import GROUP_COLUMNS, first_scales, sum_side_by_side
-from parallel.numerics.kernels.fp8_tile import AnyWeight, plain_tile, scales_of
+from parallel.numerics.kernels.fp8_tile import plain_tile, scales_of
+from parallel.numerics.kernels.mxfp4_groups import rows_of, sum_blocks_side_by_side
 from parallel.numerics.kernels.node_gemm import add_leaf, border, cut_nodes, pack_parts
 from parallel.numerics.kernels.tree_sum import sum_subtrees
 from parallel.numerics.tree import additions_of
 from parallel.plan import Span
 from worker.kernels.grouped_experts import (
     MMA_ROWS,
+    ExpertWeight,
     Tile,
     Tiles,
     Tokens,
@@ -47,8 +49,8 @@ _MAX_CUTS = 4
 def _pair_gate_up_kernel(
     hidden_ptr, experts_ptr, weights_ptr, x_ptr, w13_ptr, scales_ptr, blocks_ptr, b13_ptr, bias_ptr, logits_ptr,
     slots_ptr, first_slot, num_experts, logits_stride, part_stride, x_stride, num_blocks, expert_scales, width, size,
-    FORMAT: tl.constexpr, FP8: tl.constexpr, ONE_BLOCK: tl.constexpr, SIDE: tl.constexpr, PARTS: tl.constexpr,
-    TOP_K: tl.constexpr, NORMALISE: tl.constexpr, WEIGHT_SCALE: tl.constexpr,
+    FORMAT: tl.constexpr, FP8: tl.constexpr, MXFP4: tl.constexpr, ONE_BLOCK: tl.constexpr, SIDE: tl.constexpr,
+    PARTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, WEIGHT_SCALE: tl.constexpr,
     ROUND_TO: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     STAGES: tl.constexpr, EXACT: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     BLOCK_G: tl.constexpr, SCALES_INPUT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
@@ -59,7 +61,7 @@ def _pair_gate_up_kernel(
 
     SCALES_INPUT: by the weight, as factors do in `_grouped_gate_up_kernel`. EXACT: by MMAs, of which the pair's row is
     the first and the others are zeros, so that the bits are those of a grouped product. With FP8, by
-    `sum_side_by_side`.
+    `sum_side_by_side`. With MXFP4, by `sum_blocks_side_by_side`.
     """
     # Programs that follow each other read the same columns of the pairs' experts: two of one expert find them in L2.
     pair = tl.program_id(0)
@@ -81,7 +83,17 @@ def _pair_gate_up_kernel(
             tl.store(weights_ptr + pair, (weight * WEIGHT_SCALE).to(ROUND_TO).to(tl.float32))
         columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         x_row = x_ptr + token * x_stride
-        if FP8 is not None:
+        if MXFP4 is not None:
+            turns = tl.program_id(1) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)  # gate and up take turns
+            w_rows, exponents = rows_of(
+                w13_ptr, scales_ptr, expert.to(tl.int64), tl.minimum(turns, 2 * width - 1)[None, :], 2 * width, size
+            )
+            both = sum_blocks_side_by_side(
+                x_row + tl.zeros([1, 1, 1], tl.int32), tl.full([SIDE, 1, 1], True, tl.int1), w_rows, exponents,
+                tl.cdiv(size, BLOCK_K), 2 * width, size, SIDE, True, MXFP4, STAGES,
+            )  # fmt: skip
+            gate, up = tl.split(tl.sum(both, 0).reshape(BLOCK_N, 2))
+        elif FP8 is not None:
             w_rows, gate_scales, up_scales, is_up = gate_and_up(
                 w13_ptr, scales_ptr, blocks_ptr, expert.to(tl.int64), tl.program_id(1) * BLOCK_N, width, size,
                 num_blocks, expert_scales, ONE_BLOCK, BLOCK_N,
@@ -126,7 +138,7 @@ def _pair_gate_up_kernel(
                     up += u.to(tl.float32) * x.to(tl.float32)
         let_next_start(DEPENDENT)
         stored = columns < width
-        if FP8 is None and not EXACT:
+        if FP8 is None and MXFP4 is None and not EXACT:
             gate, up = tl.sum(gate, 1), tl.sum(up, 1)
         if SCALES_INPUT:
             gate *= factor
@@ -141,14 +153,15 @@ def _pair_gate_up_kernel(
 def _pair_down_kernel(
     out_ptr, hidden_ptr, w2_ptr, scales_ptr, blocks_ptr, b2_ptr, experts_ptr, weights_ptr, shared_ptr, logits_ptr,
     slots_ptr, first_slot, num_experts, logits_stride, part_stride, low, high, num_blocks, expert_scales, width, size,
-    FORMAT: tl.constexpr, FP8: tl.constexpr, ONE_BLOCK: tl.constexpr, SIDE: tl.constexpr, PARTS: tl.constexpr,
-    GATED: tl.constexpr, LEAF: tl.constexpr, DEPTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    FORMAT: tl.constexpr, FP8: tl.constexpr, MXFP4: tl.constexpr, ONE_BLOCK: tl.constexpr, SIDE: tl.constexpr,
+    PARTS: tl.constexpr, GATED: tl.constexpr, LEAF: tl.constexpr, DEPTH: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out[token] = sum over its pairs of weight * (w2[expert] @ hidden[pair]), and the shared expert, perhaps gated.
 
     With a LEAF, out[part, token] = the subtree of this part, BLOCK_N columns of it; 0 for padding. A bias is part of
-    the product, or of the first leaf's. With FP8, by `sum_side_by_side` of the pairs.
+    the product, or of the first leaf's. With FP8, by `sum_side_by_side` of the pairs, with MXFP4 by
+    `sum_blocks_side_by_side`.
     """
     token, part = tl.program_id(0), tl.program_id(2)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -156,7 +169,17 @@ def _pair_down_kernel(
     live = is_live(slots_ptr, token, True, first_slot)
     rows = tl.minimum(columns, size - 1)
     w_scales = scales_of(scales_ptr, blocks_ptr, rows, FORMAT)
-    if FP8 is not None:
+    if MXFP4 is not None:
+        choices = tl.arange(0, SIDE)[:, None]
+        chosen, pairs = live & (choices < TOP_K), token * TOP_K + choices
+        experts = tl.load(experts_ptr + pairs, mask=chosen, other=0).to(tl.int64)
+        w_rows, exponents = rows_of(w2_ptr, scales_ptr, experts, rows[None, :], size, width)
+        of_pairs = sum_blocks_side_by_side(
+            hidden_ptr + pairs[:, :, None] * width, chosen[:, :, None], w_rows, exponents,
+            tl.where(live, tl.cdiv(width, BLOCK_K), 0), size, width, SIDE, False, MXFP4, STAGES,
+        )  # fmt: skip
+        total = tl.sum(of_pairs * tl.load(weights_ptr + pairs, mask=chosen, other=0.0), 0)
+    elif FP8 is not None:
         choices, of_scales = tl.arange(0, SIDE)[:, None], tl.program_id(1) * BLOCK_N if ONE_BLOCK else rows[None, :]
         chosen, pairs = live & (choices < TOP_K), token * TOP_K + choices
         experts = tl.load(experts_ptr + pairs, mask=chosen, other=0).to(tl.int64)
@@ -225,7 +248,7 @@ def _pair_down_kernel(
                         waiting, acc = add_leaf(waiting, acc, leaf - first, stop - first, DEPTH)
     inside = columns < size
     if LEAF is None:
-        if FP8 is None:
+        if FP8 is None and MXFP4 is None:
             total = tl.sum(acc, 1)
         if b2_ptr is not None:
             for choice in tl.static_range(TOP_K):
@@ -244,8 +267,8 @@ def _pair_down_kernel(
 
 def sum_pairs(
     tokens: Tokens,
-    w13: AnyWeight,
-    w2: AnyWeight,
+    w13: ExpertWeight,
+    w2: ExpertWeight,
     leaf: int | None,
     nodes: tuple[Span, ...],
     tiles: Tiles,
@@ -296,7 +319,7 @@ def sum_pairs(
 
 
 def pair_gate_up(
-    tokens: Tokens, w13: AnyWeight, tile: Tile, *, exact: bool
+    tokens: Tokens, w13: ExpertWeight, tile: Tile, *, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes for every pair the input of its expert's down product [num_pairs, width], the expert [num_pairs] int32,
     and its weight [num_pairs] fp32; undefined for padding tokens."""

@@ -21,6 +21,7 @@ from parallel.fused_sum import PartialSum
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.cpu_products import TILE, Mixture, mixed_products, pack
+from parallel.numerics.mxfp4 import Mxfp4Matrix
 from parallel.numerics.tensor_source import TensorSource
 from parallel.numerics.weight import CpuWeight
 from parallel.plan import Span
@@ -120,36 +121,55 @@ class CudaExperts(Experts):
         # fp32 from the product on, since bf16 logits often tie, and then choose other experts.
         self._router = self._empty_router(context.dtype, context.device)
         self._context = context
-        self._w13: torch.Tensor | Fp8Matrix | None = None
-        self._w2: torch.Tensor | Fp8Matrix | None = None
+        self._w13: torch.Tensor | Fp8Matrix | Mxfp4Matrix | None = None
+        self._w2: torch.Tensor | Fp8Matrix | Mxfp4Matrix | None = None
         self._biases: Biases | None = None
 
     def load(self, source: TensorSource, prefix: str) -> None:
         spec, width = self._spec, self._columns.size
         self._load_router(source, prefix, self._router)
-        if self._load_fp8(source, prefix):
+        if isinstance(spec, BiasedMixture):
+            self._load_biases(spec, source, prefix)
+            if self._load_mxfp4(spec, source, prefix):
+                return
+        elif self._load_fp8(source, prefix):
             return
         self._w13 = self._context.empty(spec.num_experts, 2 * width, spec.hidden_size)
         self._w2 = self._context.empty(spec.num_experts, spec.hidden_size, width)
         if isinstance(spec, BiasedMixture):
-            self._load_biased(spec, source, prefix, self._w13, self._w2)
+            for i, parts in enumerate(_read_biased(source, prefix, spec, self._context)):
+                for into, part in zip((self._w13[i], self._w2[i]), parts, strict=True):
+                    into.copy_(part)
             return
         for i, (gate_up, down) in enumerate(zip(self._w13, self._w2, strict=True)):
             self._read_expert(source, prefix, i, gate_up, down)
 
-    def _load_biased(self, spec: BiasedMixture, source: TensorSource, prefix: str, w13: Tensor, w2: Tensor) -> None:
+    def _load_biases(self, spec: BiasedMixture, source: TensorSource, prefix: str) -> None:
         from worker.kernels.grouped_experts import Biases  # a CPU install has no Triton
 
         context, columns = self._context, self._columns
         router = torch.empty(spec.num_experts, device=context.device)
         source.read(prefix + spec.router_bias.name, router)
-        gate_up, down = context.empty(spec.num_experts, 2 * columns.size), context.empty(*spec.down_bias.shape)
-        for i, parts in enumerate(_read_biased(source, prefix, spec, context)):
-            for into, part in zip((w13[i], w2[i], gate_up[i]), parts, strict=True):
-                into.copy_(part)
+        gate_up, down = _read_gate_up_bias(source, prefix, spec, context), context.empty(*spec.down_bias.shape)
         source.read(prefix + spec.down_bias.name, down)
         is_first = columns.start == 0
         self._biases = Biases(router, gate_up, down if is_first else None, spec.limit, spec.alpha)
+
+    def _load_mxfp4(self, spec: BiasedMixture, source: TensorSource, prefix: str) -> bool:
+        """Reads the experts if they are to stay in MXFP4."""
+        columns, (gate_up, down) = self._columns, (prefix + it.name for it in (spec.gate_up, spec.down))
+        is_mxfp4 = source.is_mxfp4(gate_up) and source.is_mxfp4(down)
+        if not (self._context.keeps_mxfp4 and is_mxfp4 and columns.size):
+            return False
+        size, device, both = spec.hidden_size, self._context.device, Span(2 * columns.start, 2 * columns.stop)
+        self._w13 = w13 = Mxfp4Matrix.empty(spec.num_experts, both.size, size, device)
+        self._w2 = w2 = Mxfp4Matrix.empty(spec.num_experts, size, columns.size, device)
+        for i in range(spec.num_experts):
+            inputs = Span(*(i * spec.intermediate_size + it for it in columns))
+            is_read = w13.read(source, gate_up, i, Span(i * size, (i + 1) * size), both)
+            if not (is_read and w2.read(source, down, i, inputs, Span(0, size))):
+                return False
+        return True
 
     def _load_fp8(self, source: TensorSource, prefix: str) -> bool:
         """Reads the experts if all of them are to stay in FP8."""
@@ -234,8 +254,11 @@ class CpuExperts(Experts):
         if isinstance(self._spec, BiasedMixture):
             bias = torch.empty(self._spec.router_bias.shape)
             source.read(prefix + self._spec.router_bias.name, bias)
-            for parts in _read_biased(source, prefix, self._spec, self._context):
-                self._keep(*parts)
+            biases = _read_gate_up_bias(source, prefix, self._spec, self._context)
+            for parts, gate_up_bias in zip(
+                _read_biased(source, prefix, self._spec, self._context), biases, strict=True
+            ):
+                self._keep(*parts, gate_up_bias)
             self._down_bias = self._context.empty(*self._spec.down_bias.shape)
             source.read(prefix + self._spec.down_bias.name, self._down_bias)
         else:
@@ -370,20 +393,25 @@ def _read_stacked(
 
 def _read_biased(
     source: TensorSource, prefix: str, spec: BiasedMixture, context: LayerContext
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's columns of each expert, from tensors of all, whose inputs come first and in which columns of gate and
-    up take turns: [2 * columns, hidden_size] and [hidden_size, columns], to be copied, and the bias [2 * columns]."""
+    up take turns: [2 * columns, hidden_size] and [hidden_size, columns], to be copied."""
     columns = context.shard[Axis.EXPERT_COLUMNS]
     gate_up = context.empty(spec.num_experts, spec.hidden_size, 2 * columns.size)
-    bias = context.empty(spec.num_experts, 2 * columns.size)
-    for tensor, out in ((spec.gate_up, gate_up), (spec.gate_up_bias, bias)):
-        assert tensor.cut is not None
-        source.read(prefix + tensor.name, out, columns=context.shard.span_of(tensor.cut))
     down = context.empty(columns.size, spec.hidden_size)
+    source.read(prefix + spec.gate_up.name, gate_up, columns=Span(2 * columns.start, 2 * columns.stop))
     for expert in range(spec.num_experts):
         start, stop = (expert * spec.intermediate_size + column for column in columns)
         source.read(prefix + spec.down.name, down, rows=Span(start, stop))
-        yield _parted(gate_up[expert].t()), down.t(), _parted(bias[expert])
+        yield _parted(gate_up[expert].t()), down.t()
+
+
+def _read_gate_up_bias(source: TensorSource, prefix: str, spec: BiasedMixture, context: LayerContext) -> Tensor:
+    """The bias of this rank's columns of gate, then up, of each expert [num_experts, 2 * columns]."""
+    columns = context.shard[Axis.EXPERT_COLUMNS]
+    bias = context.empty(spec.num_experts, 2 * columns.size)
+    source.read(prefix + spec.gate_up_bias.name, bias, columns=Span(2 * columns.start, 2 * columns.stop))
+    return bias.view(spec.num_experts, columns.size, 2).mT.flatten(1)
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,81 @@
+"""Matrices that stay in four bits in memory, in MXFP4: codes of -6 to 6 and a power of two for each block of 32 inputs.
+
+An element stands for what reading the checkpoint makes of it, which is a number of bf16. Four blocks, neighbours, are a
+group, and a 16-bit word has a code of each of them: few operations on words make numbers of bf16, and the inputs of a
+block lie side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.plan import Span
+
+if TYPE_CHECKING:
+    from parallel.numerics.tensor_source import TensorSource
+
+BLOCK = 32
+GROUP = 4 * BLOCK
+_BIAS = 126
+"""A code's bits at the place that bf16 has them stand for this power of two less than the code; the checkpoint's
+exponents are less 127, bf16's too, and the least code is a half."""
+_LARGEST_EXPONENT = 254 - _BIAS
+_CODES = torch.arange(16, dtype=torch.int32)
+_HIGH = (_CODES & 8) << 12 | (_CODES & 7) << 6
+_WORDS = _HIGH, _HIGH >> 3, _HIGH >> 6, (_CODES & 8) << 11 | (_CODES & 6) << 9 | (_CODES & 1) << 13
+"""Bits of each code in a word, by its block. Those of the first lie where bf16 has its sign, the exponent's last bits
+and the mantissa's first, those of the next two 3 and 6 lower, and those of the last where there is room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Matrix:
+    """A rank's rows and columns of several matrices."""
+
+    codes: Tensor
+    """[num_matrices, num_rows, BLOCK * num_groups] int16: words, zeros past the last column."""
+    exponents: Tensor
+    """[num_matrices, num_groups, num_rows] int32: of each block, the first one's lowest, a byte that is the exponent of
+    a power of two in bf16, by which bits of codes are multiplied."""
+    num_columns: int
+
+    @classmethod
+    def empty(cls, num_matrices: int, num_rows: int, num_columns: int, device: torch.device) -> Mxfp4Matrix:
+        """One that is not read yet; columns are a multiple of BLOCK."""
+        assert num_columns % BLOCK == 0, f"{num_columns} columns are not blocks of {BLOCK}"
+        groups = -(-num_columns // GROUP)
+        return cls(
+            torch.empty(num_matrices, num_rows, groups * BLOCK, dtype=torch.int16, device=device),
+            torch.empty(num_matrices, groups, num_rows, dtype=torch.int32, device=device),
+            num_columns,
+        )
+
+    def read(self, source: TensorSource, name: str, i: int, rows: Span, columns: Span) -> bool:
+        """Fills matrix `i` with rows and columns of a tensor that has inputs, which are columns here, first. Returns
+        whether it can stand for them: not for weights that are far too large to be any."""
+        num_rows, groups = columns.size, self.exponents.shape[1]
+        codes = torch.empty(num_rows, rows.size // 2, dtype=torch.uint8, device=self.device)
+        exponents = torch.empty(num_rows, rows.size // BLOCK, dtype=torch.uint8, device=self.device)
+        source.read_mxfp4(name, codes, exponents, rows=rows, columns=columns)
+        missing = groups * 4 - exponents.shape[1]
+        halves = F.pad(torch.stack((codes & 15, codes >> 4), -1).flatten(1), (0, missing * BLOCK))
+        blocks = halves.view(num_rows, groups, 4, BLOCK).int().unbind(2)
+        words = [bits.to(self.device)[block] for bits, block in zip(_WORDS, blocks, strict=True)]
+        self.codes[i] = (words[0] | words[1] | words[2] | words[3]).flatten(1)
+        factors = F.pad(exponents + _BIAS, (0, missing))
+        self.exponents[i] = factors.view(torch.int32).t()
+        return bool((exponents <= _LARGEST_EXPONENT).all())
+
+    @property
+    def shape(self) -> torch.Size:
+        """Matrices, rows and columns."""
+        return torch.Size((*self.codes.shape[:2], self.num_columns))
+
+    @property
+    def device(self) -> torch.device:
+        """The device of both tensors."""
+        return self.codes.device
