@@ -306,7 +306,8 @@ def _taken(
 
 def _layers(*windows: int | None, features: frozenset[Feature] = frozenset()) -> SimpleNamespace:
     mixers = [SimpleNamespace(window=window, chunk=None, features=features, head_dim=64) for window in windows]
-    return SimpleNamespace(layers=[SimpleNamespace(mixer=mixer) for mixer in mixers])
+    layers = [SimpleNamespace(mixer=mixer) for mixer in mixers]
+    return SimpleNamespace(layers=layers, all_layers=layers)
 
 
 def test_a_group_takes_as_many_items_as_a_step_has_room_for_and_windows_and_backends_allow() -> None:

@@ -349,8 +349,7 @@ class StepResult(Message):
     num_tokens = Section(np.int32, "sampled_row")
     """[num_sampled_rows] how many tokens each row brought. Empty: one each."""
     drafts = Section(np.int32, "drafted_row", "draft")
-    """[num_sampled_rows, most that a row wants]: drafts of what follows each row's tokens, -1 behind as many as the
-    frame wants of it. Empty: it wants none."""
+    """[num_sampled_rows, most wanted]: drafts of what follows each row's tokens, -1 behind those wanted of it."""
     logprob_rows = Section(np.int32, "logprob")
     """[num_logprob_rows]: indices into `tokens` of those whose rows asked for logprobs."""
     logprobs = Section(np.float32, "logprob")
