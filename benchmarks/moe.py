@@ -1,6 +1,8 @@
-"""Time of one layer's experts on one GPU, router included, at the shape of Qwen3-30B-A3B or of one of its ranks.
+"""Time of one layer's experts on one GPU, router included, at the shape of Qwen3-30B-A3B, or gpt-oss-20b, or of one of
+its ranks.
 
     python -m benchmarks.moe [--columns 768 384] [--tokens 1 16 ...] [--exact] [--sweep] [--kernels]
+    python -m benchmarks.moe --gpt-oss --mxfp4 [--columns 2880 736] [--sweep]
 
 bf16, random weights and tokens. A CUDA graph holds layers with weights of their own, so that no expert is still in the
 L2 cache; the router of each chooses nearly uniformly. The floor is the bytes of the distinct experts chosen over the
@@ -16,7 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -25,15 +27,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.bandwidth import measure
 from benchmarks.graph_timing import graph_us
+from configs.quantization import MXFP4_BYTES
 from parallel.numerics.fp8 import Fp8Matrix
-from parallel.numerics.kernels.fp8_tile import AnyWeight
+from parallel.numerics.mxfp4 import Mxfp4Matrix
 from parallel.plan import Span, leaf_columns
 from worker.kernels import grouped_experts, moe, pair_experts, routing
-from worker.kernels.grouped_experts import Tile, Tiles
+from worker.kernels.grouped_experts import Biases, ExpertWeight, Tile, Tiles
 from worker.kernels.moe import MOST_BYTES, choose_tiles, mixture
 from worker.kernels.routing import router_logits
 
-HIDDEN, NUM_EXPERTS, TOP_K, COLUMNS = 2048, 128, 8, 768
+COLUMNS = 768
 NUM_LAYERS = 8
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 8192)
 _COMPILING_THREADS = 16
@@ -91,62 +94,104 @@ _FP8_DOWN = {
     64: tuple((n, 128, w, st) for n in (64, 128) for w in (4, 8) for st in (3, 4)),
     128: tuple((n, 128, 8, st) for n in (64, 128) for st in (3, 4)),
 }
+_MXFP4_GATE_UP = {
+    1: tuple((n, k, w, st) for n in (8, 16, 32) for k, w in ((512, 4), (1024, 8), (256, 2)) for st in (3, 4, 5, 6)),
+    16: tuple((n, 128, w, st) for n in (16, 32, 64) for w in (2, 4, 8) for st in (3, 4, 5)),
+    32: tuple((n, 128, w, st) for n in (32, 64) for w in (4, 8) for st in (3, 4)),
+    64: tuple((n, 128, w, st) for n in (32, 64) for w in (4, 8) for st in (2, 3)),
+    128: tuple((n, 128, w, st) for n in (32, 64) for w in (4, 8) for st in (2, 3)),
+}
+_MXFP4_DOWN = {
+    1: tuple((n, 128, w, st) for n in (16, 32, 64) for w in (4, 8) for st in (3, 4, 5, 6)),
+    16: tuple((n, 128, w, st) for n in (32, 64, 128) for w in (2, 4, 8) for st in (3, 4, 5)),
+    32: tuple((n, 128, w, st) for n in (64, 128) for w in (4, 8) for st in (3, 4)),
+    64: tuple((n, 128, w, st) for n in (64, 128) for w in (4, 8) for st in (2, 3)),
+    128: tuple((n, 128, w, st) for n in (64, 128) for w in (4, 8) for st in (2, 3)),
+}
 _LEAF = leaf_columns(COLUMNS)
 # Up to so many tokens, the blocks that are tried.
 _BLOCKS = ((1, (1,)), (8, (1, 16)), (32, (16,)), (128, (16, 32)), (512, (16, 32, 64)), (8192, (64, 128)))
 
 
+class Shape(NamedTuple):
+    """A layer's, but for the columns of an expert."""
+
+    hidden: int
+    num_experts: int
+    top_k: int
+    has_biases: bool
+
+
+QWEN3_30B_A3B = Shape(2048, 128, 8, False)
+GPT_OSS_20B = Shape(2880, 32, 4, True)
+
+
 @dataclass(frozen=True)
 class Layer:
+    shape: Shape
     router: torch.Tensor
-    w13: AnyWeight
-    w2: AnyWeight
+    w13: ExpertWeight
+    w2: ExpertWeight
+    biases: Biases | None
     exact: bool
     most_bytes: int = MOST_BYTES
 
     @classmethod
-    def create(cls, columns: int, exact: bool, most_bytes: int, *, fp8: bool = False) -> Layer:
+    def create(cls, shape: Shape, columns: int, kind: type, *, exact: bool, most_bytes: int) -> Layer:
+        hidden, num_experts = shape.hidden, shape.num_experts
+
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(shape[-1] ** -0.5)
 
-        def experts(num_rows: int, num_columns: int) -> AnyWeight:
-            if not fp8:
-                return random(NUM_EXPERTS, num_rows, num_columns)
+        def experts(num_rows: int, num_columns: int) -> ExpertWeight:
+            if kind is torch.Tensor:
+                return random(num_experts, num_rows, num_columns)
+            if kind is Mxfp4Matrix:
+                in_four = Mxfp4Matrix.empty(num_experts, num_rows, num_columns, torch.device("cuda"))
+                in_four.codes.random_()
+                in_four.exponents.fill_(0xF3F3F3F3 - (1 << 32))  # 2 ** -10
+                return in_four
             spans = [Span(0, num_rows)], Span(0, num_columns)
-            made = Fp8Matrix.empty([(128, 128)], *spans, torch.device("cuda"), NUM_EXPERTS)
-            made.values.copy_(random(NUM_EXPERTS, num_rows, num_columns) * 128)
+            made = Fp8Matrix.empty([(128, 128)], *spans, torch.device("cuda"), num_experts)
+            made.values.copy_(random(num_experts, num_rows, num_columns) * 128)
             made.scales.fill_(1 / 128)
             return made
 
-        return cls(
-            random(NUM_EXPERTS, HIDDEN),
-            experts(2 * columns, HIDDEN),
-            experts(HIDDEN, columns),
-            exact,
-            most_bytes,
-        )
+        biases = None
+        if shape.has_biases:
+            of_router = torch.zeros(num_experts, device="cuda")
+            biases = Biases(of_router, random(num_experts, 2 * columns), random(num_experts, hidden), 7.0, 1.702)
+        weights = random(num_experts, hidden), experts(2 * columns, hidden), experts(hidden, columns)
+        return cls(shape, *weights, biases, exact, most_bytes)
 
     def run(self, x: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
         weights = self.router, self.w13, self.w2
+        options: dict[str, Any] = {"top_k": self.shape.top_k, "normalise": True, "round_to": torch.bfloat16}
+        options |= {"tiles": tiles, "biases": self.biases}
         if not self.exact:
             out = torch.empty_like(x)
-            mixture(x, *weights, top_k=TOP_K, normalise=True, round_to=torch.bfloat16, out=out, tiles=tiles)
+            mixture(x, *weights, out=out, **options)
             return out
         nodes = (Span(0, self.w2.shape[2] // _LEAF),)
         out = torch.empty(1, *x.shape, device=x.device)
-        options: dict[str, Any] = {"top_k": TOP_K, "normalise": True, "round_to": torch.bfloat16, "tiles": tiles}
         mixture(x, *weights, leaf=_LEAF, nodes=nodes, out=out, most_bytes=self.most_bytes, **options)
         return out[0]
 
     def choose(self, num_tokens: int) -> Tiles:
-        return choose_tiles(num_tokens, TOP_K, NUM_EXPERTS, type(self.w13), exact=self.exact)
+        return choose_tiles(num_tokens, self.shape.top_k, self.shape.num_experts, type(self.w13), self.exact)
 
     @property
     def candidates(self) -> tuple[dict[int, Any], dict[int, Any]]:
         """Tiles of the two products, by block_m."""
         if self.exact:
             return _EXACT_GATE_UP, _EXACT_DOWN
-        return (_FP8_GATE_UP, _FP8_DOWN) if isinstance(self.w13, Fp8Matrix) else (_GATE_UP, _DOWN)
+        tables = {Fp8Matrix: (_FP8_GATE_UP, _FP8_DOWN), Mxfp4Matrix: (_MXFP4_GATE_UP, _MXFP4_DOWN)}
+        return tables.get(type(self.w13), (_GATE_UP, _DOWN))
+
+    @property
+    def element_bytes(self) -> float:
+        """Bytes of an element of an expert, with its share of scales in MXFP4."""
+        return {Fp8Matrix: 1.0, Mxfp4Matrix: float(MXFP4_BYTES)}.get(type(self.w13), 2.0)
 
 
 def _candidate_blocks(layer: Layer, num_tokens: int) -> list[tuple[int, bool]]:
@@ -168,15 +213,15 @@ def layer_us(layers: Sequence[Layer], x: torch.Tensor, tiles: Tiles | None = Non
 
 def num_experts_hit(layers: Sequence[Layer], x: torch.Tensor) -> float:
     """Distinct experts that the tokens choose, mean over the layers."""
-    hit = [router_logits(x, layer.router).sum(0).topk(TOP_K, dim=1).indices.unique().numel() for layer in layers]
+    hit = [router_logits(x, it.router).sum(0).topk(it.shape.top_k, dim=1).indices.unique().numel() for it in layers]
     return sum(hit) / len(layers)
 
 
 def _report(layers: Sequence[Layer], x: torch.Tensor, columns: int, us: float, tiles: Tiles, peak: float) -> None:
-    num_tokens, hit = len(x), num_experts_hit(layers, x)
-    expert_bytes = hit * 3 * columns * HIDDEN * (2 if isinstance(layers[0].w13, torch.Tensor) else 1)
+    num_tokens, hit, shape = len(x), num_experts_hit(layers, x), layers[0].shape
+    expert_bytes = hit * 3 * columns * shape.hidden * layers[0].element_bytes
     floor_us = expert_bytes / peak * 1e6
-    tflops = num_tokens * TOP_K * 6 * columns * HIDDEN / us / 1e6
+    tflops = num_tokens * shape.top_k * 6 * columns * shape.hidden / us / 1e6
     print(
         f"{columns:4} columns, {num_tokens:4} tokens: {us:7.1f} us | {hit:5.1f} experts, {expert_bytes / 1e6:6.1f} MB, "
         f"floor {floor_us:5.1f} us, {floor_us / us:4.0%} of it | {tflops:5.1f} TFLOP/s | {_named(tiles)}",
@@ -197,7 +242,7 @@ def _compile(layer: Layer, tokens: Iterable[int]) -> None:
     """Every candidate of these numbers of tokens, many at once."""
 
     def run(num_tokens: int, tiles: Tiles) -> None:
-        x = torch.zeros(num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        x = torch.zeros(num_tokens, layer.shape.hidden, device="cuda", dtype=torch.bfloat16)
         try:
             layer.run(x, tiles)
         except triton.runtime.errors.OutOfResources as error:
@@ -257,10 +302,16 @@ def _print_kernels(layers: Sequence[Layer], x: torch.Tensor, tiles: Tiles) -> No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--columns", type=int, nargs="+", default=[COLUMNS, COLUMNS // 2])
+    parser.add_argument("--columns", type=int, nargs="+", help="of an expert; the model's and half of them by default")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--exact", action="store_true", help="the kernels of exact numerics")
-    parser.add_argument("--fp8", action="store_true", help="experts in FP8, with scales of blocks of 128 x 128")
+    parser.add_argument("--gpt-oss", action="store_true", help="the shape of gpt-oss-20b")
+    kinds = parser.add_mutually_exclusive_group()
+    for name, kind, what in (
+        ("--fp8", Fp8Matrix, "experts in FP8, with scales of blocks of 128 x 128"),
+        ("--mxfp4", Mxfp4Matrix, "experts in four bits, with scales of blocks of 32"),
+    ):
+        kinds.add_argument(name, dest="kind", action="store_const", const=kind, default=torch.Tensor, help=what)
     parser.add_argument("--most-bytes", type=int, default=MOST_BYTES, help="of pairs' leaves at a time, with --exact")
     parser.add_argument("--sweep", action="store_true", help="time the candidates for the table of tiles")
     parser.add_argument("--serial", action="store_true", help="start no kernel before the one in front is done")
@@ -273,15 +324,17 @@ def main() -> None:
     peak = measure("cuda") * 1e9
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16, in graphs of")
     print(f"{NUM_LAYERS} layers; copies move {peak / 1e12:.2f} TB/s")
-    for columns in args.columns:
-        layers = [Layer.create(columns, args.exact, args.most_bytes, fp8=args.fp8) for _ in range(NUM_LAYERS)]
+    shape, whole = (GPT_OSS_20B, 2880) if args.gpt_oss else (QWEN3_30B_A3B, COLUMNS)
+    for columns in args.columns or (whole, whole // 2):
+        options = {"exact": args.exact, "most_bytes": args.most_bytes}
+        layers = [Layer.create(shape, columns, args.kind, **options) for _ in range(NUM_LAYERS)]
         if args.sweep:
             start = time.monotonic()
             _compile(layers[0], args.tokens)
             print(f"compiled in {time.monotonic() - start:.1f} s", flush=True)
         measure("cuda")  # an idle device's clocks are low at first
         for num_tokens in args.tokens:
-            x = torch.randn(num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+            x = torch.randn(num_tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
             if args.sweep:
                 us, tiles = _sweep(layers, x)
             else:

@@ -12,7 +12,7 @@ from configs.families import FAMILIES, ExpertsFamily, Family
 from configs.fields import MOST_PARTS, Fields, checked_rope, read_json
 from configs.layers import DenseMLP, FeedForward, GroupedQueryAttention, LayerSpec, MixtureOfExperts
 from configs.model_config import ModelConfig, layers_of
-from configs.quantization import is_mxfp4, read_weight_scales
+from configs.quantization import read_weight_scales
 from configs.rope import RopeConfig
 
 _TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -29,7 +29,7 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
         raise CheckpointError(
             f"{config_path}: model_type={model_type} is not supported; supported are {', '.join(FAMILIES)}"
         )
-    quantization = fields.values.get("quantization_config")
+    quantization = fields.values.get("quantization_config") or {}
     weight_scales = read_weight_scales(quantization, config_path) if quantization else None
     family = FAMILIES[model_type]
     if family.tensor_prefix:
@@ -53,7 +53,7 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
         final_logit_softcap=_softcap(fields, family, "final_logit_softcapping"),
         dtype=_dtype(fields),
         weight_scales=weight_scales,
-        has_mxfp4=is_mxfp4(quantization),
+        has_mxfp4=quantization.get("quant_method") == "mxfp4",
         tensor_prefix=family.tensor_prefix,
         num_mtp_layers=fields.integer("num_nextn_predict_layers", 0),
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),

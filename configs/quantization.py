@@ -69,11 +69,6 @@ def kept_types(config: EngineConfig, model: ModelConfig) -> Kept:
     return Kept(is_cuda and config.quantization == "fp8", multiplies_mxfp4 and model.has_mxfp4)
 
 
-def is_mxfp4(said: Any) -> bool:
-    """Whether `quantization_config` says that experts are in MXFP4."""
-    return isinstance(said, dict) and said.get("quant_method") == "mxfp4"
-
-
 def read_weight_scales(said: Any, path: Path) -> WeightScales | None:
     """The scales that `quantization_config` names. None: weights are plain, beside factors of keys and values in FP8.
 
@@ -84,7 +79,7 @@ def read_weight_scales(said: Any, path: Path) -> WeightScales | None:
     if isinstance(scheme, dict):
         _check_scheme(scheme, _KV_SCHEME, f"{path}: kv_cache_scheme", "with one factor a layer")
     method = quantization.get("quant_method")
-    if is_mxfp4(said) and scheme is None:
+    if method == "mxfp4" and scheme is None:
         return None  # the tensors say the rest: see worker/mxfp4.py
     if method == "fp8" and (scheme is None or isinstance(scheme, dict)):
         return _of_fp8(quantization, path)

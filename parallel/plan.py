@@ -170,13 +170,11 @@ class ShardPlan:
 
 def saved_bytes(layer: LayerSpec, shard: LayerShard, element_bytes: int, kept: Kept) -> dict[Fraction, int]:
     """Bytes that a shard's weights take less than `element_bytes` an element, by the share of the tokens."""
-    fp8 = layer.fp8_elements if kept.fp8 else {}
-    mxfp4 = layer.mxfp4_elements if kept.mxfp4 else {}
-    return {
-        share: shard.amount(fp8.get(share, {})) * (element_bytes - 1)
-        + int(shard.amount(mxfp4.get(share, {})) * (element_bytes - MXFP4_BYTES))
-        for share in {*fp8, *mxfp4}
-    }
+    saved: dict[Fraction, int] = {}
+    for kind, each in ((layer.fp8_elements, kept.fp8), (layer.mxfp4_elements, kept.mxfp4 * MXFP4_BYTES)):
+        for share, amounts in kind.items() if each else ():
+            saved[share] = saved.get(share, 0) + int(shard.amount(amounts) * (element_bytes - each))
+    return saved
 
 
 def column_granule(columns: Columns, tp_size: int) -> int:

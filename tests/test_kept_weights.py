@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs.biased_mixture import BiasedMixture
 from configs.errors import ConfigError, EngineError
 from configs.model_config import ModelConfig
 from configs.quantization import FP8_BLOCKS
@@ -16,9 +17,12 @@ from parallel.kept_memory import Keeper, KeptMemory
 from parallel.numerics.arithmetic import LayerContext
 from parallel.plan import ShardPlan
 from tests.dense_model import dense_model
+from tests.test_mxfp4_weights import four_bit_model
 from tests.test_weight_change import CPU, FAMILIES, family_decoder, family_model
 from worker.dummy_weights import DummyCheckpoint
 from worker.kept_weights import KeptWeights, note_of
+from worker.layers.experts import CudaExperts
+from worker.models import decoder
 from worker.models.decoder import Decoder
 from worker.quantised_weights import QuantisedCheckpoint
 from worker.staged_weights import StagedWeights, tensors
@@ -150,3 +154,27 @@ def test_weights_in_fp8_are_kept_exchanged_and_counted(kept: KeptMemory, monkeyp
     assert bits(next_one) == bits(staged)
     with pytest.raises(ConfigError, match="FP8"):
         StagedWeights(first, new_decoder(model), DummyCheckpoint(model), 0)
+
+
+@torch.inference_mode()
+def test_experts_in_four_bits_are_kept_exchanged_and_counted(
+    tmp_path: Path, kept: KeptMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LayerContext, "keeps_mxfp4", True)
+    monkeypatch.setitem(decoder._FEED_FORWARDS, BiasedMixture, CudaExperts)  # ranks on CPU hold what those on GPUs do
+    model, plain = four_bit_model(tmp_path), four_bit_model(tmp_path, quantization_config=None)
+    first, staged, next_one = (new_decoder(model) for _ in range(3))
+    weights = KeptWeights(first, kept)
+    weights.load(source := DummyCheckpoint(model), "a")
+    assert torch.int16 in {it.dtype for it in tensors(first)}
+    config = EngineConfig(model="m", device="cuda", dtype="bfloat16", numerics="fast")
+    assert source.bytes_loaded == pytest.approx(ShardPlan.create(model, 2).weight_bytes(1, config), rel=0.01)
+    weights.put_away()
+    weights.bring()
+    new = StagedWeights(first, staged, DummyCheckpoint(model, "b"), source.bytes_loaded)
+    new.take_over()
+    weights.describe(note_of("b", source.bytes_loaded, new.memory))
+    assert KeptWeights(next_one, kept).find(source, "b") == source.bytes_loaded
+    assert bits(next_one) == bits(staged)
+    with pytest.raises(ConfigError, match="MXFP4"):
+        StagedWeights(first, new_decoder(plain), DummyCheckpoint(plain), 0)

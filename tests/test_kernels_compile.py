@@ -92,6 +92,8 @@ class Report:
     """Inputs that a thread brings to an MMA from one place, of all exact products with weights in FP8."""
     fp8_dots: list[str]
     """The instructions and types that fast products with weights in FP8 are multiplied by."""
+    mxfp4_in_place: dict[str, bool]
+    """By kernel that makes bf16 of four bits for `mma.sync`: whether that is always where the instruction wants it."""
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +131,14 @@ def test_products_with_weights_in_fp8_add_in_the_order_of_plain_ones(report: Rep
 def test_fast_products_with_weights_in_fp8_are_those_of_tensor_cores(report: Report) -> None:
     """Blocks of 64 rows are multiplied in FP8 itself, fewer rows in fp16, which has all numbers of FP8."""
     assert report.fp8_dots == ["mma.sync f16", "wgmma.mma_async e4m3"]
+
+
+@pytest.mark.slow
+def test_four_bits_become_bf16_in_the_registers_that_are_multiplied(report: Report) -> None:
+    """Otherwise they would go through shared memory once more, in four times the bytes."""
+    kernels = ("pair_experts._pair_", "grouped_experts._grouped_")
+    meant = {f"worker.kernels.{kernel}{product}_kernel" for kernel in kernels for product in ("gate_up", "down")}
+    assert report.mxfp4_in_place == dict.fromkeys(meant, True)
 
 
 @pytest.mark.slow
@@ -628,6 +638,7 @@ def _compile_everything() -> Report:
     reductions: dict[str, dict[str, set[str]]] = {}
     fp8_widths: set[str] = set()
     fp8_dots: set[str] = set()
+    mxfp4_in_place: dict[str, bool] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         _call_everything()
         for kernel, compilation in dict.fromkeys(compiling):
@@ -641,12 +652,16 @@ def _compile_everything() -> Report:
                 if kernel.endswith("._fp8_gemm_kernel"):
                     dots = re.findall(r"(mma\.sync|wgmma\.mma_async)\.\S*f32\.(\w+)\.", compiled.asm["ptx"])
                     fp8_dots.update(" ".join(it) for it in dots)
+                unpacked = re.findall(r"fma\.rn\.bf16x2.*-> (tensor.*)", compiled.asm["ttgir"])
+                if unpacked and "warp_group_dot" not in compiled.asm["ttgir"]:
+                    is_in_place = all("#ttg.dot_op" in tile for tile in unpacked)
+                    mxfp4_in_place[kernel] = mxfp4_in_place.get(kernel, True) and is_in_place
                 for length, layout in _layouts_of_sums(compiled.asm["ttgir"]) if kernel.endswith(NORMS) else ():
                     reductions.setdefault(length, {}).setdefault(layout, set()).add(kernel)
             except Exception as error:  # noqa: BLE001 -- the report of all kernels names it
                 said.append("".join(traceback.format_exception(error, limit=-1)))
     ordered = {length: {layout: sorted(it) for layout, it in by.items()} for length, by in reductions.items()}
-    return Report(sorted(_all_kernels()), errors, ordered, sorted(fp8_widths), sorted(fp8_dots))
+    return Report(sorted(_all_kernels()), errors, ordered, sorted(fp8_widths), sorted(fp8_dots), mxfp4_in_place)
 
 
 if __name__ == "__main__":

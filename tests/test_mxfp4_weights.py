@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from configs.biased_mixture import BiasedMixture
+from configs.errors import CheckpointError
 from configs.layers import Axis
 from configs.model_config import ModelConfig
 from configs.quantization import Kept, kept_types
@@ -51,7 +52,7 @@ CPU = torch.device("cpu")
 DOWN = "model.layers.0.mlp.experts.down_proj"
 
 
-def _model(path: Path, **changes: Any) -> ModelConfig:
+def four_bit_model(path: Path, **changes: Any) -> ModelConfig:
     config = json.loads((SHAPES / "gpt-oss-20b/config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | SIZES | changes))
     return read_model_config(path)
@@ -82,7 +83,7 @@ def _dtypes(layer: CudaExperts) -> set[torch.dtype]:
 def _blocks(source: TensorSource, name: str, rows: Span, columns: Span) -> tuple[Tensor, Tensor]:
     codes = torch.empty(columns.size, rows.size // 2, dtype=torch.uint8)
     exponents = torch.empty(columns.size, rows.size // 32, dtype=torch.uint8)
-    source.read_mxfp4(name, codes, exponents, rows=rows, columns=columns)
+    assert source.read_mxfp4(name, codes, exponents, rows=rows, columns=columns)
     return codes, exponents
 
 
@@ -95,9 +96,10 @@ class _Codes(TensorSource):
         self.codes = (outputs * 7 + places * 13 + places // 16 * 5 & 255).to(torch.uint8)
         self.exponents = ((outputs + torch.arange(8) * 16) % 129).to(torch.uint8)
 
-    def read_mxfp4(self, name: str, codes: Tensor, exponents: Tensor, *, rows: Span, columns: Span) -> None:
+    def read_mxfp4(self, name: str, codes: Tensor, exponents: Tensor, *, rows: Span, columns: Span) -> bool:
         codes.copy_(self.codes)
         exponents.copy_(self.exponents)
+        return True
 
     def values(self) -> Tensor:
         """[129, 256] fp64."""
@@ -123,7 +125,7 @@ def _decode_kernel(out_ptr, codes_ptr, exponents_ptr, num_rows, IS_COMPILED: tl.
 
 def test_every_code_and_exponent_is_the_number_that_it_stands_for(device: torch.device) -> None:
     source, matrix = _Codes(), Mxfp4Matrix.empty(1, 129, 256, device)
-    assert matrix.read(source, "", 0, Span(0, 256), Span(0, 129))
+    matrix.read(source, "", 0, Span(0, 256), Span(0, 129))
     out = torch.empty(129, 256, device=device, dtype=_dtype(device))
     _decode_kernel[(9, 2)](out, matrix.codes, matrix.exponents, 129, IS_COMPILED=device.type == "cuda")
     assert torch.equal(out.cpu().double(), source.values())
@@ -165,7 +167,7 @@ def _difference(layers: tuple[CudaExperts, CudaExperts], num_tokens: int, size: 
 def test_experts_in_four_bits_are_those_of_the_weights_read(
     tmp_path: Path, device: torch.device, columns: Span, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers = _both(_model(tmp_path), columns, device, monkeypatch)
+    layers = _both(four_bit_model(tmp_path), columns, device, monkeypatch)
     assert _difference(layers, num_tokens, 160, device) < (1e-6 if device.type == "cpu" else 4e-3)
 
 
@@ -175,27 +177,27 @@ def test_on_a_gpu_experts_of_gpt_oss_in_four_bits_are_those_of_the_weights_read(
     tmp_path: Path, columns: Span, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda, shape = torch.device("cuda"), {"hidden_size": 2880, "intermediate_size": 2880}
-    model = _model(tmp_path, **shape, num_local_experts=32, num_experts_per_tok=4)
+    model = four_bit_model(tmp_path, **shape, num_local_experts=32, num_experts_per_tok=4)
     layers = _both(model, columns, cuda, monkeypatch)
     for num_tokens in (1, 2, 8, 9, 64, 100, 300, 2000):
         assert _difference(layers, num_tokens, 2880, cuda) < 4e-3, num_tokens
 
 
-def test_weights_too_large_for_that_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: None
-) -> None:
+def test_refuses_weights_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Large(DummyCheckpoint):
-        def read_mxfp4(self, name: str, codes: Tensor, exponents: Tensor, **spans: Span) -> None:
-            super().read_mxfp4(name, codes, exponents, **spans)
-            exponents[-1, -1] = 129
+        def read_mxfp4(self, name: str, codes: Tensor, exponents: Tensor, **spans: Span) -> bool:
+            exponents.fill_(128)
+            exponents[-1, -1] = 129 if name == DOWN else 0
+            return True
 
     monkeypatch.setattr(LayerContext, "keeps_mxfp4", True)
-    model = _model(tmp_path)
-    assert torch.int16 not in _dtypes(_experts(model, Span(0, 352), Large(model), CPU))
+    model = four_bit_model(tmp_path)
+    with pytest.raises(CheckpointError, match=f"tensor {DOWN} in MXFP4 has blocks of a power above 2"):
+        _experts(model, Span(0, 352), Large(model), CPU)
 
 
 def test_exact_numerics_and_cpus_read_them(tmp_path: Path) -> None:
-    model = _model(tmp_path)
+    model = four_bit_model(tmp_path)
     shard, group = LayerShard({Axis.EXPERT_COLUMNS: Span(0, 352)}), TensorParallelGroup.single()
     cuda, bf16 = torch.device("cuda"), torch.bfloat16
     assert LayerContext((shard,), group, FAST, bf16, cuda).keeps_mxfp4
@@ -228,8 +230,8 @@ def test_four_bits_count_with_their_scales() -> None:
 def test_random_weights_in_four_bits_are_near_those_of_the_shape_and_the_same_however_they_are_read(
     tmp_path: Path,
 ) -> None:
-    model = _model(tmp_path)
-    source, plain = DummyCheckpoint(model), DummyCheckpoint(_model(tmp_path, quantization_config=None))
+    model = four_bit_model(tmp_path)
+    source, plain = DummyCheckpoint(model), DummyCheckpoint(four_bit_model(tmp_path, quantization_config=None))
     values, near = torch.empty(4, 352, 160), torch.empty(4, 352, 160)
     source.read(DOWN, values)
     plain.read(DOWN, near)

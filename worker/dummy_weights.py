@@ -71,7 +71,7 @@ class DummyCheckpoint(AnyCheckpoint):
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
         """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it, on its device."""
-        tensor = self._tensors[name]
+        before, tensor = self._bytes_loaded, self._tensors[name]
         shape = as_matrix(tensor.shape)
         width = shape[1] if len(shape) > 1 else 1
         rows = Span(0, shape[0]) if rows is None else rows
@@ -79,19 +79,22 @@ class DummyCheckpoint(AnyCheckpoint):
         assert as_matrix(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
         columns = columns or Span(0, width)
         if self.is_mxfp4(name):
-            read_matrices(self._make_blocks, name, tensor.shape, out.view(rows.size, -1), rows, columns)
+            read_matrices(self.read_mxfp4, name, tensor.shape, out.view(rows.size, -1), rows, columns)
         elif out.numel() > 0:
             self._make(name, out.view(rows.size, -1), rows, columns)
-        self._bytes_loaded += out.nbytes
+        self._bytes_loaded = before + out.nbytes
 
     def is_mxfp4(self, name: str) -> bool:
         """Does what TensorSource says."""
         return self._model.has_mxfp4 and self._tensors[name].may_be_mxfp4
 
-    def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> None:
+    def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> bool:
         """Does what TensorSource says."""
-        self._make_blocks(name, codes, exponents, rows=rows, columns=columns)
+        values = torch.empty(rows.size, columns.size, device=codes.device)
+        self._make(name, values, rows, columns)
+        encode(values.t().contiguous(), codes, exponents)
         self._bytes_loaded += codes.nbytes + exponents.nbytes
+        return True
 
     def kv_scales(self) -> list[tuple[float, ...]]:
         """The scales of a checkpoint that has none: all 1."""
@@ -102,13 +105,6 @@ class DummyCheckpoint(AnyCheckpoint):
         # Dimension 1 is the inputs, of a matrix as of matrices below one another.
         mean, std = _mean_and_std(tensor.role, tensor.shape[1] if len(tensor.shape) > 1 else 1)
         _fill(out, self._seed + name, mean - tensor.offset, std, rows, columns, self._dtype)
-
-    def _make_blocks(
-        self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span
-    ) -> None:
-        values = torch.empty(rows.size, columns.size, device=codes.device)
-        self._make(name, values, rows, columns)
-        encode(values.t().contiguous(), codes, exponents)
 
     def __enter__(self) -> DummyCheckpoint:
         return self

@@ -36,7 +36,7 @@ class _Nothing(TensorSource):
     """A source of tensors that holds none: they stay as they are.
 
     Args:
-        like: knows which of them may be in FP8.
+        like: knows which of them may be in FP8 and MXFP4.
     """
 
     def __init__(self, like: TensorSource) -> None:
@@ -47,6 +47,12 @@ class _Nothing(TensorSource):
 
     def read_fp8(self, name: str, out: torch.Tensor, scales: torch.Tensor, *, rows: Span, columns: Span) -> None:
         """Reads nothing."""
+
+    def is_mxfp4(self, name: str) -> bool:
+        return self._like.is_mxfp4(name)
+
+    def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> bool:
+        return False
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
         """Reads nothing."""

@@ -7,7 +7,8 @@ a power of two that all of them are multiplied by. The tensor that they stand fo
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from parallel.plan import Span, blocks_of
 
@@ -22,14 +23,6 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BORDERS = tuple((low + high) / 2 for low, high in itertools.pairwise(_VALUES))
 
 
-class ReadBlocks(Protocol):
-    """Reads as `TensorSource.read_mxfp4` does."""
-
-    def __call__(
-        self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span
-    ) -> None: ...
-
-
 def stored_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors that may stand for one of matrices [num_matrices, inputs, outputs]; none where
     none may."""
@@ -39,20 +32,11 @@ def stored_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...
     return {name + BLOCKS: (*rows, _BLOCK // 2), name + SCALES: rows}
 
 
-def stored_spans(shape: tuple[int, ...], rows: Span, columns: Span) -> tuple[Span, Span, Span]:
-    """Rows, columns of codes and columns of exponents in the two tensors, as `as_matrix` has them, of columns of whole
-    blocks of rows of one of the matrices of `shape`."""
-    _, inputs, outputs = shape
-    matrix, first = divmod(rows.start, inputs)
-    blocks = Span(first // _BLOCK, (first + rows.size) // _BLOCK)
-    stored = Span(matrix * outputs + columns.start, matrix * outputs + columns.stop)
-    return stored, Span(blocks.start * _BLOCK // 2, blocks.stop * _BLOCK // 2), blocks
-
-
 def read_matrices(
-    read: ReadBlocks, name: str, shape: tuple[int, ...], out: torch.Tensor, rows: Span, columns: Span
+    read: Callable[..., bool], name: str, shape: tuple[int, ...], out: torch.Tensor, rows: Span, columns: Span
 ) -> None:
-    """Fills `out` [rows, columns] with those of a tensor of `shape` as `as_matrix` has it, reading whole blocks."""
+    """Fills `out` [rows, columns] with those of a tensor of `shape` as `as_matrix` has it, by `read`, which does as
+    `TensorSource.read_mxfp4`."""
     import torch
 
     for matrix in range(rows.start // shape[1], -(-rows.stop // shape[1])):

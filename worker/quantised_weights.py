@@ -91,9 +91,9 @@ class QuantisedCheckpoint(AnyCheckpoint):
         """Does what TensorSource says."""
         return self._source.is_mxfp4(name)
 
-    def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> None:
+    def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> bool:
         """Does what TensorSource says."""
-        self._source.read_mxfp4(name, codes, exponents, rows=rows, columns=columns)
+        return self._source.read_mxfp4(name, codes, exponents, rows=rows, columns=columns)
 
     def kv_scales(self) -> list[tuple[float, ...]]:
         """The factors of keys and values that the checkpoint has."""

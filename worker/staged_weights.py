@@ -53,9 +53,8 @@ class StagedWeights:
         staged.load(source, (lambda _: self._on_host.move(next(layers, staged))) if self.is_on_host else None)
         if _layout(staged) != _layout(live):
             raise ConfigError(
-                "one of the weights that serve and the others has matrices in FP8 or MXFP4 that the other has not, "
-                "or scales of others; graphs hold where they lie. Start anew, or serve with quantization=fp8, which "
-                "takes both"
+                "one of the weights that serve and the others has matrices in FP8 or MXFP4 that the other has not, or "
+                "scales of others; graphs hold where they lie. Start anew. With quantization=fp8 those in FP8 are alike"
             )
 
     def take_over(self) -> None:

@@ -21,7 +21,7 @@ from configs.model_config import ModelConfig
 from configs.quantization import INPUT_SCALE, WeightScales
 from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import Span, as_matrix, blocks_of
-from worker.mxfp4 import BLOCKS, SCALES, read_matrices, stored_shapes, stored_spans
+from worker.mxfp4 import BLOCKS, SCALES, read_matrices, stored_shapes
 from worker.safetensors_weights import SafetensorsFile
 
 if TYPE_CHECKING:  # who checks headers alone does without its seconds
@@ -156,14 +156,14 @@ class Checkpoint(AnyCheckpoint):
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
         """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it."""
-        stored = self._packed.get(name) or self._owner[name].shapes()[name]
+        before, stored = self._bytes_loaded, self._packed.get(name) or self._owner[name].shapes()[name]
         shape = as_matrix(stored)
         rows = Span(0, shape[0]) if rows is None else rows
         expected = (rows.size,) + ((columns.size,) if columns is not None else shape[1:])
         assert as_matrix(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
         if name in self._packed:
             whole = Span(0, shape[1]) if columns is None else columns
-            read_matrices(self._read_blocks, name, stored, out.view(expected), rows, whole)
+            read_matrices(self.read_mxfp4, name, stored, out.view(expected), rows, whole)
         elif out.numel() > 0:
             self._owner[name].read(name, out.view(expected), rows, columns)
             if (scales := self._model.weight_scales) is not None and name + scales.suffix in self._owner:
@@ -175,7 +175,7 @@ class Checkpoint(AnyCheckpoint):
                 of_blocks = torch.empty(blocks_of(rows, block[0]).size, blocks_of(whole, block[1]).size)
                 self._read_scales(name + scales.suffix, block, of_blocks, rows, whole)
                 multiply(out.view(expected), of_blocks, block, rows, whole)
-        self._bytes_loaded += out.nbytes
+        self._bytes_loaded = before + out.nbytes
 
     def scale_block(self, name: str) -> tuple[int, int] | None:
         """Does what TensorSource says."""
@@ -197,10 +197,16 @@ class Checkpoint(AnyCheckpoint):
         """Does what TensorSource says."""
         return name in self._packed
 
-    def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> None:
+    def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> bool:
         """Does what TensorSource says."""
-        self._read_blocks(name, codes, exponents, rows=rows, columns=columns)
-        self._bytes_loaded += codes.nbytes + exponents.nbytes
+        _, inputs, outputs = self._packed[name]
+        matrix, first = divmod(rows.start, inputs)
+        stored = Span(matrix * outputs + columns.start, matrix * outputs + columns.stop)
+        for end, out in ((BLOCKS, codes), (SCALES, exponents)):
+            begin = first * out.shape[1] // rows.size
+            self._owner[name + end].read(name + end, out, stored, Span(begin, begin + out.shape[1]))
+            self._bytes_loaded += out.nbytes
+        return True
 
     def kv_scales(self) -> list[tuple[float, ...]]:
         """Factors that the tensors of each layer's pool are divided by in FP8: keys and values. 1 where nothing says.
@@ -234,13 +240,6 @@ class Checkpoint(AnyCheckpoint):
         else:
             file.read(name, out, blocks_of(rows, block[0]), blocks_of(columns, block[1]))
         return out
-
-    def _read_blocks(
-        self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span
-    ) -> None:
-        stored, of_codes, of_exponents = stored_spans(self._packed[name], rows, columns)
-        self._owner[name + BLOCKS].read(name + BLOCKS, codes, stored, of_codes)
-        self._owner[name + SCALES].read(name + SCALES, exponents, stored, of_exponents)
 
     def _kv_scale(self, prefix: str, names: Sequence[str]) -> float:
         name = next((prefix + name for name in names if prefix + name in self._owner), None)

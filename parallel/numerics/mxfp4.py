@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from configs.errors import CheckpointError
 from parallel.plan import Span
 
 if TYPE_CHECKING:
@@ -54,13 +55,18 @@ class Mxfp4Matrix:
             num_columns,
         )
 
-    def read(self, source: TensorSource, name: str, i: int, rows: Span, columns: Span) -> bool:
-        """Fills matrix `i` with rows and columns of a tensor that has inputs, which are columns here, first. Returns
-        whether it can stand for them: not for weights that are far too large to be any."""
+    def read(self, source: TensorSource, name: str, i: int, rows: Span, columns: Span) -> None:
+        """Fills matrix `i` with rows and columns of a tensor that has inputs, which are columns here, first.
+
+        Raises CheckpointError for weights that are far too large to be any.
+        """
         num_rows, groups = columns.size, self.exponents.shape[1]
         codes = torch.empty(num_rows, rows.size // 2, dtype=torch.uint8, device=self.device)
         exponents = torch.empty(num_rows, rows.size // BLOCK, dtype=torch.uint8, device=self.device)
-        source.read_mxfp4(name, codes, exponents, rows=rows, columns=columns)
+        if not source.read_mxfp4(name, codes, exponents, rows=rows, columns=columns):
+            return
+        if (exponents > _LARGEST_EXPONENT).any():
+            raise CheckpointError(f"tensor {name} in MXFP4 has blocks of a power above 2; is the download complete?")
         missing = groups * 4 - exponents.shape[1]
         halves = F.pad(torch.stack((codes & 15, codes >> 4), -1).flatten(1), (0, missing * BLOCK))
         blocks = halves.view(num_rows, groups, 4, BLOCK).int().unbind(2)
@@ -68,7 +74,6 @@ class Mxfp4Matrix:
         self.codes[i] = (words[0] | words[1] | words[2] | words[3]).flatten(1)
         factors = F.pad(exponents + _BIAS, (0, missing))
         self.exponents[i] = factors.view(torch.int32).t()
-        return bool((exponents <= _LARGEST_EXPONENT).all())
 
     @property
     def shape(self) -> torch.Size:

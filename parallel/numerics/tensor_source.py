@@ -32,7 +32,8 @@ class TensorSource(Protocol):
         """Whether matrices whose inputs come first may be read in MXFP4."""
         return False
 
-    def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> None:
+    def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> bool:
         """Fills `codes` [columns, rows / 2] uint8, of each the low half first, and `exponents` [columns, rows / 32]
-        uint8, which 127 is to be taken from, with columns of whole blocks of 32 rows of one of the matrices."""
+        uint8, which 127 is to be taken from, with columns of whole blocks of 32 rows of one of the matrices. Returns
+        whether it does: not where they lie elsewhere, as they are to be."""
         raise AssertionError(f"{name} is not to be had in MXFP4")

@@ -16,7 +16,7 @@ from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.fp8_groups import GROUP_COLUMNS, first_scales, groups_of, quantised, sum_groups
 from parallel.numerics.kernels.fp8_tile import AnyWeight, pieces_of, plain_tile, scales_of
-from parallel.numerics.kernels.mxfp4_groups import rows_of, sum_blocks
+from parallel.numerics.kernels.mxfp4_groups import sum_blocks
 from parallel.numerics.mxfp4 import GROUP, Mxfp4Matrix
 from worker.kernels.routing import (
     SOFTMAX,
@@ -31,6 +31,7 @@ ExpertWeight = AnyWeight | Mxfp4Matrix
 MMA_ROWS = 16
 """Rows of the smallest tile."""
 _LEAST_BLOCK_K = 64
+_Arguments = dict[str, Any]
 
 
 @triton.jit
@@ -98,8 +99,8 @@ def _grouped_gate_up_kernel(
     if MXFP4 is not None:
         first_row = tl.program_id(0) % num_column_blocks * 2 * BLOCK_N
         rows = tl.minimum(first_row + tl.arange(0, 2 * BLOCK_N), 2 * width - 1)  # gate and up take turns
-        w_rows, exponents = rows_of(w13_ptr, scales_ptr, expert, rows, 2 * width, size)
-        both = sum_blocks(x_rows, (places < count)[:, None], w_rows, exponents, 2 * width, size, MXFP4, STAGES)
+        is_row = (places < count)[:, None]
+        both = sum_blocks(x_rows, is_row, w13_ptr, scales_ptr, expert, rows, 2 * width, size, MXFP4, STAGES)
         gate, up = tl.split(both.reshape(BLOCK_M, BLOCK_N, 2))
     elif FP8 is None:
         rows = tl.minimum(columns, width - 1)
@@ -177,8 +178,8 @@ def _grouped_down_kernel(
         bias = tl.load(b2_ptr + expert * size + rows).to(tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if MXFP4 is not None:
-        codes, exponents = rows_of(w2_ptr, scales_ptr, expert, rows, size, width)
-        acc = sum_blocks(hidden_rows, (places < count)[:, None], codes, exponents, size, width, MXFP4, STAGES)
+        is_row = (places < count)[:, None]
+        acc = sum_blocks(hidden_rows, is_row, w2_ptr, scales_ptr, expert, rows, size, width, MXFP4, STAGES)
     elif FP8 is not None:
         of_scales = first_column + tl.program_id(0) % num_column_blocks * BLOCK_N if ONE_BLOCK else rows[None, :]
         acc = sum_groups(
@@ -297,9 +298,7 @@ class Tokens:
         return self.logits.shape[2] > self.num_experts
 
 
-def pieces_for(
-    weight: ExpertWeight, tile: Tile, block_k: int, leaf: int | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def pieces_for(weight: ExpertWeight, tile: Tile, block_k: int, leaf: int | None) -> tuple[tuple[Any, ...], _Arguments]:
     """Elements, scales and blocks of experts' weights as kernels take them, and the arguments that say how they are
     multiplied: as `pieces_of` has it, or in fast numerics, without a leaf, those in FP8 by groups, and in four bits.
 
@@ -308,11 +307,11 @@ def pieces_for(
         leaf: columns after which steps begin anew. None: numerics are fast. 0: they do not.
     """
     num_columns = weight.shape[2]
-    how: dict[str, Any] = {"STAGES": tile.num_stages, "MXFP4": None}
+    how: _Arguments = {"STAGES": tile.num_stages, "MXFP4": None, "FP8": None}
+    none = {"FORMAT": None, "ONE_BLOCK": False, "num_blocks": 0, "expert_scales": 0}
     if isinstance(weight, Mxfp4Matrix):
         assert leaf is None, "exact numerics read four bits as bf16"
-        how |= {"FORMAT": None, "FP8": None, "ONE_BLOCK": False, "num_blocks": 0, "expert_scales": 0}
-        how |= {"MXFP4": not triton.knobs.runtime.interpret, "BLOCK_K": GROUP, "EVEN_K": False}
+        how |= none | {"MXFP4": not triton.knobs.runtime.interpret, "BLOCK_K": GROUP, "EVEN_K": False}
         return (weight.codes, weight.exponents, None), how
     if isinstance(weight, Fp8Matrix) and leaf is None:
         groups = groups_of(weight)
@@ -321,7 +320,7 @@ def pieces_for(
         how |= {"num_blocks": weight.scales.shape[-1], "expert_scales": weight.scales.stride(0)}
         return (weight.values, weight.scales, weight.blocks), how | {"BLOCK_K": groups.step, "EVEN_K": is_even}
     *pieces, block_k, weight_format = pieces_of(weight, block_k, leaf or 0)
-    how |= {"FORMAT": weight_format, "FP8": None, "ONE_BLOCK": False, "num_blocks": 0, "expert_scales": 0}
+    how |= none | {"FORMAT": weight_format}
     return tuple(pieces), how | {"BLOCK_K": block_k, "EVEN_K": (leaf or num_columns) % block_k == 0}
 
 

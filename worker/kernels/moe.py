@@ -135,7 +135,7 @@ _FP8_GROUPED = (
 )
 # So have those in four bits, by reckoning too: steps are groups of 128 columns. `python -m benchmarks.moe --mxfp4
 # --sweep` tries others.
-_MXFP4_PAIR = Tiles(1, gate_up=Tile(16, 512, 4, 4), down=Tile(16, 128, 4, 5))
+_MXFP4_PAIR = Tiles(1, gate_up=Tile(16, 512, 4, 3), down=Tile(16, 128, 4, 6))
 _MXFP4_GROUPED = (
     (8.0, Tiles(16, gate_up=Tile(32, 128, 4, 4), down=Tile(64, 128, 4, 4))),
     (16.0, Tiles(32, gate_up=Tile(32, 128, 4, 4), down=Tile(64, 128, 4, 4))),
@@ -157,7 +157,7 @@ MOST_BYTES = 24 << 20
 
 
 def choose_tiles(
-    num_tokens: int, top_k: int, num_experts: int, kind: type = torch.Tensor, *, exact: bool = False
+    num_tokens: int, top_k: int, num_experts: int, kind: type = torch.Tensor, exact: bool = False
 ) -> Tiles:
     """The tiles of the table for weights of a kind for so many tokens; `block_m` 1 is a program for every pair."""
     if num_tokens <= _PAIR_TOKENS and num_experts <= _PAIR_EXPERTS:

@@ -13,7 +13,7 @@ import triton.language as tl
 from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
 from parallel.numerics.kernels.fp8_groups import GROUP_COLUMNS, first_scales, sum_side_by_side
 from parallel.numerics.kernels.fp8_tile import plain_tile, scales_of
-from parallel.numerics.kernels.mxfp4_groups import rows_of, sum_blocks_side_by_side
+from parallel.numerics.kernels.mxfp4_groups import sum_blocks_side_by_side
 from parallel.numerics.kernels.node_gemm import add_leaf, border, cut_nodes, pack_parts
 from parallel.numerics.kernels.tree_sum import sum_subtrees
 from parallel.numerics.tree import additions_of
@@ -84,13 +84,10 @@ def _pair_gate_up_kernel(
         columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         x_row = x_ptr + token * x_stride
         if MXFP4 is not None:
-            turns = tl.program_id(1) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)  # gate and up take turns
-            w_rows, exponents = rows_of(
-                w13_ptr, scales_ptr, expert.to(tl.int64), tl.minimum(turns, 2 * width - 1)[None, :], 2 * width, size
-            )
+            turns = tl.program_id(1) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)[None, :]  # gate and up take turns
             both = sum_blocks_side_by_side(
-                x_row + tl.zeros([1, 1, 1], tl.int32), tl.full([SIDE, 1, 1], True, tl.int1), w_rows, exponents,
-                tl.cdiv(size, BLOCK_K), 2 * width, size, SIDE, True, MXFP4, STAGES,
+                x_row + tl.zeros([1, 1, 1], tl.int32), SIDE, w13_ptr, scales_ptr,
+                expert.to(tl.int64), tl.minimum(turns, 2 * width - 1), 2 * width, size, SIDE, True, MXFP4, STAGES,
             )  # fmt: skip
             gate, up = tl.split(tl.sum(both, 0).reshape(BLOCK_N, 2))
         elif FP8 is not None:
@@ -172,11 +169,10 @@ def _pair_down_kernel(
     if MXFP4 is not None:
         choices = tl.arange(0, SIDE)[:, None]
         chosen, pairs = live & (choices < TOP_K), token * TOP_K + choices
-        experts = tl.load(experts_ptr + pairs, mask=chosen, other=0).to(tl.int64)
-        w_rows, exponents = rows_of(w2_ptr, scales_ptr, experts, rows[None, :], size, width)
         of_pairs = sum_blocks_side_by_side(
-            hidden_ptr + pairs[:, :, None] * width, chosen[:, :, None], w_rows, exponents,
-            tl.where(live, tl.cdiv(width, BLOCK_K), 0), size, width, SIDE, False, MXFP4, STAGES,
+            hidden_ptr + pairs[:, :, None] * width, tl.where(live, TOP_K, 0), w2_ptr, scales_ptr,
+            tl.load(experts_ptr + pairs, mask=chosen, other=0).to(tl.int64), rows[None, :], size, width, SIDE, False,
+            MXFP4, STAGES,
         )  # fmt: skip
         total = tl.sum(of_pairs * tl.load(weights_ptr + pairs, mask=chosen, other=0.0), 0)
     elif FP8 is not None:

@@ -166,9 +166,8 @@ class CudaExperts(Experts):
         self._w2 = w2 = Mxfp4Matrix.empty(spec.num_experts, size, columns.size, device)
         for i in range(spec.num_experts):
             inputs = Span(*(i * spec.intermediate_size + it for it in columns))
-            is_read = w13.read(source, gate_up, i, Span(i * size, (i + 1) * size), both)
-            if not (is_read and w2.read(source, down, i, inputs, Span(0, size))):
-                return False
+            w13.read(source, gate_up, i, Span(i * size, (i + 1) * size), both)
+            w2.read(source, down, i, inputs, Span(0, size))
         return True
 
     def _load_fp8(self, source: TensorSource, prefix: str) -> bool:
@@ -255,10 +254,8 @@ class CpuExperts(Experts):
             bias = torch.empty(self._spec.router_bias.shape)
             source.read(prefix + self._spec.router_bias.name, bias)
             biases = _read_gate_up_bias(source, prefix, self._spec, self._context)
-            for parts, gate_up_bias in zip(
-                _read_biased(source, prefix, self._spec, self._context), biases, strict=True
-            ):
-                self._keep(*parts, gate_up_bias)
+            for i, parts in enumerate(_read_biased(source, prefix, self._spec, self._context)):
+                self._keep(*parts, biases[i])
             self._down_bias = self._context.empty(*self._spec.down_bias.shape)
             source.read(prefix + self._spec.down_bias.name, self._down_bias)
         else:
