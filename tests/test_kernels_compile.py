@@ -654,7 +654,7 @@ def _compile_everything() -> Report:
                     fp8_dots.update(" ".join(it) for it in dots)
                 unpacked = re.findall(r"fma\.rn\.bf16x2.*-> (tensor.*)", compiled.asm["ttgir"])
                 if unpacked and "warp_group_dot" not in compiled.asm["ttgir"]:
-                    is_in_place = all("#ttg.dot_op" in tile for tile in unpacked)
+                    is_in_place = all("#blocked" not in tile for tile in unpacked)
                     mxfp4_in_place[kernel] = mxfp4_in_place.get(kernel, True) and is_in_place
                 for length, layout in _layouts_of_sums(compiled.asm["ttgir"]) if kernel.endswith(NORMS) else ():
                     reductions.setdefault(length, {}).setdefault(layout, set()).add(kernel)
