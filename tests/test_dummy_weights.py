@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import struct
 import zlib
 from dataclasses import replace
 from math import prod
@@ -106,7 +108,7 @@ def test_the_bits_are_those_of_the_first_release() -> None:
 @pytest.mark.parametrize("chunk", [1, 1000, 1 << 17])
 def test_any_range_of_a_tensor_equals_that_range_of_the_whole(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     whole = _whole(BIASED, torch.float32)
-    monkeypatch.setitem(dummy_weights._CHUNK_ELEMENTS, "cpu", chunk)
+    monkeypatch.setattr(dummy_weights, "_CHUNK_ELEMENTS", chunk)
     checkpoint = DummyCheckpoint(BIASED)
     num_bytes = 0
     for name, rows, columns in (
@@ -186,6 +188,18 @@ def test_a_gpu_makes_the_same_bits_as_the_cpu(dtype: torch.dtype) -> None:
     ours, theirs = _whole(BIASED, dtype), _whole(BIASED, dtype, "cuda")
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name].cpu()), name
+
+
+def test_the_kernel_makes_the_same_bits(interpreter: None) -> None:
+    from worker.kernels.uniform import fill
+
+    part = (Span(70_000, 70_030), Span(5, 72))
+    for mean, dtype in ((0.0, torch.float32), (1.0, torch.float16), (1.0, torch.float32)):
+        ours, kernels = torch.empty(30, 67), torch.empty(30, 80)[:, :67]
+        dummy_weights._fill(ours, "seed", mean, 0.1, *part, dtype)
+        seeds = struct.unpack_from("<2i", hashlib.sha256(b"seed").digest())
+        fill(kernels, seeds, 0.1 * 3**0.5 / (1 << 23), mean, *part, dtype)
+        assert torch.equal(ours, kernels)
 
 
 # ---- as a model

@@ -59,6 +59,7 @@ from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_
 from worker.kernels.adjustments import adjust_logits
 from worker.kernels.norm import add_rms_norm, rms_norm
 from worker.kernels.rope import latent_norm_rope_store, qk_norm_rope_store
+from worker.kernels.uniform import fill
 from worker.preparing import mark_compilations
 from worker.protocol import RECORD_WORDS
 
@@ -495,6 +496,7 @@ def _call_everything() -> None:
         add_rms_norm(_bf16(4, size), _bf16(4, size), _bf16(size), EPS)
     rms_norm(_bf16(4, 2304), torch.empty(2304), EPS)
     add_rms_norm(_bf16(4, 2304), _bf16(4, 2304), torch.empty(2304), EPS)
+    fill(_bf16(4, 1536), (1, -2), 0.1, 0.0, Span(0, 4), Span(0, 1536), torch.bfloat16)
     for activation in (silu_and_mul, gelu_and_mul, gelu_tanh_and_mul):
         activation(_bf16(4, 2 * 1536))
     for head_dim in (64, 128):

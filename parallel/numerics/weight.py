@@ -14,8 +14,9 @@ from parallel.plan import Span
 _MOST_FP8_ROWS = 128
 """Rows of an exact product with a weight in FP8 above which the weight is made plain first, which takes the time of
 reading and writing it, and then is as fast as a plain one. benchmarks/fp8_gemm.py measures both."""
-_LEAST_SCALED_ROWS = 512
-"""Rows from which cuBLAS is faster with a weight in FP8 than the kernel, by reckoning."""
+_LEAST_SCALED_ROWS = 65
+"""Rows from which cuBLAS is faster with a weight in FP8 than the kernel: of 8B's layers on an H200, 108 us against 117
+at 128 rows and 123 against 197 at 256 (benchmarks/results/fp8_gemm_h200_2026-11-26.txt)."""
 
 
 class Weight(Protocol):
