@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from configs.draft_head import LAYER_PREFIX, DraftHead
+from configs.draft_head import DraftHead
 from configs.errors import ConfigError
 from configs.layers import (
     PLAIN_NORMS,
@@ -51,9 +51,10 @@ class ModelConfig:
     tensor_prefix: str = ""
     """The beginning of its tensors' names in the checkpoint of a larger model, whose other tensors are not read."""
     num_mtp_layers: int = 0
-    """Layers behind the others in a checkpoint, for predicting several tokens at once (MTP), which are not read."""
+    """Layers behind the others in a checkpoint, for predicting several tokens at once (MTP), which are not read unless
+    the first is the draft head."""
     draft_head: DraftHead | None = None
-    """The head that drafts tokens to come, from a checkpoint of its own. None: there is none."""
+    """The head that drafts tokens to come. None: there is none."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Union of what config, generation_config and tokenizer metadata name."""
@@ -104,12 +105,16 @@ class ModelConfig:
     def tensors(self) -> Iterator[TensorSpec]:
         """Every tensor that layers know, under its full name in a checkpoint, where some may be one."""
         yield from self.outer_tensors
-        for i, layer in enumerate(self.layers):
+        for i, (prefix, layer) in enumerate(self.prefixed_layers):
             for tensor in layer.tensors:
-                yield replace(tensor, name=self.layer_prefix(i) + tensor.name, gguf_name=f"blk.{i}.{tensor.gguf_name}")
-        if self.draft_head is not None:
-            for tensor in self.draft_head.layer.tensors:
-                yield replace(tensor, name=LAYER_PREFIX + tensor.name, gguf_name="")
+                gguf_name = f"blk.{i}.{tensor.gguf_name}" if i < len(self.layers) else ""
+                yield replace(tensor, name=prefix + tensor.name, gguf_name=gguf_name)
+
+    @property
+    def prefixed_layers(self) -> tuple[tuple[str, LayerSpec], ...]:
+        """All layers, each behind the beginning of its tensors' names."""
+        of_drafts = () if self.draft_head is None else ((self.draft_head.layer_prefix, self.draft_head.layer),)
+        return (*((self.layer_prefix(i), layer) for i, layer in enumerate(self.layers)), *of_drafts)
 
     def layer_prefix(self, layer: int | str) -> str:
         """The beginning of the names of a layer's tensors."""

@@ -1,4 +1,5 @@
-"""Reads what the head of `speculation.model` is, from its config.json, and holds it against the model's shape."""
+"""The head that drafts: the model's own, or that of `speculation.model`, read from its config.json and held against the
+model's shape."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.checkpoint import resolve_model_path
-from configs.draft_head import DraftHead
+from configs.draft_head import Eagle3Head, MTPHead
 from configs.errors import CheckpointError, ConfigError
 from configs.fields import Fields, read_json
 from configs.layers import DenseMLP, GroupedQueryAttention
@@ -16,8 +17,8 @@ from configs.schema import EngineConfig
 
 
 def draft_head_path(config: EngineConfig, *, weights: bool = True) -> Path | None:
-    """The directory of the head, fetched first if it is on the Hub; None: there is no head, or only its config and no
-    `weights` of it. Raises ConfigError where it is not to be had."""
+    """The directory of the head, fetched first if it is on the Hub; None: it has none of its own, or only its config
+    and no `weights` of it. Raises ConfigError where it is not to be had."""
     name = config.speculation.model
     if name is None or (weights and config.load_format == "dummy"):
         return None
@@ -28,8 +29,10 @@ def draft_head_path(config: EngineConfig, *, weights: bool = True) -> Path | Non
 
 
 def with_draft_head(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """The model with the head that `speculation.model` names, if it names one. Raises ConfigError for one that is not
-    there, cannot be read, or does not fit the model."""
+    """The model with its MTP layer, or the head that `speculation.model` names, if `speculation` is by one. Raises
+    ConfigError for one that is not there, cannot be read, or does not fit the model."""
+    if config.speculation.method == "mtp":
+        return replace(model, draft_head=_mtp_head(model, config.model))
     path = draft_head_path(config, weights=False)
     try:
         return model if path is None else replace(model, draft_head=_read(path, model))
@@ -37,7 +40,18 @@ def with_draft_head(model: ModelConfig, config: EngineConfig) -> ModelConfig:
         raise ConfigError(f"speculation.model={config.speculation.model} cannot be used: {error}") from error
 
 
-def _read(path: Path, model: ModelConfig) -> DraftHead:
+def _mtp_head(model: ModelConfig, name: str) -> MTPHead:
+    if not model.num_mtp_layers:
+        raise ConfigError(
+            f"speculation.method=mtp needs a layer for it in the checkpoint, and model={name} has none "
+            "(num_nextn_predict_layers in its config.json)"
+        )
+    # It is as the last one, of those with experts.
+    prefix = model.layer_prefix(model.num_hidden_layers)
+    return MTPHead(layer=model.layers[-1], rms_norm_eps=model.rms_norm_eps, layer_prefix=prefix)
+
+
+def _read(path: Path, model: ModelConfig) -> Eagle3Head:
     head, where = read_model_config(path), path / "config.json"
     fields = Fields(read_json(where), str(where))
     eagle = Fields(fields.values.get("eagle_config") or {}, f"{where}: eagle_config")
@@ -57,7 +71,7 @@ def _read(path: Path, model: ModelConfig) -> DraftHead:
     mixer = layer.mixer
     if not isinstance(mixer, GroupedQueryAttention) or not isinstance(layer.feed_forward, DenseMLP) or mixer.features:
         raise CheckpointError(f"{where}: a head is served whose layer has plain attention and a dense MLP")
-    return DraftHead(
+    return Eagle3Head(
         layer=replace(layer, mixer=replace(mixer, input_size=2 * model.hidden_size)),
         rms_norm_eps=head.rms_norm_eps,
         vocab_size=vocab_size,

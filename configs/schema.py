@@ -97,11 +97,12 @@ class SpeculationConfig(_Section):
     """Drafts of the tokens to come, which a step verifies at once. They change no answer: with `numerics: exact` not
     one bit, otherwise as little as the batch does."""
 
-    method: Literal["none", "ngram", "eagle3"] = "none"
+    method: Literal["none", "ngram", "eagle3", "mtp"] = "none"
     """ngram: what followed the last tokens where prompt or answer had them before. A step takes as many drafts as are
     worth their time, by how often the request's drafts were right and by what steps take; often that is none. eagle3:
     what a head of one layer predicts, which was trained for the model and reads states of its layers. It takes its
-    part of every step, and a pass for each draft where drafts are worth it."""
+    part of every step, and a pass for each draft where drafts are worth it. mtp: the same with the layer for
+    predicting several tokens at once that checkpoints of DeepSeek-V3 and GLM 4.5 bring."""
     model: str | None = None
     """Directory or Hugging Face id of the EAGLE-3 head, in safetensors. With `load_format: dummy` its weights are
     random, too."""
@@ -115,6 +116,11 @@ class SpeculationConfig(_Section):
     def num_drafts(self) -> int:
         """Most drafts of one request in a step; 0 without speculation."""
         return 0 if self.method == "none" else self.num_speculative_tokens
+
+    @property
+    def is_by_ranks(self) -> bool:
+        """Whether the ranks make the drafts."""
+        return self.method in ("eagle3", "mtp")
 
     def max_sampled(self, max_num_seqs: int) -> int:
         """Most tokens that a step samples: one of each request, and one behind each draft."""

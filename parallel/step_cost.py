@@ -91,7 +91,7 @@ class StepCost:
             vocab_rows += rows
             elements = plan.weight_elements(rank) - (0 if model.tie_word_embeddings else rows * model.hidden_size)
             weight_bytes += elements * element_bytes
-            for i, layer in enumerate(model.layers):
+            for i, layer in enumerate(model.all_layers):
                 shard, mixer = plan.shard(i, rank), layer.mixer
                 saved = saved_bytes(layer, shard, element_bytes, kept)
                 weight_bytes -= sum(saved.values())

@@ -34,14 +34,16 @@ HEAD: dict[str, Any] = {
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
 }
 """config.json of a head for conftest.SMALL."""
+_LAYERS = HEAD["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
 _NUM_PASSES = 2
 
 
 class Head(nn.Module):
     """A head for one text at a time, or several equally long ones; all its tensors are named as in checkpoints."""
 
-    def __init__(self, config: dict[str, Any], embedding: Tensor) -> None:
+    def __init__(self, config: dict[str, Any], embedding: Tensor, model: Any = None) -> None:
         super().__init__()
+        self._model = [model]  # none of its parts
         self.config = config
         hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
         size, columns = config["head_dim"], config["intermediate_size"]
@@ -98,6 +100,12 @@ class Head(nn.Module):
         normed, mlp = layer.post_attention_layernorm(hidden), layer.mlp
         return hidden + mlp.down_proj(F.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed))
 
+    def states_of(self, ids: list[int]) -> Tensor:
+        """[len(ids), columns]: the model's, in the order of `fc`'s columns."""
+        with torch.no_grad():
+            found = self._model[0](torch.tensor([ids]), output_hidden_states=True).hidden_states
+        return torch.cat([found[layer][0] for layer in _LAYERS], dim=1)
+
     def drafts(self, states: Tensor, ids: list[int], count: int) -> list[int]:
         """What it predicts after `ids` [n], of whose first n - 1 it has the `states`."""
         hidden, drafts = self.fc(states), list[int]()
@@ -116,19 +124,11 @@ def _rotated(x: Tensor, theta: float) -> Tensor:
     return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1)
 
 
-def states_of(model_path: Path, ids: list[int], layers: Sequence[int]) -> Tensor:
-    """[len(ids), len(layers) * hidden_size] that enter `layers` of a model."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    with torch.no_grad():
-        found = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    return torch.cat([found[layer][0] for layer in layers], dim=1)
-
-
 def train(model_path: Path, texts: list[list[int]], num_steps: int) -> Head:
     """A head that has seen `texts`, padded with token 0, and drafts several tokens of them."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    head = Head(HEAD, model.model.embed_tokens.weight.detach())
+    head = Head(HEAD, model.model.embed_tokens.weight.detach(), model)
     head.choose_vocabulary([token for text in texts for token in text])
     index_of = torch.full((HEAD["vocab_size"],), -100)
     index_of[head.d2t + torch.arange(len(head.d2t))] = torch.arange(len(head.d2t))
@@ -137,7 +137,7 @@ def train(model_path: Path, texts: list[list[int]], num_steps: int) -> Head:
     is_text = torch.arange(longest) < torch.tensor([[len(text)] for text in texts])
     with torch.no_grad():
         found = model(ids, output_hidden_states=True).hidden_states
-    states = torch.cat([found[layer] for layer in (0, 1, 2)], dim=-1)[:, :-2]
+    states = torch.cat([found[layer] for layer in _LAYERS], dim=-1)[:, :-2]
     following = ids[:, 1:-1]
     labels = index_of[ids[:, 2:]].masked_fill(~is_text[:, 2:], -100)
     optimizer = torch.optim.AdamW(head.parameters(), lr=6e-3, weight_decay=0.0)

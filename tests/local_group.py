@@ -35,6 +35,7 @@ from configs.schema import (
     KVCacheConfig,
     ParallelConfig,
     SchedulerConfig,
+    ServerConfig,
     SpeculationConfig,
 )
 from parallel.group import TensorParallelGroup
@@ -123,6 +124,7 @@ class LocalGroup:
             parallel=ParallelConfig(threads_per_rank=1),
             scheduler=SchedulerConfig(max_num_batched_tokens=MAX_CHUNK),
             speculation=speculation,
+            server=ServerConfig(max_logprobs=min(20, self.model.vocab_size)),
         )
         self.model = with_draft_head(self.model, config)
         resolved = resolve(config, self.model, HostFacts(num_cores=2, num_gpus=0)).config

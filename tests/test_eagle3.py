@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -36,21 +36,66 @@ from worker.weights import Checkpoint
 Requests = list[tuple[list[int], SamplingParams]]
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A head that has seen the answers to some requests, and these without drafts at one rank."""
+class Head(Protocol):
+    """A head in plain torch."""
 
-    path: Path
-    head: eagle3.Head
+    def states_of(self, ids: list[int]) -> torch.Tensor:
+        """[len(ids), columns]: states of the model that it reads."""
+
+    def drafts(self, states: torch.Tensor, ids: list[int], count: int) -> list[int]:
+        """What it predicts after `ids` [n], of whose first n - 1 it has the `states`."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """Some requests, and the answers to them without drafts at one rank."""
+
     requests: Requests
     plain: Answers
-    vocab_size: int
+    make_guide: Callable[[GenerateRequest], TurnsGuide | None]
 
-    def make_guide(self, request: GenerateRequest) -> TurnsGuide | None:
-        return TurnsGuide(self.vocab_size) if request.sampling.grammar else None
+    @classmethod
+    def of(cls, path: Path) -> Known:
+        """Of the model at `path`."""
+        group = LocalGroup(path, 1, Limits().num_pages)
+        vocab_size = group.model.vocab_size
+
+        def make_guide(request: GenerateRequest) -> TurnsGuide | None:
+            return TurnsGuide(vocab_size) if request.sampling.grammar else None
+
+        requests = [
+            asked_for(prompt, **way)
+            for prompt, way in zip(prompts(group, [3, 17, 40, 16, 33, 8, 60, 5, 9, 12, 31, 31]), WAYS, strict=True)
+        ]
+        requests[-1] = requests[-2][0], requests[-1][1]  # another choice of one prompt
+        firsts = group.generate(requests[:2], Limits(), at_once=True)
+        requests += [
+            asked_for(requests[index][0], **WAYS[index], stop_token_ids=(tokens[len(tokens) // 2],))
+            for index, tokens in enumerate(firsts.tokens)
+        ]
+        plain = group.generate(requests, Limits(), at_once=True, make_guide=make_guide)
+        assert len(plain.tokens[-1]) < 40
+        group.close()
+        return cls(requests, plain, make_guide)
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Prompts with their answers, each once."""
+        pairs = zip(self.requests, self.plain.tokens, strict=True)
+        return [[*prompt, *tokens] for (prompt, _), tokens in pairs][:12]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A head that has seen the answers to some requests."""
+
+    head: Head
+    known: Known
+    seven: SpeculationConfig
+    """With as many drafts."""
 
     def speculation(self, num_drafts: int) -> SpeculationConfig:
-        return SpeculationConfig(method="eagle3", model=str(self.path), num_speculative_tokens=num_drafts)
+        return self.seven.model_copy(update={"num_speculative_tokens": num_drafts})
 
 
 def asked_for(prompt: list[int], **way: Any) -> tuple[list[int], SamplingParams]:
@@ -59,29 +104,10 @@ def asked_for(prompt: list[int], **way: Any) -> tuple[list[int], SamplingParams]
 
 @pytest.fixture(scope="module")
 def trained(small_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    group = LocalGroup(small_path, 1, Limits().num_pages)
-    vocab_size = group.model.vocab_size
-    requests = [
-        asked_for(prompt, **way)
-        for prompt, way in zip(prompts(group, [3, 17, 40, 16, 33, 8, 60, 5, 9, 12, 31, 31]), WAYS, strict=True)
-    ]
-    requests[-1] = requests[-2][0], requests[-1][1]  # another choice of one prompt
-
-    def make_guide(request: GenerateRequest) -> TurnsGuide | None:
-        return TurnsGuide(vocab_size) if request.sampling.grammar else None
-
-    firsts = group.generate(requests[:2], Limits(), at_once=True)
-    requests += [
-        asked_for(requests[index][0], **WAYS[index], stop_token_ids=(tokens[len(tokens) // 2],))
-        for index, tokens in enumerate(firsts.tokens)
-    ]
-    plain = group.generate(requests, Limits(), at_once=True, make_guide=make_guide)
-    assert len(plain.tokens[-1]) < 40
-    group.close()
-    texts = [[*prompt, *tokens] for (prompt, _), tokens in zip(requests, plain.tokens, strict=True)]
-    head, path = eagle3.train(small_path, texts[:12], 14), tmp_path_factory.mktemp("head")
+    known, path = Known.of(small_path), tmp_path_factory.mktemp("head")
+    head = eagle3.train(small_path, known.texts, 14)
     eagle3.write(head, path)
-    return Trained(path, head, requests, plain, vocab_size)
+    return Trained(head, known, SpeculationConfig(method="eagle3", model=str(path)))
 
 
 @pytest.fixture(scope="module")
@@ -97,18 +123,18 @@ def cheap_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimes, "of", lambda _, sizes, **__: 1 + 0.01 * np.asarray(sizes, np.float64))
 
 
-def check_drafts(group: LocalGroup, trained: Trained, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_drafts(group: LocalGroup, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks every draft that the ranks make, of texts that the head knows and of others, with plain torch."""
     results: list[StepResult] = []
     result = group.result
     monkeypatch.setattr(group, "result", lambda: results.append(result()) or results[-1])
     num_drafts = 0
     unknown = [asked_for(prompt, temperature=1.0, seed=3) for prompt in prompts(group, [21, 50])]
-    for prompt, sampling in [trained.requests[2], *unknown]:
+    for prompt, sampling in [trained.known.requests[2], *unknown]:
         results.clear()
         answers = group.generate([(prompt, sampling)], Limits(speculation=trained.speculation(4)), at_once=True)
         whole = [*prompt, *answers.tokens[0]]
-        states, num_known = eagle3.states_of(model_path, whole, (0, 1, 2)), len(prompt)
+        states, num_known = trained.head.states_of(whole), len(prompt)
         for step in results:
             num_known += len(step.tokens)
             drafts = step.drafts[step.drafts >= 0].tolist()
@@ -117,11 +143,20 @@ def check_drafts(group: LocalGroup, trained: Trained, model_path: Path, monkeypa
     assert num_drafts > 60
 
 
+def check_answers(group: LocalGroup, trained: Trained, num_drafts: int, num_pages: int) -> None:
+    """Checks answers with drafts of the ranks, some right and some wrong, against those without."""
+    known, limits = trained.known, Limits(num_pages=num_pages, speculation=trained.speculation(num_drafts))
+    drafted = group.generate(known.requests, limits, at_once=True, make_guide=known.make_guide)
+    same(drafted, known.plain)
+    assert (drafted.stats.total_preemptions > 0) == (num_pages < 2048)
+    assert 0.3 < drafted.stats.total_accepted / drafted.stats.total_drafted < 0.95
+
+
 @pytest.mark.parametrize("group", [1, 3], indirect=True)
 def test_ranks_draft_what_a_head_in_plain_torch_does(
-    group: LocalGroup, trained: Trained, small_path: Path, monkeypatch: pytest.MonkeyPatch
+    group: LocalGroup, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_drafts(group, trained, small_path, monkeypatch)
+    check_drafts(group, trained, monkeypatch)
 
 
 def test_drafts_behind_captured_steps_are_the_same(
@@ -131,7 +166,7 @@ def test_drafts_behind_captured_steps_are_the_same(
     monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
     by_name, speculation = AttentionConfig(backend="torch_native"), trained.speculation(7)
     group = LocalGroup(small_path, 1, 64, max_model_len=128, attention=by_name, speculation=speculation)
-    check_drafts(group, trained, small_path, monkeypatch)
+    check_drafts(group, trained, monkeypatch)
     group.close()
 
 
@@ -143,17 +178,13 @@ def test_drafts_behind_captured_steps_are_the_same(
 def test_answers_with_drafts_equal_those_without(
     group: LocalGroup, trained: Trained, num_drafts: int, num_pages: int
 ) -> None:
-    limits = Limits(num_pages=num_pages, speculation=trained.speculation(num_drafts))
-    drafted = group.generate(trained.requests, limits, at_once=True, make_guide=trained.make_guide)
-    same(drafted, trained.plain)
-    assert (drafted.stats.total_preemptions > 0) == (num_pages < 2048)
-    assert 0.3 < drafted.stats.total_accepted / drafted.stats.total_drafted < 0.95
+    check_answers(group, trained, num_drafts, num_pages)
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
 def test_pages_and_chunks_change_no_answer(group: LocalGroup, trained: Trained) -> None:
     sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True, num_logprobs=1)
-    firsts = [(prompt, sampling) for prompt, _ in trained.requests[1:4]]
+    firsts = [(prompt, sampling) for prompt, _ in trained.known.requests[1:4]]
     plain = group.generate(firsts, Limits(), at_once=True)
     turns = [([*prompt, *tokens, 7], sampling) for (prompt, _), tokens in zip(firsts, plain.tokens, strict=True)]
     plain = group.generate([*firsts, *turns], Limits(), at_once=True)
@@ -164,7 +195,7 @@ def test_pages_and_chunks_change_no_answer(group: LocalGroup, trained: Trained) 
     assert drafted.stats.total_prefix_hit_tokens == sum((len(prompt) + 39) // 16 * 16 for prompt, _ in firsts)
     assert drafted.stats.total_drafted > 0
     # The head finds in the pages what it left there.
-    known = asked_for(trained.requests[0][0] + trained.plain.tokens[0][:20], max_tokens=20)
+    known = asked_for(trained.known.requests[0][0] + trained.known.plain.tokens[0][:20], max_tokens=20)
     whole = group.generate([known] * 3, limits, at_once=False)
     assert whole.stats.total_prefix_hit_tokens > 0
     assert whole.stats.total_accepted > 0.5 * whole.stats.total_drafted
@@ -209,19 +240,19 @@ def test_states_are_those_that_enter_the_named_layers(
     head = with_draft_head(read_model_config(small_path), config).draft_head
     assert head is not None
     assert head.state_layers == layers
-    assert head.fc.shape == (144, len(layers) * 144)
+    assert head.projection.shape == (144, len(layers) * 144)
 
 
 def test_both_names_of_the_layer_are_read_and_what_is_not_known_is_refused(
     trained: Trained, small_path: Path, tmp_path: Path
 ) -> None:
-    config = EngineConfig(model="m", speculation=trained.speculation(1))
+    config, head_path = EngineConfig(model="m", speculation=trained.seven), Path(str(trained.seven.model))
     model = with_draft_head(read_model_config(small_path), config)
-    tensors = load_file(trained.path / "model.safetensors")
+    tensors = load_file(head_path / "model.safetensors")
     other = {name.replace("midlayer.", "model.layers.0."): tensor for name, tensor in tensors.items()}
     save_file({**other, "embed_tokens.weight": torch.zeros(1000, 144)}, tmp_path / "model.safetensors")
     with (
-        Checkpoint.open(small_path, model, trained.path) as one,
+        Checkpoint.open(small_path, model, head_path) as one,
         Checkpoint.open(small_path, model, tmp_path) as two,
     ):
         for name in "draft.midlayer.self_attn.q_proj.weight", "draft.midlayer.hidden_norm.weight", "draft.fc.weight":

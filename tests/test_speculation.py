@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 
 from cluster.engine.messages import GenerateRequest, SamplingParams
 from cluster.scheduling.drafter import Drafter, StepTimes
@@ -21,10 +24,21 @@ from cluster.scheduling.request import Request, mask_of
 from cluster.scheduling.row_table import RowTable
 from configs.schema import NO_SPECULATION, SpeculationConfig
 from tests.fake_engine import LIMITS, VOCAB, Engine, prompt_of, reference
+from tests.family_checks import random_case
 from tests.local_group import Answers, Limits, LocalGroup
 from tests.test_scheduler import run_random_load
 from worker.protocol import Int32Array, UInt32Array
 
+PEAKED: dict[str, Any] = {
+    "vocab_size": 6,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+"""A Llama of few tokens; the likeliest has a probability of about 0.4 where matrices are large."""
 SEVEN = SpeculationConfig(method="ngram", num_speculative_tokens=7)
 
 
@@ -234,6 +248,62 @@ def test_answers_under_random_load_equal_the_reference_with_drafts_that_are_ofte
     assert sum(stat.total_drafted for stat in stats) > sum(stat.total_accepted for stat in stats)
     assert sum(stat.total_preemptions for stat in stats) > 3
     assert oracle.num_guided > 10
+
+
+# ---- fast numerics: not the same bits, but the same distribution
+
+
+class SameDrafts(Oracle):
+    """The same drafts whatever the answers are."""
+
+    def _drafts(self, history: NgramHistory, count: int) -> list[int]:
+        return list(self._whole_of(self._requests[history])[len(history) :][:count])
+
+
+def improbability(counts: npt.NDArray[np.int64], probabilities: npt.NDArray[np.float64]) -> float:
+    """How far `counts` are from what `probabilities` of the same cells make likely: chi-square, less its mean, in its
+    standard deviations. Cells that fewer than eight are expected in count as one."""
+    expected = probabilities * counts.sum()
+    is_rare = expected < 8
+    found, expected = (np.append(of[~is_rare], of[is_rare].sum()) for of in (counts, expected))
+    found, expected = found[expected > 0], expected[expected > 0]
+    freedom = len(found) - 1
+    return float((((found - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
+
+
+def test_fast_numerics_with_drafts_draw_what_the_model_alone_makes_likely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two tokens of an answer come without drafts, since steps overlap, and the next two with them.
+
+    Planted once: one draft of twenty, or of ten, that counts as right whatever was sampled, is 6 and 27 deviations; a
+    step that draws all tokens of a row with one noise 167.
+    """
+    case = random_case("llama", PEAKED, tmp_path, factor=6.0)
+    size, num_answers, prompt = PEAKED["vocab_size"], 3000, [3, 1, 4, 1, 5, 2, 0, 5, 3]
+    answers = torch.cartesian_prod(*[torch.arange(size)] * 4)
+    with torch.inference_mode():
+        logits = case.hf(torch.cat((torch.tensor([prompt]).expand(len(answers), -1), answers), dim=1)).logits
+    of_tokens = logits[:, len(prompt) - 1 : -1].log_softmax(dim=-1).gather(2, answers.unsqueeze(2))
+    likely = of_tokens.sum((1, 2)).double().exp().view([size] * 4).numpy()
+    # The likeliest tokens of all four places are the drafts, whatever is before them.
+    drafts = [int(np.moveaxis(likely, place, 0).reshape(size, -1).sum(axis=1).argmax()) for place in range(4)]
+    SameDrafts(monkeypatch, lambda _request: [*prompt, *drafts, *drafts], size)
+    speculation = SEVEN.model_copy(update={"num_speculative_tokens": 2})
+    group = LocalGroup(case.path, 1, Limits().num_pages, numerics="fast", speculation=speculation)
+    requests = [
+        (prompt, SamplingParams(max_tokens=6, temperature=1.0, seed=seed, ignore_eos=True))
+        for seed in range(num_answers)
+    ]
+    got = group.generate(requests, Limits(speculation=speculation), at_once=True)
+    group.close()
+    assert got.stats.total_drafted >= 2 * num_answers
+    assert 0.2 < got.stats.total_accepted / got.stats.total_drafted < 0.6
+    counts = np.zeros_like(likely, np.int64)
+    np.add.at(counts, tuple(np.array(got.tokens)[:, :4].T), 1)
+    # The two that are verified alone, and with what was before them.
+    assert improbability(counts.sum((0, 1)).ravel(), likely.sum((0, 1)).ravel()) < 4
+    assert improbability(counts.ravel(), likely.ravel()) < 4
 
 
 # ---- n-grams

@@ -55,6 +55,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen2_moe", {**test_moe_models.SIZES, **test_moe_models.MODELS["qwen2_moe"][1]}),
     "latents": ("deepseek_v2", {**test_latent_models.SIZES, **test_latent_models.MODELS["lite"]}),
     "draft_head": ("llama", {**test_families.SIZES}),
+    "mtp": ("glm4_moe", {**test_moe_models.SIZES, **test_moe_models.MODELS["glm4_moe"][1]}),
 }
 
 
@@ -62,6 +63,8 @@ def family_model(path: Path, family: str) -> ModelConfig:
     kind, settings = FAMILIES[family]
     transformers.CONFIG_MAPPING[kind](**settings).save_pretrained(path)
     model = read_model_config(path)
+    if family == "mtp":
+        return with_draft_head(model, EngineConfig(model=str(path), speculation=SpeculationConfig(method="mtp")))
     if family != "draft_head":
         return model
     (path / "head").mkdir()

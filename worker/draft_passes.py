@@ -17,6 +17,7 @@ from worker.drafts import StepDrafts
 from worker.layers.step import Step
 from worker.models.decoder import Decoder
 from worker.protocol import RowFlag, StepFrame
+from worker.sampler import Sampler
 from worker.step_inputs import StepInputs
 from worker.step_layout import shape_of
 from worker.upload import upload
@@ -25,10 +26,11 @@ from worker.upload import upload
 class DraftPasses:
     """Makes the drafts that frames ask for, where there is a head. Queues everything on the step's stream."""
 
-    def __init__(self, decoder: Decoder, backend: AttentionBackend, inputs: StepInputs) -> None:
+    def __init__(self, decoder: Decoder, backend: AttentionBackend, inputs: StepInputs, sampler: Sampler) -> None:
         self._decoder = decoder
         self._backend = backend
         self._inputs = inputs
+        self._sampler = sampler
 
     def new_states(self, num_tokens: int) -> torch.Tensor | None:
         """Room for what the head reads of so many tokens; None: there is none."""
@@ -69,7 +71,7 @@ class DraftPasses:
         output, hidden = head.forward(embedded, hidden, self._step_of(batch), lasts if most else lasts[:0])
         if not most:
             return None
-        ids = head.predicted(output)
+        ids = self._predicted(output)
         found = ids.new_zeros(len(wanted), most)
         found[:, 0] = ids
         deep = np.flatnonzero(wanted > 1)
@@ -88,9 +90,19 @@ class DraftPasses:
             self._inputs.upload(frame, shape_of(frame))
             step = self._step_of(self._inputs.batch(frame, shape_of(frame)))
             output, hidden = head.forward(self._decoder.embedded(ids), hidden, step, None)
-            ids = head.predicted(output)
+            ids = self._predicted(output)
             found[at, place] = ids
         return found
+
+    def _predicted(self, output: torch.Tensor) -> torch.Tensor:
+        """[num_rows] int64: the tokens that the head's first output predicts."""
+        head = self._decoder.draft_model
+        assert head is not None, "there is no head"
+        found = head.predicted(output)
+        if found is not None:
+            return found
+        rows = torch.zeros(len(output), dtype=torch.int32, device=output.device)  # row 0 is greedy
+        return self._sampler.sample(self._decoder.local_logits(output), rows, rows).clamp_(min=0)
 
     def _step_of(self, batch: ForwardBatch) -> Step:
         self._backend.init_forward_metadata(batch)

@@ -98,7 +98,7 @@ class DummyCheckpoint(AnyCheckpoint):
 
     def kv_scales(self) -> list[tuple[float, ...]]:
         """The scales of a checkpoint that has none: all 1."""
-        return [(1.0,) * len(layer.mixer.kv_scales) for layer in self._model.layers]
+        return [(1.0,) * len(layer.mixer.kv_scales) for layer in self._model.all_layers]
 
     def _make(self, name: str, out: torch.Tensor, rows: Span, columns: Span) -> None:
         tensor = self._tensors[name]

@@ -89,7 +89,7 @@ class ModelRunner:
         # All graphs write theirs here, and what the draft head reads.
         self._logits: torch.Tensor | None = None
         self._states: torch.Tensor | None = None
-        self._draft_passes = DraftPasses(decoder, backend, self._inputs)
+        self._draft_passes = DraftPasses(decoder, backend, self._inputs, sampler)
 
     @property
     def table_bytes(self) -> int:

@@ -363,7 +363,7 @@ class TPWorker:
             max_rows=resolved(scheduler.max_num_seqs),
             max_tokens=resolved(scheduler.max_num_batched_tokens),
             max_sampled=self._config.speculation.max_sampled(resolved(scheduler.max_num_seqs)),
-            max_graph_tokens=launch_bound_tokens(flops / self._model.num_hidden_layers),
+            max_graph_tokens=launch_bound_tokens(flops / len(self._model.all_layers)),
         )
 
     def _pools(

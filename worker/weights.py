@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from configs.draft_head import PREFIX
+from configs.draft_head import PREFIX, MTPHead
 from configs.errors import CheckpointError
 from configs.model_config import ModelConfig
 from configs.quantization import INPUT_SCALE, WeightScales
@@ -213,8 +213,7 @@ class Checkpoint(AnyCheckpoint):
 
         Raises CheckpointError for one that is no positive number.
         """
-        prefixes = [self._model.layer_prefix(i) for i in range(self._model.num_hidden_layers)]
-        layers = zip(prefixes, self._model.layers, strict=True)
+        layers = self._model.prefixed_layers
         return [tuple(self._kv_scale(prefix, names) for names in it.mixer.kv_scales) for prefix, it in layers]
 
     def close(self) -> None:
@@ -262,8 +261,8 @@ class Checkpoint(AnyCheckpoint):
     def _check(self, path: Path) -> None:
         expected = expected_shapes(self._model)
         optional = {
-            self._model.layer_prefix(i) + name
-            for i, layer in enumerate(self._model.layers)
+            prefix + name
+            for prefix, layer in self._model.prefixed_layers
             for names in layer.mixer.kv_scales
             for name in names
         }
@@ -311,6 +310,9 @@ class Checkpoint(AnyCheckpoint):
         is_beside = not name.startswith(self._model.tensor_prefix)
         layer = re.match(self._model.layer_prefix(r"(\d+)"), name)
         is_mtp = layer is not None and 0 <= int(layer[1]) - self._model.num_hidden_layers < self._model.num_mtp_layers
+        head = self._model.draft_head
+        if isinstance(head, MTPHead) and name.startswith(head.layer_prefix):
+            is_mtp = name in head.unread
         is_unread = tied_copy or is_beside or is_mtp or of_activations
         return is_unread or name in _IGNORED_NAMES or name.endswith(_IGNORED_SUFFIXES)
 

@@ -70,7 +70,7 @@ def print_plan(
         f"  from {model_path}",
         *(
             [f"  without its {model.num_mtp_layers} layer(s) of MTP, which are not read"]
-            if model.num_mtp_layers
+            if model.num_mtp_layers and config.speculation.method != "mtp"
             else []
         ),
         "",

@@ -36,7 +36,7 @@ def check_checkpoint(config: EngineConfig, *, serves_text: bool = True) -> None:
         check_gguf_tokenizer(tokenizer)
     if config.has_local_weights:
         head = config.speculation.model
-        if head is not None and is_local(head):
+        if head is None or is_local(head):
             model = with_draft_head(model, config)
         with Checkpoint.open(path, model, None if model.draft_head is None else draft_head_path(config)) as checkpoint:
             if config.kv_cache.dtype != "auto":

@@ -92,7 +92,7 @@ def starter_with(now: RankStarter, model: str, revision: str | None) -> RankStar
     """
     config = now.config.model_copy(update={"model": model, "revision": revision})
     path = resolve_model_path(model, revision, weights=config.has_local_weights)
-    # The types that weights lie in may be others. The head stays.
+    # The types that weights lie in may be others. A head stays, and an MTP layer is as it was.
     kept: dict[str, Any] = {"dtype": now.model.dtype, "draft_head": now.model.draft_head}
     found = dataclasses.replace(read_model_config(path, now.model.max_context), **kept)
     scales, has_mxfp4 = now.model.weight_scales, now.model.has_mxfp4

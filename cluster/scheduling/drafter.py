@@ -88,7 +88,7 @@ class Drafter:
         self._guided = guided
         self._most = limits.speculation.max_sampled(limits.max_num_seqs) - limits.max_num_seqs
         self.times = StepTimes()
-        self._asks = limits.speculation.method == "eagle3"
+        self._asks = limits.speculation.is_by_ranks
         self._num_chosen = limits.speculation.num_drafts  # most of a row, when they were chosen last
         self._num_unasked = 0  # steps since the ranks were asked for drafts
 

@@ -112,7 +112,7 @@ class SchedulerLimits:
         """Most pages that one row may hold in the window pool: its window, and what a step adds to it."""
         # The right drafts are known after the next step is planned, and the window moves on as if none were.
         # Ranks that draft go on behind those of the step as well.
-        longest = max(self.prefill_chunk_size, (2 + (self.speculation.method == "eagle3")) * self.max_row_tokens)
+        longest = max(self.prefill_chunk_size, (2 + self.speculation.is_by_ranks) * self.max_row_tokens)
         return min(self.num_pages_for(self.window - 1 + longest) + 1, self.num_pages, self.max_pages_per_row)
 
     @property

@@ -16,6 +16,7 @@ from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.layer import AttentionLayer
 from configs.biased_mixture import BiasedMixture
+from configs.draft_head import LAST_STATE
 from configs.latent_attention import LatentAttention
 from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts, Norms
 from configs.model_config import ModelConfig
@@ -198,7 +199,7 @@ class Decoder:
             from worker.models.draft_head import DraftModel  # it has a DecoderLayer itself
 
             context = LayerContext(plan.layers[-1], group, arithmetic, dtype, device)
-            self.draft_model = DraftModel(head, context, len(self.layers))
+            self.draft_model = DraftModel.of(head, context, len(self.layers))
         self._norm = RMSNorm(
             model.hidden_size, model.rms_norm_eps, dtype=dtype, device=device, offset=model.norm.offset
         )
@@ -208,8 +209,11 @@ class Decoder:
     @property
     def attention_layers(self) -> list[AttentionLayer]:
         """Geometry of every layer on this rank, the draft head's last."""
-        layers = self.layers if self.draft_model is None else [*self.layers, self.draft_model.layer]
-        return [layer.attention.layer for layer in layers]
+        return [layer.attention.layer for layer in self._all_layers]
+
+    @property
+    def _all_layers(self) -> list[DecoderLayer]:
+        return self.layers if self.draft_model is None else [*self.layers, self.draft_model.layer]
 
     def load(self, source: TensorSource, on_progress: Callable[[float], None] | None = None) -> None:
         """Reads this rank's shard of every tensor. `on_progress` gets the share done, 0 to 1, after each layer."""
@@ -232,7 +236,7 @@ class Decoder:
     def set_kv_scales(self, scales: Sequence[tuple[float, ...]]) -> None:
         """Sets what each layer's keys, and its values, are divided by in a pool in FP8; before `attention_layers` are
         asked for to make one."""
-        for layer, (k_scale, v_scale) in zip(self.layers, scales, strict=True):
+        for layer, (k_scale, v_scale) in zip(self._all_layers, scales, strict=True):
             assert isinstance(layer.attention, Attention), "no other kind has keys and values in FP8"
             layer.attention.layer = replace(layer.attention.layer, k_scale=k_scale, v_scale=v_scale)
 
@@ -260,8 +264,8 @@ class Decoder:
     ) -> torch.Tensor:
         """Hidden states [num_sampled, hidden_size] of `batch.sample_indices` after the last norm.
 
-        The last layer's products run for these tokens alone. `backend` is ready for `batch`. `states`, made by
-        `DraftModel.empty_states`, get what the draft head reads of all tokens.
+        The last layer's products run for these tokens alone, unless all are wanted behind it. `backend` is ready for
+        `batch`. `states`, made by `DraftModel.empty_states`, get what the draft head reads of all tokens.
         """
         step = self.step_of(batch, backend)
         residual = self._embedding(batch.input_ids)
@@ -271,10 +275,16 @@ class Decoder:
         wanted: dict[int, torch.Tensor] = {}
         if states is not None and self.draft_model is not None:
             wanted = dict(zip(self.draft_model.state_layers, states.unbind(1), strict=True))
+        all_states = wanted.get(LAST_STATE)
         keep = None if len(batch.sample_indices) == batch.num_tokens else batch.sample_indices
         for i, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, step, keep if i == len(self.layers) - 1 else None, wanted.get(i))
-        return residual if x is None or not len(residual) else self._norm.add(x, residual)
+            is_last = i == len(self.layers) - 1 and all_states is None
+            x, residual = layer(x, residual, step, keep if is_last else None, wanted.get(i))
+        hidden = residual if x is None or not len(residual) else self._norm.add(x, residual)
+        if all_states is None:
+            return hidden
+        all_states.copy_(hidden)
+        return hidden if keep is None else hidden.index_select(0, keep)
 
     @property
     def num_local_logits(self) -> int:
