@@ -117,15 +117,13 @@ def _llama4() -> torch.nn.Module:
 
 
 def _gpt_oss() -> torch.nn.Module:
-    return GptOssMLP(
+    block = GptOssMLP(
         GptOssConfig(
-            hidden_size=HIDDEN,
-            intermediate_size=COLUMNS,
-            num_local_experts=NUM_EXPERTS,
-            num_experts_per_tok=4,
-            swiglu_limit=0.7,
+            hidden_size=HIDDEN, intermediate_size=COLUMNS, num_local_experts=NUM_EXPERTS, num_experts_per_tok=4
         )
     )
+    block.experts.limit = 0.7  # transformers 5.17 does not read it from the config
+    return block
 
 
 QWEN3 = MixtureOfExperts(

@@ -27,7 +27,7 @@ import triton.language as tl
 from attention.forward_batch import PagedMetadata
 from attention.kernels.extend import ExtendTuning, Spans, paged_extend
 from attention.kernels.pages import block_of, first_key
-from attention.kernels.sums import empty_span, exact_answer, merge_span
+from attention.kernels.sums import empty_span, exact_answer, merge_span, scaled_sink
 from attention.layer import AttentionLayer
 from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
 
@@ -106,7 +106,7 @@ def _merge_kernel(
         m, total, acc = merge_span(m, total, acc, span_m, span_total, span_acc)
     sink = None
     if sinks is not None:
-        sink = tl.load(sinks + head) * 1.4426950408889634
+        sink = scaled_sink(tl.load(sinks + head))
     answer = exact_answer(m, total, acc, sink, v_scale)
     out_ptrs = out_ptr + out_row[:, None] * HEAD_DIM + dims
     tl.store(out_ptrs, answer.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -40,6 +40,7 @@ from attention.kernels.sums import (
     first_sums,
     leave_span,
     merge_span,
+    scaled_sink,
 )
 from attention.layer import AttentionLayer
 from parallel.kernels.dependent_launch import follow, let_next_start
@@ -268,7 +269,7 @@ def _extend_kernel(
         )
     sink = None
     if sinks is not None and not LEAVES:
-        sink = tl.load(sinks + q_heads, mask=is_pair, other=0.0) * LOG2_E
+        sink = scaled_sink(tl.load(sinks + q_heads, mask=is_pair, other=0.0))
     sums = first_sums(sink, BLOCK_M, BLOCK_D, SPAN)
     table_row = page_table + row.to(tl.int64) * page_table_stride
     if not ONE_TOKEN and WINDOW == 0 and CHUNK == 0:

@@ -43,6 +43,12 @@ def exact_cap(scores, CAP: tl.constexpr):
 
 
 @triton.jit
+def scaled_sink(sink):
+    """The sink in units of the scores times log2(e), rounded before the compiler can fuse it with what follows."""
+    return tl.fma(sink, 1.4426950408889634, 0.0)
+
+
+@triton.jit
 def empty_span(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """The sums of a span before its first tile: largest score, total weight in some equal columns, weighted values."""
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
