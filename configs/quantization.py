@@ -62,11 +62,13 @@ PLAIN = Kept()
 
 
 def kept_types(config: EngineConfig, model: ModelConfig) -> Kept:
-    """The types that ranks keep, once `config` is resolved. CPUs read all weights in `dtype`, and GPUs those of a
-    checkpoint in FP8 too unless they are asked for: no GPU has run them yet."""
+    """The types that ranks keep, once `config` is resolved. CPUs read all weights in `dtype`; exact numerics on GPUs do
+    so too, where weights in FP8 have the same bits but take longer, unless they are asked for."""
     is_cuda = config.device == "cuda"
-    multiplies_mxfp4 = is_cuda and not config.is_exact and config.dtype == "bfloat16"
-    return Kept(is_cuda and config.quantization == "fp8", multiplies_mxfp4 and model.has_mxfp4)
+    is_fast = is_cuda and not config.is_exact
+    has_fp8 = is_fast and config.dtype != "float32" and model.weight_scales is not None
+    has_mxfp4 = is_fast and config.dtype == "bfloat16" and model.has_mxfp4
+    return Kept(has_fp8 or (is_cuda and config.quantization == "fp8"), has_mxfp4)
 
 
 def read_weight_scales(said: Any, path: Path) -> WeightScales | None:

@@ -272,10 +272,10 @@ class EngineConfig(_Section):
     """Type of weights, activations and, unless `kv_cache.dtype` says otherwise, KV. auto: the checkpoint's on cuda,
     float32 on cpu."""
     quantization: Literal["auto", "fp8"] = "auto"
-    """auto: weights are kept in `dtype`. fp8: those of linear layers and experts are kept in FP8 (e4m3) on cuda, as the
-    checkpoint has them or made so while they are read, with a scale for each 128 x 128 of them, which halves what a
-    step reads; with `numerics: fast` activations are rounded to FP8 as well for products with them. On cpu the weights
-    have the same values in `dtype`."""
+    """fp8: weights of linear layers and experts are kept in FP8 (e4m3) on cuda, as the checkpoint has them or made so
+    while they are read, with a scale for each 128 x 128 of them, which halves what a step reads; with `numerics: fast`
+    activations are rounded to FP8 as well for products with them. On cpu the weights have the same values in `dtype`.
+    auto: fp8 for a checkpoint in FP8 with `numerics: fast`, else `dtype`."""
     numerics: Literal["auto", "fast", "exact"] = "auto"
     """exact: not one bit of a logit depends on the number of ranks, on what else runs, on chunks, prefix hits or
     preemption; what cannot be so is refused. fast: whatever is fastest. auto: exact on CPU, where it is no slower, if

@@ -5,6 +5,7 @@ In Triton's interpreter, and in bf16 on a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from configs.biased_mixture import BiasedMixture
 from configs.errors import CheckpointError
 from configs.layers import Axis
 from configs.model_config import ModelConfig
-from configs.quantization import Kept, kept_types
+from configs.quantization import FP8_BLOCKS, Kept, kept_types
 from configs.read_config import read_model_config
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
@@ -209,6 +210,15 @@ def test_exact_numerics_and_cpus_read_them(tmp_path: Path) -> None:
     assert kept_types(config.model_copy(update={"quantization": "fp8"}), model) == Kept(fp8=True, mxfp4=True)
     for other in ({"device": "cpu"}, {"dtype": "float16"}, {"numerics": "exact"}):
         assert kept_types(config.model_copy(update=other), model) == Kept()
+
+
+def test_weights_in_fp8_stay_so_on_gpus_where_that_is_faster(tmp_path: Path) -> None:
+    model = dataclasses.replace(four_bit_model(tmp_path, quantization_config=None), weight_scales=FP8_BLOCKS)
+    config = EngineConfig(model="m", device="cuda", dtype="bfloat16", numerics="fast")
+    assert kept_types(config, model) == Kept(fp8=True)
+    for other in ({"device": "cpu"}, {"dtype": "float32"}, {"numerics": "exact"}):
+        assert kept_types(config.model_copy(update=other), model) == Kept()
+    assert kept_types(config.model_copy(update={"numerics": "exact", "quantization": "fp8"}), model) == Kept(fp8=True)
 
 
 def test_four_bits_count_with_their_scales() -> None:

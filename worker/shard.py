@@ -235,7 +235,9 @@ class Shard:
             found = Checkpoint.open(checkpoint, model, draft_head)
         if self._config.quantization == "fp8" or (is_dummy and model.weight_scales is not None):
             found = QuantisedCheckpoint(found, model)
-        found.keeps_fp8 = kept_types(self._config, model).fp8
+        # Older GPUs have no products in FP8.
+        multiplies_fp8 = self._device.type == "cpu" or torch.cuda.get_device_capability(self._device) >= (8, 9)
+        found.keeps_fp8 = kept_types(self._config, model).fp8 and multiplies_fp8
         return found
 
 
