@@ -37,7 +37,7 @@ from worker.models.decoder import Decoder
 from worker.quantised_weights import QuantisedCheckpoint
 from worker.staged_weights import tensors
 from worker.tp_worker import TPWorker
-from worker.weights import Checkpoint, expected_shapes
+from worker.weights import AnyCheckpoint, Checkpoint, expected_shapes
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -188,6 +188,27 @@ def test_a_gpu_makes_the_same_bits_as_the_cpu(dtype: torch.dtype) -> None:
     ours, theirs = _whole(BIASED, dtype), _whole(BIASED, dtype, "cuda")
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name].cpu()), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "in_fp8"), [("qwen3-8b", False), ("qwen3-8b", True), ("qwen3-30b-a3b", True), ("gpt-oss-20b", False)]
+)
+def test_loading_takes_the_memory_of_the_shard_and_a_gigabyte(name: str, in_fp8: bool) -> None:
+    model = read_model_config(ROOT / "benchmarks/models" / name)
+    model, device = replace(model, layers=model.layers[:4]), torch.device("cuda")
+    source: AnyCheckpoint = DummyCheckpoint(model)
+    if in_fp8:
+        source = QuantisedCheckpoint(source, model)
+        source.keeps_fp8 = True
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    group = TensorParallelGroup.single(device)
+    decoder = Decoder(model, ShardPlan.create(model, 1), group, dtype=torch.bfloat16, device=device)
+    decoder.load(source)
+    num_bytes = sum(it.nbytes for it in tensors(decoder))
+    assert num_bytes > 1 << 30
+    assert torch.cuda.max_memory_allocated() - before <= num_bytes + (1 << 30)
 
 
 def test_the_kernel_makes_the_same_bits(interpreter: None) -> None:
