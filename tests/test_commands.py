@@ -37,7 +37,13 @@ def _figures(path: Path) -> dict[str, Any]:
 # ---- check
 
 
-@pytest.mark.parametrize("path", [it for it in RESULTS if "kv_tokens" in _figures(it)], ids=lambda path: path.stem)
+def _has_room(path: Path) -> bool:
+    figures = _figures(path)
+    # At that commit ranks lost what the embedding and the LM head had lain in before they were kept.
+    return "kv_tokens" in figures and figures["commit"] != "94b17b9"
+
+
+@pytest.mark.parametrize("path", filter(_has_room, RESULTS), ids=lambda path: path.stem)
 def test_the_tokens_foretold_are_those_that_a_real_start_found(path: Path) -> None:
     figures = _figures(path)
     model_path = ROOT / next(it for it in figures["overrides"] if it.startswith("model=")).removeprefix("model=")

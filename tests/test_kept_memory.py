@@ -70,7 +70,7 @@ def test_a_block_is_one_memory_for_all_who_map_it_until_another_takes_its_place(
         one.again("weights", 8192)
     del first, second, found
     keeper.drop()
-    assert num_files() == before
+    assert num_files() <= before
 
 
 def test_memory_that_outlives_a_process_is_found_to_be_there(keeper: Keeper, device: torch.device) -> None:

@@ -114,6 +114,8 @@ class Shard:
             if DTYPES[self._config.kv_dtype] is FP8:
                 self.decoder.set_kv_scales(checkpoint.kv_scales())
             self.num_bytes = num_found or checkpoint.bytes_loaded
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what lay outside the blocks before: of 8B's embedding and LM head 2.3 GiB
         _log.info(
             "rank %d: %.2f GiB of weights %s in %.1f s",
             self._group.rank,
