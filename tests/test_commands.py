@@ -43,7 +43,7 @@ def _has_room(path: Path) -> bool:
     return "kv_tokens" in figures and figures["commit"] != "94b17b9"
 
 
-@pytest.mark.parametrize("path", filter(_has_room, RESULTS), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", list(filter(_has_room, RESULTS)), ids=lambda path: path.stem)
 def test_the_tokens_foretold_are_those_that_a_real_start_found(path: Path) -> None:
     figures = _figures(path)
     model_path = ROOT / next(it for it in figures["overrides"] if it.startswith("model=")).removeprefix("model=")
