@@ -276,7 +276,9 @@ class Decoder:
         if states is not None and self.draft_model is not None:
             wanted = dict(zip(self.draft_model.state_layers, states.unbind(1), strict=True))
         all_states = wanted.get(LAST_STATE)
-        keep = None if len(batch.sample_indices) == batch.num_tokens else batch.sample_indices
+        # A captured shape with drafts has as many samples as tokens, whichever of them a step samples.
+        is_decode = batch.batch_size == len(batch.sample_indices) == batch.num_tokens
+        keep = None if is_decode else batch.sample_indices
         for i, layer in enumerate(self.layers):
             is_last = i == len(self.layers) - 1 and all_states is None
             x, residual = layer(x, residual, step, keep if is_last else None, wanted.get(i))
