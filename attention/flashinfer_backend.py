@@ -78,6 +78,7 @@ class FlashInferBackend(AttentionBackend):
     """
 
     captures_cuda_graphs = True
+    plans_on_host = True
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ class HybridBackend(AttentionBackend):
         self._masked = masked
         self._now = prefill
         self.captures_cuda_graphs = prefill.captures_cuda_graphs and decode.captures_cuda_graphs
+        self.plans_on_host = decode.plans_on_host
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)

@@ -9,7 +9,9 @@ speculation, as often as --rounds says, by the same ranks, for whom this process
 Ray, no HTTP. Rates have the prompts' time in them. The ratio is that of all time, `cpu_ratio` that of the processor
 time of all processes, which other programs change less. Greedy answers to random ids soon go round in circles, which
 drafts follow; those drawn at temperature 1 repeat nothing. With --accept the drafts of random ids are the answers
-without speculation, each token of them with that probability, as other engines' benchmarks force it.
+without speculation, each token of them with that probability, as other engines' benchmarks force it; where the ranks
+draft, they are as many as the ranks made, whose passes run for them. Without speculation no pass of a head runs, but
+its weights are there, and steps leave the states that it reads.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from configs.read_draft_head import with_draft_head
 from configs.resolve import HostFacts, resolve
 from configs.schema import NO_SPECULATION, EngineConfig
 from parallel.environment import RANK_ENVIRONMENT
+from worker.draft_passes import DraftPasses
 from worker.protocol import FrameKind, Int32Array, StepFrame, StepResult
 
 _TEXTS = (
@@ -70,51 +73,61 @@ _MAX_MODEL_LEN = 1024
 _TIMEOUT_S = 600.0
 
 
-class _Frames:
-    """A FrameSource over a pipe."""
+_HEAD_RUNS, _HEAD_RESTS = b"the head runs", b"the head rests"
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+
+class _Frames:
+    """A FrameSource over a pipe, which also says whether the draft head runs behind the steps."""
+
+    def __init__(self, connection: Connection, passes: DraftPasses) -> None:
+        self._connection, self._passes, self._run = connection, passes, passes.run
 
     def recv(self, timeout_s: float) -> bytes:
-        return self._connection.recv_bytes()
+        while (frame := self._connection.recv_bytes()) in (_HEAD_RUNS, _HEAD_RESTS):
+            run = self._run if frame == _HEAD_RUNS else lambda *_, **__: None
+            self._passes.run = run  # type: ignore[method-assign]
+        return frame
 
     def poll(self) -> bytes | None:
-        return self._connection.recv_bytes() if self._connection.poll() else None
+        return self.recv(0.0) if self._connection.poll() else None
 
 
 def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, num_pages: int, pipe: Connection) -> None:
     worker, group = start_worker(rank, config, path, port)
     worker.allocate(num_pages, _MAX_MODEL_LEN)
     pipe.send_bytes(b"ready")
-    worker.run(_Frames(pipe), pipe.send_bytes if rank == 0 else None)
+    assert worker._runner is not None
+    worker.run(_Frames(pipe, worker._runner._draft_passes), pipe.send_bytes if rank == 0 else None)
     group.barrier()
 
 
 class _Foreseen:
-    """In place of an `NgramHistory`, one that knows the answer, and is wrong on purpose."""
+    """In place of a request's history, one that knows the answer, and is wrong on purpose."""
 
-    def __init__(self, whole: list[int], rate: float) -> None:
-        self._whole, self._num_tokens, self.chances = whole, 0, (rate, rate)
+    def __init__(self, whole: list[int], rate: float, num_drafts: int) -> None:
+        self._whole, self._num_tokens, self._rate, self.num_drafts = whole, 0, rate, num_drafts
 
     def __len__(self) -> int:
         return self._num_tokens
 
-    num_drafts = sys.maxsize
+    @property
+    def chances(self) -> tuple[float, float] | None:
+        return (self._rate, self._rate) if self.num_drafts else None
 
     def take(self, tokens: Int32Array, *, is_whole: bool) -> None:
         self._num_tokens += len(tokens)
+        self.num_drafts = max(0, self.num_drafts - len(tokens))
 
     def drafts(self, count: int) -> list[int]:
         places = range(self._num_tokens, self._num_tokens + count)
         known = self._whole[places.start : places.stop]
-        wrong = np.random.default_rng(places.start).random(len(known)) >= self.chances[0]
+        wrong = np.random.default_rng(places.start).random(len(known)) >= self._rate
         drafts = [0 if is_wrong else token for token, is_wrong in zip(known, wrong.tolist(), strict=True)]
         return drafts + [0] * (count - len(known))
 
 
-class _Foreseeing(Drafter):
-    """A drafter of answers that are known."""
+class Foreseeing(Drafter):
+    """A drafter of answers that are known; where the ranks draft, of as many tokens as they do."""
 
     def __init__(self, *args: Any, wholes: dict[int, list[int]], rate: float) -> None:
         super().__init__(*args)
@@ -123,8 +136,15 @@ class _Foreseeing(Drafter):
     def take(self, rows: Int32Array) -> None:
         for request in map(self._rows.request, rows.tolist()):
             if request.history is None:
-                request.history = cast("NgramHistory", _Foreseen(self._wholes[request.id], self._rate))
+                foreseen = _Foreseen(self._wholes[request.id], self._rate, 0 if self._asks else sys.maxsize)
+                request.history = cast("NgramHistory", foreseen)
         super().take(rows)
+
+    def bring(self, rows: Int32Array, drafts: Int32Array) -> None:
+        super().bring(rows, drafts)
+        for row, count in zip(rows.tolist(), (drafts >= 0).sum(axis=1).tolist(), strict=True):
+            cast("_Foreseen", self._rows.request(row).history).num_drafts = count
+            self._rows.predicted[row] = count > 0
 
 
 class _Ranks:
@@ -173,6 +193,8 @@ class _Ranks:
         )
         with mock.patch("cluster.scheduling.scheduler.Drafter", drafter):
             scheduler = Scheduler(limits)
+        for pipe in self._pipes:
+            pipe.send_bytes(_HEAD_RUNS if speculates else _HEAD_RESTS)
         scheduler.last_step = self._last_step
         assert not scheduler.add(requests)
         tokens: dict[int, list[int]] = {request.id: [] for request in requests}
@@ -230,7 +252,7 @@ def _measure(
     if args.accept is not None:
         known = ranks.answer(requests, batch, speculates=False, drafter=Drafter).tokens
         wholes = {it.id: [*np.frombuffer(it.prompt, np.int32).tolist(), *known[it.id]] for it in requests}
-        drafter = partial(_Foreseeing, wholes=wholes, rate=args.accept)
+        drafter = partial(Foreseeing, wholes=wholes, rate=args.accept)
     order = (False, True, True, False) * args.rounds
     runs = [(speculates, ranks.answer(requests, batch, speculates=speculates, drafter=drafter)) for speculates in order]
     without, with_ = ([run for speculates, run in runs if speculates is kind] for kind in (False, True))

@@ -27,6 +27,7 @@ from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.kv_pages import WindowPool, pool_bytes
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
+from configs.read_draft_head import with_draft_head
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
 from tests.conftest import SHARE_GPUS
@@ -80,12 +81,21 @@ class GpuEngine:
     Args:
         model_path: a directory; weights are random with `load_format: dummy` in `changes`.
         num_pages: of the KV pool.
+        eager_drafts: a draft head's passes are not to be captured.
         changes: settings of EngineConfig.
     """
 
-    def __init__(self, model_path: Path, *, num_pages: int, max_model_len: int = 1024, **changes: Any) -> None:
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        num_pages: int,
+        max_model_len: int = 1024,
+        eager_drafts: bool = False,
+        **changes: Any,
+    ) -> None:
         config = EngineConfig(**{"model": str(model_path), "device": "cuda", **changes})
-        self.model: ModelConfig = read_model_config(model_path)
+        self.model: ModelConfig = with_draft_head(read_model_config(model_path), config)
         size = config.tensor_parallel_size
         if _must_share_gpus(size):
             config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"all_reduce": "nccl"})})
@@ -99,7 +109,7 @@ class GpuEngine:
         self._controls = [context.Pipe() for _ in range(size)]
         self._store = _store(None)
         pages = (num_pages, max_model_len, self._num_window_pages)
-        arguments = (size, self.config, self.model, model_path, self._store.port, *pages)
+        arguments = (size, self.config, self.model, model_path, self._store.port, *pages, eager_drafts)
         self._processes = [
             context.Process(
                 target=_rank_main,
@@ -219,6 +229,8 @@ class GpuEngine:
             eos_token_ids=self.model.eos_token_ids,
             num_window_pages=self._num_window_pages,
             window=1 if self._window_pool is None else self._window_pool.window,
+            max_row_tokens=1 + self.config.speculation.num_drafts,
+            speculation=self.config.speculation,
             **self.config.scheduler.model_dump(),
         )
         return Scheduler(limits, generation)
@@ -324,6 +336,7 @@ def _rank_main(
     num_pages: int,
     max_model_len: int,
     num_window_pages: int | None,
+    eager_drafts: bool,
     frames: Any,
     results: Any,
     controls: Any,
@@ -338,10 +351,12 @@ def _rank_main(
         # NCCL refuses two ranks on one GPU of a host, so each says that its host is another, and they talk over TCP.
         os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
+    from attention.backend import AttentionBackend
     from parallel.group import TensorParallelGroup
     from parallel.plan import ShardPlan
     from worker.tp_worker import TPWorker, peer_sizes
 
+    AttentionBackend.plans_on_host = eager_drafts  # of those that do not plan in any case
     faulthandler.register(signal.SIGUSR1)
     try:
         device = torch.device("cuda", rank % num_gpus)

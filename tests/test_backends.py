@@ -276,6 +276,10 @@ def test_steps_of_single_tokens_go_to_one_backend_and_all_others_to_the_other() 
     without = Recorder("decode", said, pool)
     without.captures_cuda_graphs = False
     assert not _hybrid(Recorder("prefill", said, pool), without).captures_cuda_graphs
+    assert not hybrid.plans_on_host
+    planning = Recorder("decode", said, pool)
+    planning.plans_on_host = True
+    assert _hybrid(Recorder("prefill", said, pool), planning).plans_on_host
 
 
 def test_a_step_with_a_mask_goes_to_one_that_serves_masks(monkeypatch: pytest.MonkeyPatch) -> None:

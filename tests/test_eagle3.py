@@ -30,6 +30,7 @@ from tests.local_group import Answers, Limits, LocalGroup
 from tests.rerun_graphs import PagedBackend, RerunGraphs
 from tests.test_scheduler import run_random_load
 from tests.test_speculation import WAYS, TurnsGuide, prompts, same
+from worker.models.draft_head import DraftModel, Eagle3Model
 from worker.protocol import StepResult
 from worker.weights import Checkpoint
 
@@ -199,6 +200,30 @@ def test_pages_and_chunks_change_no_answer(group: LocalGroup, trained: Trained) 
     whole = group.generate([known] * 3, limits, at_once=False)
     assert whole.stats.total_prefix_hit_tokens > 0
     assert whole.stats.total_accepted > 0.5 * whole.stats.total_drafted
+
+
+def test_states_of_a_layer_that_a_head_reads_twice_are_there_twice(
+    small_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**eagle3.HEAD, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 0, 1]}}
+    eagle3.write(eagle3.Head(config, torch.empty(0)), tmp_path)
+    seen, empty_states, reduced = list[torch.Tensor](), DraftModel.empty_states, Eagle3Model.reduced
+
+    def kept(head: Eagle3Model, states: torch.Tensor) -> torch.Tensor:
+        seen.append(states.clone())
+        return reduced(head, states)
+
+    monkeypatch.setattr(DraftModel, "empty_states", lambda *args: empty_states(*args).fill_(torch.nan))
+    monkeypatch.setattr(Eagle3Model, "reduced", kept)
+    speculation = SpeculationConfig(method="eagle3", model=str(tmp_path))
+    group = LocalGroup(small_path, 1, 64, speculation=speculation)
+    group.generate([asked_for([5, 6, 7], max_tokens=3)], Limits(num_pages=64, speculation=speculation), at_once=True)
+    group.close()
+    assert seen
+    for states in seen:
+        assert states.isfinite().all()
+        assert torch.equal(states[:, 0], states[:, 2])
+        assert not torch.equal(states[:, 0], states[:, 1])
 
 
 # ---- checkpoints

@@ -16,16 +16,18 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from attention import registry
 from cluster.engine.messages import GenerateRequest, SamplingParams
 from cluster.scheduling.drafter import Drafter, StepTimes
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.ngrams import NgramHistory
 from cluster.scheduling.request import Request, mask_of
 from cluster.scheduling.row_table import RowTable
-from configs.schema import NO_SPECULATION, SpeculationConfig
+from configs.schema import NO_SPECULATION, AttentionConfig, SpeculationConfig
 from tests.fake_engine import LIMITS, VOCAB, Engine, prompt_of, reference
 from tests.family_checks import random_case
 from tests.local_group import Answers, Limits, LocalGroup
+from tests.rerun_graphs import PagedBackend, RerunGraphs
 from tests.test_scheduler import run_random_load
 from worker.protocol import Int32Array, UInt32Array
 
@@ -154,6 +156,22 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 7, "prompt_logprobs": 1},
     {"temperature": 1.0, "seed": 8, "prompt_logprobs": -1},
 ]
+
+
+def test_captured_steps_with_room_for_drafts_sample_what_others_do(
+    small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of more rows than shapes for few have, of which one input each is sampled."""
+    monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
+    by_name = AttentionConfig(backend="torch_native")
+    answers = []
+    for speculation in (NO_SPECULATION, SEVEN):
+        group = LocalGroup(small_path, 1, 64, max_model_len=128, attention=by_name, speculation=speculation)
+        asked = [(prompt, SamplingParams(max_tokens=3)) for prompt in prompts(group, [*range(3, 15)])]
+        answers.append(group.generate(asked, Limits(num_pages=64), at_once=True).tokens)
+        group.close()
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,16 @@ def test_steps_with_drafts_are_padded_to_the_next_size_alone(num_rows: int, num_
     assert shape.num_tokens == max(num_tokens, 16)
 
 
+@pytest.mark.parametrize("max_rows", [1, 3, 8, 11])
+def test_steps_with_as_many_drafts_as_rows_may_have_are_captured_for_few_rows_too(max_rows: int) -> None:
+    ladder = prompt_shapes(max_rows, 512, LONGEST, 8 * max_rows)
+    for num_rows in range(1, max_rows + 1):
+        shape = smallest(ladder, StepShape(8 * num_rows, num_rows, 8 * num_rows))
+        assert shape is not None
+        assert shape.num_tokens < 8 * num_rows + 32
+    assert not any(shape.is_decode for shape in ladder)
+
+
 @pytest.mark.parametrize("decodes", [True, False])
 @pytest.mark.parametrize("seed", range(20))
 def test_a_padded_step_says_of_its_own_rows_what_the_exact_one_says(seed: int, decodes: bool) -> None:

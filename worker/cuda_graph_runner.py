@@ -1,5 +1,5 @@
 """CUDA graphs of whole steps, one for each shape of a ladder: captured before the first step or between others, or when
-a shape is needed for the second time."""
+a shape is needed for the second time; and of passes behind them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from worker.step_layout import smallest
 _log = logging.getLogger(__name__)
 
 _NUM_WARM_UPS = 2
+_OutputT = TypeVar("_OutputT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class CudaGraphRunner:
         # Python drops these in order. The graphs must be gone before the group's NCCL communicator, whose end waits for
         # the graphs that hold it: forever, were they dropped by the same thread afterwards.
         self._captured: dict[StepShape, _Captured] = {}
+        self._passes: dict[tuple[str, StepShape], Any] = {}
         self._decodes: list[StepShape] = []
         self._prompts: list[StepShape] = []
         self._seen: set[StepShape] = set()
@@ -111,12 +113,20 @@ class CudaGraphRunner:
         self, step: Callable[[StepShape], DeviceOutput], shape: StepShape, *, prepare: Callable[[StepShape], None]
     ) -> None:
         """Captures `step` at one shape, between two steps perhaps; see `capture`."""
-        if self._stream is None:
-            self._pool = torch.cuda.graph_pool_handle()
-            # torch's own is on the GPU of the first graph of a process, which may have warmed up on another.
-            self._stream = torch.cuda.Stream(self._group.device)  # type: ignore[no-untyped-call]  # it has no types
         prepare(shape)
-        self._captured[shape] = self._capture(step, shape, self._pool)
+        self._captured[shape] = _Captured(*self._record(lambda: step(shape)))
+
+    def capture_pass(self, name: str, shape: StepShape, run: Callable[[], None]) -> None:
+        """Captures something else over static buffers, filled for `shape`, that `replay_pass` finds by its name."""
+        self._passes[name, shape], _ = self._record(run)
+
+    def has_pass(self, name: str, shape: StepShape) -> bool:
+        """Whether `replay_pass` has it."""
+        return (name, shape) in self._passes
+
+    def replay_pass(self, name: str, shape: StepShape) -> None:
+        """Queues what was captured by that name and shape."""
+        self._passes[name, shape].replay()
 
     def is_captured(self, shape: StepShape) -> bool:
         """Whether `replay` has a graph of that shape."""
@@ -131,9 +141,10 @@ class CudaGraphRunner:
     def close(self) -> None:
         """Drops the graphs, whoever still refers to this object: a traceback may, and the abort of the group's NCCL
         communicator waits until they are gone. They may be running."""
-        for captured in self._captured.values():
-            captured.graph.reset()
+        for graph in (*(captured.graph for captured in self._captured.values()), *self._passes.values()):
+            graph.reset()
         self._captured.clear()
+        self._passes.clear()
 
     def smallest(self, step: StepShape) -> StepShape | None:
         """The shape of the ladder with the fewest tokens that holds `step`; None when none does."""
@@ -145,14 +156,19 @@ class CudaGraphRunner:
         captured.graph.replay()
         return captured.output
 
-    def _capture(self, step: Callable[[StepShape], DeviceOutput], shape: StepShape, pool: Any) -> _Captured:
+    def _record(self, run: Callable[[], _OutputT]) -> tuple[Any, _OutputT]:
+        """A graph of `run`, and what that returned."""
+        if self._stream is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            # torch's own is on the GPU of the first graph of a process, which may have warmed up on another.
+            self._stream = torch.cuda.Stream(self._group.device)  # type: ignore[no-untyped-call]  # it has no types
         for _ in range(_NUM_WARM_UPS):
-            step(shape)
+            run()
             torch.cuda.synchronize(self._group.device)
             self._group.barrier()
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process (Ray's, a test's other ranks) may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-            output = step(shape)
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            output = run()
         torch.cuda.synchronize(self._group.device)
-        return _Captured(graph, output)
+        return graph, output

@@ -89,7 +89,16 @@ class ModelRunner:
         # All graphs write theirs here, and what the draft head reads.
         self._logits: torch.Tensor | None = None
         self._states: torch.Tensor | None = None
-        self._draft_passes = DraftPasses(decoder, backend, self._inputs, sampler)
+        self._draft_passes = DraftPasses(
+            decoder,
+            backend,
+            self._inputs,
+            sampler,
+            self._graphs,
+            num_rows=max_rows + 1,
+            num_sampled=max_sampled,
+            num_drafts=limits.max_draws - 1,
+        )
 
     @property
     def table_bytes(self) -> int:
@@ -123,9 +132,11 @@ class ModelRunner:
         )
         self._states = self._draft_passes.new_states(max((shape.num_tokens for shape in shapes), default=0))
         self._graphs.offer(shapes)
+        self._draft_passes.use_graphs(self._states, self._logits)
         if which != "none":
             captured = shapes if which == "all" else self._graphs.largest
             self._graphs.capture(self._step, captured, prepare=self._prepare, on_progress=on_progress)
+            self._draft_passes.capture(captured)
 
     def capture_next(self) -> int:
         """Captures one shape of the ladders that is missing, between two steps; returns how many are missing then."""
@@ -165,6 +176,7 @@ class ModelRunner:
                 "does not bring"
             )
         shape = None if len(frame.prompt_targets) or len(frame.items) else self._graph_for(step)
+        self._draft_passes.prepare(frame)
         self._inputs.upload(frame, shape or step)
         self._sampler.update(frame)
         hidden, prompt_logprobs, states = None, None, self._states
@@ -176,7 +188,7 @@ class ModelRunner:
             states = self._draft_passes.new_states(step.num_tokens)
             hidden, prompt_logprobs = self._forward_with_logprobs(frame, self._inputs.batch(frame, step), states)
         if len(sampled) == 0:
-            self._draft_passes.run(frame, step, states, self._inputs.last_tokens[:0])
+            self._draft_passes.run(frame, shape, states, self._inputs.last_tokens[:0])
             return PendingStep(self._group, frame, None, sampled, None, prompt_logprobs)
         resampled = self._sampler.find_resampled(sampled, (frame.starts + frame.lens)[which] - num_after)
         if hidden is not None:
@@ -195,7 +207,7 @@ class ModelRunner:
                 rows = rows * drafts.lasts(output.tokens, kept)  # row 0, which is padding, takes the others
             self._inputs.last_tokens.index_copy_(0, rows, output.tokens)
         asked = resampled.indices[resampled.num_logprobs >= 0].astype(np.int32)
-        new = self._draft_passes.run(frame, step, states, output.tokens, drafts, kept)
+        new = self._draft_passes.run(frame, shape, states, output.tokens, kept)
         return PendingStep(self._group, frame, output.tokens, asked, logprobs, prompt_logprobs, kept, new)
 
     def _graph_for(self, step: StepShape) -> StepShape | None:
@@ -211,6 +223,7 @@ class ModelRunner:
     def _capture_one(self, shape: StepShape) -> None:
         with preparing():
             self._graphs.capture_one(self._step, shape, prepare=self._prepare)
+            self._draft_passes.capture([shape])
 
     def _prepare(self, shape: StepShape) -> None:
         self._inputs.upload(StepFrame(generation=0, step=0), shape)
@@ -222,7 +235,8 @@ class ModelRunner:
         batch = self._inputs.graph_batch(shape)
         self._backend.prepare_capture(batch, shape)
         states = None if self._states is None else self._states[: shape.num_tokens]
-        return self._sample(self._decoder.forward(batch, self._backend, states), shape, out=logits)
+        output = self._sample(self._decoder.forward(batch, self._backend, states), shape, out=logits)
+        return replace(output, tokens=self._draft_passes.leave(output.tokens))
 
     def _forward(self, batch: ForwardBatch, states: torch.Tensor | None = None) -> torch.Tensor:
         self._backend.init_forward_metadata(batch)

@@ -120,13 +120,21 @@ class StepInputs:
         starts, lens = frame.starts.astype(np.int64), frame.lens.astype(np.int64)
         return self._batch(shape, starts, lens)
 
+    def starts(self, num_rows: int) -> torch.Tensor:
+        """[num_rows] int32, device: the position of each row's first input, as uploaded; may be changed."""
+        return self._buffer[self._layout.starts(num_rows)]
+
+    def rows_of_samples(self, shape: StepShape) -> torch.Tensor:
+        """[num_sampled] int32, device: the row in the step of each sampled input; of a padding one the shape's last."""
+        return self._buffer[self._layout.sampled(shape.num_sampled)]
+
     def sampled_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
         """The inputs that are sampled, each [num_sampled] int32: their page-table rows, and the position of the token
         that follows."""
         rows = self._buffer[self._layout.rows(shape.num_rows)]
         if shape.is_decode:
             return rows, self._tensors.cache_seqlens[: shape.num_rows]
-        which = self._buffer[self._layout.sampled(shape.num_sampled)]
+        which = self.rows_of_samples(shape)
         inputs = self._buffer[self._layout.sample_tokens(shape.num_sampled)]
         return rows.index_select(0, which), (self._tensors.positions.index_select(0, inputs) + 1).int()
 

@@ -83,16 +83,16 @@ def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int, max_sample
     them are captured in several variants the attention backend says.
     """
     most_tokens = min(max_tokens, max_model_len, _PROMPT_SIZES[-1])
-    shapes = []
+    shapes, before = [], 0
     for num_tokens in sorted({size for size in _PROMPT_SIZES if size < most_tokens} | {most_tokens}):
+        has_drafts, before = max_rows < max_sampled > before and num_tokens > 2, num_tokens
         few, many = (min(most, max_rows, num_tokens - 1) for most in (FEW_ROWS, max_rows))
         if few and (few == many or num_tokens <= _FEW_ROWS_TOKENS):
             shapes.append(StepShape(num_tokens, few + 1, few))
-        if many > few:
-            shape = StepShape(num_tokens, many + 1, many)
-            if max_rows < max_sampled >= num_tokens:
-                shape = StepShape(num_tokens, min(many + 1, num_tokens - 1), num_tokens)  # else it would be decodes
-            shapes.append(shape)
+        if has_drafts:  # with fewer rows than tokens, or it would be decodes
+            shapes.append(StepShape(num_tokens, min(many + 1, num_tokens - 1), min(num_tokens, max_sampled)))
+        elif many > few:
+            shapes.append(StepShape(num_tokens, many + 1, many))
     return shapes
 
 

@@ -272,14 +272,20 @@ class Decoder:
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
         x: torch.Tensor | PartialSum | None = None
-        wanted: dict[int, torch.Tensor] = {}
+        read: list[tuple[int, torch.Tensor]] = []
         if states is not None and self.draft_model is not None:
-            wanted = dict(zip(self.draft_model.state_layers, states.unbind(1), strict=True))
+            read = list(zip(self.draft_model.state_layers, states.unbind(1), strict=True))
+        wanted = dict(read)
         all_states = wanted.get(LAST_STATE)
-        keep = None if len(batch.sample_indices) == batch.num_tokens else batch.sample_indices
+        # A captured shape with drafts has as many samples as tokens, whichever of them a step samples.
+        is_decode = batch.batch_size == len(batch.sample_indices) == batch.num_tokens
+        keep = None if is_decode else batch.sample_indices
         for i, layer in enumerate(self.layers):
             is_last = i == len(self.layers) - 1 and all_states is None
             x, residual = layer(x, residual, step, keep if is_last else None, wanted.get(i))
+        for i, state in read:  # a head may read one layer's twice
+            if state is not wanted[i]:
+                state.copy_(wanted[i])
         hidden = residual if x is None or not len(residual) else self._norm.add(x, residual)
         if all_states is None:
             return hidden
