@@ -29,6 +29,9 @@ SHAPES = ROOT / "benchmarks" / "models"
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("qwen3-*_bf16_h200_*.json"))
 
 
+_OF_FEW_RANKS = ("qwen3-8b_tp1_bf16_h200_2026-11-26", "qwen3-8b_tp2_bf16_h200_2026-11-26_94b17b9")
+
+
 def _figures(path: Path) -> dict[str, Any]:
     figures: dict[str, Any] = json.loads(path.read_text())
     return figures
@@ -37,13 +40,16 @@ def _figures(path: Path) -> dict[str, Any]:
 # ---- check
 
 
-def _has_room(path: Path) -> bool:
-    figures = _figures(path)
-    # At that commit ranks lost what the embedding and the LM head had lain in before they were kept.
-    return "kv_tokens" in figures and figures["commit"] != "94b17b9"
+# Measured before 84d1d8b, which is to give back the memory that they lack; no GPU has shown yet that it does.
+_LACKING = pytest.mark.xfail(strict=True, reason="at 94b17b9 ranks had 2.7 and 1.2 GiB less than is foretold")
+_WITH_TOKENS = [
+    pytest.param(it, id=it.stem, marks=[_LACKING] if it.stem in _OF_FEW_RANKS else [])
+    for it in RESULTS
+    if "kv_tokens" in _figures(it)
+]
 
 
-@pytest.mark.parametrize("path", list(filter(_has_room, RESULTS)), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", _WITH_TOKENS)
 def test_the_tokens_foretold_are_those_that_a_real_start_found(path: Path) -> None:
     figures = _figures(path)
     model_path = ROOT / next(it for it in figures["overrides"] if it.startswith("model=")).removeprefix("model=")
