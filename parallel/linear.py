@@ -7,13 +7,28 @@ ranks.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 
 from configs.layers import Linear
 from parallel.fused_sum import PartialSum
 from parallel.numerics.arithmetic import LayerContext
+from parallel.numerics.fp8 import Fp8Rows
 from parallel.numerics.tensor_source import TensorSource
-from parallel.numerics.weight import Weight
+from parallel.numerics.weight import Fp8Weight, Weight
+
+if TYPE_CHECKING:
+    from parallel.numerics.kernels.fp8_groups import Groups
+
+
+def _row_groups(weight: Weight | None, num_rows: int) -> Groups | None:
+    return weight.row_groups(num_rows) if isinstance(weight, Fp8Weight) else None
+
+
+def _product(weight: Weight | None, x: torch.Tensor | Fp8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
+    assert weight is not None, "forward before load"
+    return weight(cast(torch.Tensor, x), out)  # rows in FP8 come to weights that have asked for them
 
 
 class ColumnParallelLinear:
@@ -32,9 +47,12 @@ class ColumnParallelLinear:
         """Reads the tensors of the linears, whose names begin with `prefix`."""
         self._weight = self._context.load(source, prefix, *self._linears)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._weight is not None, "forward before load"
-        return self._weight(x)
+    def row_groups(self, num_rows: int) -> Groups | None:
+        """The groups in which whoever makes so many rows may quantise them; None: they come as they are."""
+        return _row_groups(self._weight, num_rows)
+
+    def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        return _product(self._weight, x)
 
 
 class RowParallelLinear:
@@ -58,16 +76,19 @@ class RowParallelLinear:
             self._bias = self._context.empty(linear.out_features)
             source.read(f"{prefix}{linear.name}.bias", self._bias)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def row_groups(self, num_rows: int) -> Groups | None:
+        """The groups in which whoever makes so many rows may quantise them; None: they come as they are."""
+        return _row_groups(self._weight, num_rows)
+
+    def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """The sum, valid as long as RankSum says."""
         y = self._sum(len(x), lambda out: self.partial(x, out))
         return y if self._bias is None else y.add_(self._bias)
 
-    def for_norm(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
+    def for_norm(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | PartialSum:
         """Makes what `RMSNorm.add` takes; a bias has to be added to the sum itself."""
         return self(x) if self._linear.bias else self._sum.for_norm(len(x), lambda out: self.partial(x, out))
 
-    def partial(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def partial(self, x: torch.Tensor | Fp8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part of the sum, without the bias; `out` if one is given."""
-        assert self._weight is not None, "forward before load"
-        return self._weight(x, out)
+        return _product(self._weight, x, out)

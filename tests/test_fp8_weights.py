@@ -19,22 +19,25 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
+from configs.layers import Axis, DenseMLP
 from configs.model_config import ModelConfig
 from configs.quantization import FP8_BLOCKS, WeightScales
 from parallel.group import TensorParallelGroup
-from parallel.numerics.arithmetic import LayerContext
-from parallel.numerics.fp8 import FP8, Fp8Matrix, multiply
+from parallel.numerics.arithmetic import FAST, LayerContext
+from parallel.numerics.fp8 import FP8, Fp8Matrix, Fp8Rows, multiply
 from parallel.numerics.kernels.chain_gemm import use_chain_cublas
 from parallel.numerics.kernels.fp8_tile import plain
 from parallel.numerics.tensor_source import TensorSource
 from parallel.numerics.weight import ChainWeight, Fp8Weight, NodeWeight
-from parallel.plan import Span, blocks_of
+from parallel.plan import LayerShard, Span, blocks_of
 from tests.chain_dot import use_chain_dot
 from tests.dense_model import dense_model
 from tests.rank_threads import on_ranks
 from tests.test_models import Case, Rank
 from worker.dummy_weights import DummyCheckpoint
 from worker.kernels.moe import choose_tiles, mixture
+from worker.layers.mlp import MLP
+from worker.layers.norm import RMSNorm
 from worker.quantised_weights import QuantisedCheckpoint
 from worker.staged_weights import tensors
 from worker.weights import Checkpoint
@@ -192,6 +195,36 @@ def test_fast_products_of_models_are_those_with_activations_in_fp8(n: int, k: in
         is_finite = product(x[:num_rows]).isfinite()
         assert not is_finite[7].any()
         assert is_finite[[i for i in range(num_rows) if i != 7]].all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 5, 64, 65, 300])
+def test_rows_that_norm_and_activation_quantise_have_the_same_answers(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, device = dense_model(hidden_size=512, intermediate_size=1280), torch.device("cuda")
+    shard, group = LayerShard({Axis.MLP_COLUMNS: Span(0, 1280)}), TensorParallelGroup.single(device)
+    spec = model.layers[0].feed_forward
+    assert isinstance(spec, DenseMLP)
+    mlp = MLP(spec, LayerContext((shard,), group, FAST, torch.bfloat16, device))
+    source = QuantisedCheckpoint(DummyCheckpoint(model), model)
+    source.keeps_fp8 = True
+    mlp.load(source, model.layer_prefix(0))
+    norm = RMSNorm(512, 1e-6, dtype=torch.bfloat16, device=device)
+    norm.weight.fill_(0.7)
+    x, residual = _x(2 * num_rows, 512, device).chunk(2)
+
+    def answer() -> tuple[Tensor, Tensor]:
+        total = residual.clone()
+        normed = norm.add_for(x, total, mlp.row_groups(num_rows))
+        assert isinstance(normed, Fp8Rows) == (mlp.row_groups(num_rows) is not None)
+        return mlp.partial(normed), total
+
+    assert (mlp.row_groups(num_rows) is None) == (num_rows == 1)
+    found = answer()
+    monkeypatch.setattr(Fp8Weight, "row_groups", lambda *_: None)
+    for ours, meant in zip(found, answer(), strict=True):
+        assert torch.equal(ours, meant)
 
 
 @pytest.mark.parametrize("leaf", [32, 48, 128])

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
-from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
-from worker.kernels.norm import add_rms_norm, rms_norm
+from parallel.numerics.kernels.fp8_groups import Groups, quantised
+from worker.kernels.activation import act_and_mul, act_and_mul_in_fp8
+from worker.kernels.norm import add_rms_norm, add_rms_norm_in_fp8, rms_norm
 from worker.kernels.rope import latent_norm_rope_store, qk_norm_rope_store
 
 EPS = 1e-5
@@ -115,10 +116,10 @@ def test_a_rows_norm_does_not_depend_on_the_rows_beside_it(device: str, dtype: t
         assert torch.equal(add_rms_norm(x[alone], residual[alone].clone(), weight, EPS), summed[alone])
 
 
-GATED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
-    "silu": (silu_and_mul, F.silu),
-    "gelu": (gelu_and_mul, F.gelu),
-    "gelu_tanh": (gelu_tanh_and_mul, lambda x: F.gelu(x, approximate="tanh")),
+GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 
 
@@ -128,17 +129,16 @@ GATED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.T
 def test_gated_activations_are_torchs_in_fp32(
     name: str, num_tokens: int, size: int, device: str, dtype: torch.dtype
 ) -> None:
-    ours, act = GATED[name]
     x = 4 * _random(num_tokens, 2 * size, device=device, dtype=dtype)
     gate, up = x.float().chunk(2, dim=1)
-    _assert_close(ours(x), act(gate) * up)
+    _assert_close(act_and_mul(x, name), GATED[name](gate) * up)
 
 
 @on_each
 @pytest.mark.parametrize("name", GATED)
 def test_gated_activations_vanish_and_pass_at_the_ends(name: str, device: str, dtype: torch.dtype) -> None:
     x = torch.tensor([[-60000.0, -200.0, 0.0, 200.0, 1.0, 1.0, 1.0, 0.5]], device=device, dtype=dtype)
-    out = GATED[name][0](x)
+    out = act_and_mul(x, name)
     assert out.tolist() == [[0.0, 0.0, 0.0, 100.0]]
 
 
@@ -146,9 +146,30 @@ def test_gated_activations_vanish_and_pass_at_the_ends(name: str, device: str, d
 def test_gated_activations_take_rows_of_a_wider_matrix(device: str, dtype: torch.dtype) -> None:
     wide = _random(3, 512, device=device, dtype=dtype)
     part = wide[:, 64:448]
-    assert torch.equal(silu_and_mul(part), silu_and_mul(part.contiguous()))
+    assert torch.equal(act_and_mul(part, "silu"), act_and_mul(part.contiguous(), "silu"))
     for row in range(3):
-        assert torch.equal(silu_and_mul(part[row : row + 1]), silu_and_mul(part)[row : row + 1])
+        assert torch.equal(act_and_mul(part[row : row + 1], "silu"), act_and_mul(part, "silu")[row : row + 1])
+
+
+@on_each
+@pytest.mark.parametrize("size", [384, 1536])
+def test_rows_in_fp8_are_those_that_a_kernel_of_their_own_makes(size: int, device: str, dtype: torch.dtype) -> None:
+    groups, weight = Groups(0, 128, 0, 1), _random(size, device=device, dtype=dtype)
+    gate_up, x, residual = (_random(5, it, device=device, dtype=dtype) for it in (2 * size, size, size))
+    found = [
+        (act_and_mul_in_fp8(gate_up, "silu", groups), act_and_mul(gate_up, "silu")),
+        (
+            add_rms_norm_in_fp8(x, residual.clone(), weight, EPS, groups),
+            add_rms_norm(x, residual.clone(), weight, EPS),
+        ),
+    ]
+    for ours, plain in found:
+        meant = quantised(plain, groups)
+        assert len(ours) == len(meant) == 5
+        assert torch.equal(ours.values[:5].view(torch.uint8), meant.values[:5].view(torch.uint8))
+        assert torch.equal(ours.scales[:, :5], meant.scales[:, :5])
+        assert not ours.finished.any()
+        assert ours.dtype is dtype
 
 
 class Heads:
@@ -332,7 +353,7 @@ def test_a_cuda_graph_replays_every_kernel_over_new_inputs() -> None:
     def step() -> tuple[torch.Tensor, ...]:
         """Works on what `x`, `residual` and `heads` hold; returns what it made."""
         normed = add_rms_norm(x, residual, weight, EPS)
-        activated = silu_and_mul(rms_norm(normed, weight, EPS))
+        activated = act_and_mul(rms_norm(normed, weight, EPS), "silu")
         heads.run(heads.qkv)
         # Slot 0 has several writers: its content is anybody's.
         return activated, residual.clone(), heads.qkv.clone(), heads.k_slots[1:].clone(), heads.v_slots[1:].clone()

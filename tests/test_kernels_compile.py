@@ -47,6 +47,7 @@ from parallel.kernels.all_reduce_norm import STATE_WORDS, Peers, all_reduce_add_
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.chain_gemm import chain_gemm
 from parallel.numerics.kernels.fp8_gemm import fp8_gemm
+from parallel.numerics.kernels.fp8_groups import Groups
 from parallel.numerics.kernels.fp8_tile import plain
 from parallel.numerics.kernels.node_gemm import node_gemm
 from parallel.numerics.kernels.skinny_gemm import skinny_gemm
@@ -55,9 +56,9 @@ from parallel.numerics.mxfp4 import Mxfp4Matrix
 from parallel.plan import Span
 from worker.adjustments import RowAdjustments
 from worker.kernels import grouped_experts, moe, routing, sampling
-from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from worker.kernels.activation import act_and_mul, act_and_mul_in_fp8
 from worker.kernels.adjustments import adjust_logits
-from worker.kernels.norm import add_rms_norm, rms_norm
+from worker.kernels.norm import add_rms_norm, add_rms_norm_in_fp8, rms_norm
 from worker.kernels.rope import latent_norm_rope_store, qk_norm_rope_store
 from worker.kernels.uniform import fill
 from worker.preparing import mark_compilations
@@ -497,8 +498,11 @@ def _call_everything() -> None:
     rms_norm(_bf16(4, 2304), torch.empty(2304), EPS)
     add_rms_norm(_bf16(4, 2304), _bf16(4, 2304), torch.empty(2304), EPS)
     fill(_bf16(4, 1536), (1, -2), 0.1, 0.0, Span(0, 4), Span(0, 1536), torch.bfloat16)
-    for activation in (silu_and_mul, gelu_and_mul, gelu_tanh_and_mul):
-        activation(_bf16(4, 2 * 1536))
+    for activation in ("silu", "gelu", "gelu_tanh"):
+        act_and_mul(_bf16(4, 2 * 1536), activation)
+    for num_rows in (16, 256):
+        act_and_mul_in_fp8(_bf16(num_rows, 2 * 1536), "silu", Groups(0, 128, 0, 1))
+        add_rms_norm_in_fp8(_bf16(num_rows, 4096), _bf16(num_rows, 4096), _bf16(4096), EPS, Groups(0, 128, 0, 1))
     for head_dim in (64, 128):
         _call_qk_norm_rope_store(head_dim, head_dim, None)
         _call_qk_norm_rope_store(head_dim, head_dim, _bf16(head_dim))

@@ -108,6 +108,24 @@ class Fp8Matrix:
         return self.values.device
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """Rows of activations as products of fast numerics take them."""
+
+    values: Tensor
+    """[room, num_columns] e4m3: rows up to a multiple of 4, those past the last undefined."""
+    scales: Tensor
+    """[num_groups, room] fp32."""
+    finished: Tensor
+    """[MOST_TILES] int32 zeros, for the one product that takes them."""
+    num_rows: int
+    dtype: torch.dtype
+    """The type that they were rounded from, and that answers are in."""
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+
 def multiply(out: Tensor, scales: Tensor, block: tuple[int, int], rows: Span, columns: Span) -> None:
     """Multiplies rows and columns of a matrix in blocks by the scales of all blocks that they are in: in fp32, rounded
     once."""

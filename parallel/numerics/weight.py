@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from parallel.numerics.fp8 import Fp8Matrix
+from parallel.numerics.fp8 import Fp8Matrix, Fp8Rows
 from parallel.numerics.kernels.cpu_products import TILE, node_products, pack, pack_in_place, product
 from parallel.plan import Span
+
+if TYPE_CHECKING:
+    from parallel.numerics.kernels.fp8_groups import Groups
 
 _MOST_FP8_ROWS = 128
 """Rows of an exact product with a weight in FP8 above which the weight is made plain first, which takes the time of
@@ -84,20 +87,26 @@ class Fp8Weight:
         is_hopper = weight.values.is_cuda and torch.cuda.get_device_capability(weight.device) == (9, 0)
         self._by_cublas = is_whole and is_square and is_hopper and bias is None
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | Fp8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
         return self._product(x, x.dtype, out)
 
-    def in_fp32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def in_fp32(self, x: torch.Tensor | Fp8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
         return self._product(x, torch.float32, out)
 
-    def _product(self, x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
+    def row_groups(self, num_rows: int) -> Groups | None:
+        """The groups in which whoever makes so many rows may quantise them; None: the product does it best."""
+        from parallel.numerics.kernels.fp8_gemm import row_groups  # a CPU install has no Triton
+
+        return row_groups(self._weight, num_rows)
+
+    def _product(self, x: torch.Tensor | Fp8Rows, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
         from parallel.numerics.kernels.fp8_gemm import fp8_gemm, scaled_mm  # a CPU install has no Triton
 
         if self._by_cublas and len(x) >= _LEAST_SCALED_ROWS and dtype is torch.bfloat16:
             y = scaled_mm(x, self._weight)
             return y if out is None else out.copy_(y)
         if out is None:
-            out = torch.empty(len(x), len(self._weight), dtype=dtype, device=x.device)
+            out = torch.empty(len(x), len(self._weight), dtype=dtype, device=self._weight.device)
         return fp8_gemm(x, self._weight, self._bias, out=out)
 
 

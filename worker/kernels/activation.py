@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start, let_next_start_beside
+from parallel.numerics.fp8 import Fp8Rows
+from parallel.numerics.kernels.fp8_groups import MOST_TILES, Groups, empty_rows, store_in_fp8
 
 _BLOCK = 1024
 _NUM_WARPS = 4  # 8 elements a thread: one 16-byte load each of gate and up in bf16
@@ -18,8 +20,10 @@ _NUM_WARPS = 4  # 8 elements a thread: one 16-byte load each of gate and up in b
 
 @triton.jit
 def _act_and_mul_kernel(
-    out_ptr, x_ptr, size, x_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
-):
+    out_ptr, scales_ptr, finished_ptr, x_ptr, size, x_stride, scale_stride, ACTIVATION: tl.constexpr,
+    WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """With WIDTH the answer is rounded, and then in FP8 in groups of so many columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -38,40 +42,43 @@ def _act_and_mul_kernel(
         twice_u = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
         activated = gate / (1.0 + tl.exp(-twice_u))
     let_next_start(DEPENDENT)
-    tl.store(out_ptr + row * size + columns, (activated * up).to(out_ptr.dtype.element_ty), mask=inside)
+    answer = (activated * up).to(x_ptr.dtype.element_ty)
+    if WIDTH > 0:
+        first = tl.program_id(1) * BLOCK
+        store_in_fp8(answer, out_ptr, scales_ptr, finished_ptr, scale_stride, row, first, size, WIDTH, TILES)
+    else:
+        tl.store(out_ptr + row * size + columns, answer, mask=inside)
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up.
+def act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up.
 
     Args:
         x: [num_tokens, 2 * size], gate then up; elements of a row side by side, rows any distance apart.
+        activation: silu, gelu (with the error function) or gelu_tanh.
 
     Returns:
         [num_tokens, size], contiguous, of x's dtype.
     """
-    return _act_and_mul(x, "silu")
+    out = torch.empty(len(x), x.shape[1] // 2, dtype=x.dtype, device=x.device)
+    _act_and_mul(out, None, x, activation, 0)
+    return out
 
 
-def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) * up with the error function; shapes as in `silu_and_mul`."""
-    return _act_and_mul(x, "gelu")
+def act_and_mul_in_fp8(x: torch.Tensor, activation: str, groups: Groups) -> Fp8Rows:
+    """Does what `act_and_mul` does, whose answer is then quantised in whole `groups`."""
+    q = empty_rows(len(x), x.shape[1] // 2, groups, x)
+    _act_and_mul(q.values, q, x, activation, groups.width)
+    return q
 
 
-def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) * up with the tanh approximation; shapes as in `silu_and_mul`."""
-    return _act_and_mul(x, "gelu_tanh")
-
-
-def _act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
+def _act_and_mul(out: torch.Tensor, q: Fp8Rows | None, x: torch.Tensor, activation: str, width: int) -> None:
     num_tokens, size = x.shape[0], x.shape[1] // 2
     assert x.shape[1] == 2 * size, f"{x.shape[1]} columns are not a gate and an up of the same width"
     assert x.stride(1) == 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
-    out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
-    grid = (num_tokens, -(-size // _BLOCK))
+    scales, finished, stride = (None, None, 0) if q is None else (q.scales, q.finished, q.scales.stride(0))
     dependent = is_dependent(x.device, num_tokens)
-    _act_and_mul_kernel[grid](
-        out, x, size, x.stride(0), ACTIVATION=activation, BLOCK=_BLOCK, DEPENDENT=dependent, num_warps=_NUM_WARPS,
-        launch_pdl=dependent,
+    _act_and_mul_kernel[(num_tokens, -(-size // _BLOCK))](
+        out, scales, finished, x, size, x.stride(0), stride, ACTIVATION=activation, WIDTH=width, TILES=MOST_TILES,
+        BLOCK=_BLOCK, DEPENDENT=dependent, num_warps=_NUM_WARPS, launch_pdl=dependent,
     )  # fmt: skip
-    return out

@@ -435,8 +435,8 @@ def _rows_for(
     """Rows as kernels take them for a weight, with their scales and the stride of these if they are in FP8."""
     if exact or not isinstance(weight, Fp8Matrix) or tiles.quantises:
         return x, None, 0
-    q, scales = quantised(x, groups_of(weight))
-    return q, scales, scales.stride(0)
+    q = quantised(x, groups_of(weight))
+    return q.values, q.scales, q.scales.stride(0)
 
 
 def fitting(block_k: int, width: int) -> int:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start, let_next_start_beside
+from parallel.numerics.fp8 import Fp8Rows
+from parallel.numerics.kernels.fp8_groups import MOST_TILES, Groups, empty_rows, store_in_fp8
 from parallel.numerics.kernels.tree_sum import block_of_row
 
 
@@ -34,9 +36,10 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _add_rms_norm_kernel(
-    out_ptr, x_ptr, residual_ptr, weight_ptr, x_stride, residual_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    out_ptr, scales_ptr, finished_ptr, x_ptr, residual_ptr, weight_ptr, x_stride, residual_stride, scale_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """With WIDTH the norm is rounded, and then in FP8 in groups of so many columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -51,7 +54,11 @@ def _add_rms_norm_kernel(
     total = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(total * total, axis=0) / SIZE + eps)
     let_next_start(DEPENDENT)
-    tl.store(out_ptr + row * SIZE + columns, (total * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    normed = (total * scale * weight).to(residual_ptr.dtype.element_ty)
+    if WIDTH > 0:
+        store_in_fp8(normed, out_ptr, scales_ptr, finished_ptr, scale_stride, row, 0, SIZE, WIDTH, TILES)
+    else:
+        tl.store(out_ptr + row * SIZE + columns, normed, mask=inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -90,15 +97,33 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     Returns:
         [num_rows, size], contiguous, of the residual's dtype.
     """
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    _add_rms_norm(out, None, x, residual, weight, eps, 0)
+    return out
+
+
+def add_rms_norm_in_fp8(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, groups: Groups
+) -> Fp8Rows:
+    """Does what `add_rms_norm` does, whose answer is then quantised in whole `groups`."""
+    num_rows, size = residual.shape
+    q = empty_rows(num_rows, size, groups, residual)
+    _add_rms_norm(q.values, q, x, residual, weight, eps, groups.width)
+    return q
+
+
+def _add_rms_norm(
+    out: torch.Tensor, q: Fp8Rows | None, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+    width: int,
+) -> None:  # fmt: skip
     num_rows, size = residual.shape
     assert x.shape == residual.shape, f"cannot add {tuple(x.shape)} to {tuple(residual.shape)}"
     assert x.stride(1) == 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
     assert residual.stride(1) == 1, f"the elements of a row lie side by side, not {residual.stride(1)} apart"
-    out = torch.empty((num_rows, size), dtype=residual.dtype, device=residual.device)
+    scales, finished, stride = (None, None, 0) if q is None else (q.scales, q.finished, q.scales.stride(0))
     block, num_warps = block_of_row(size)
     dependent = is_dependent(x.device, num_rows)
     _add_rms_norm_kernel[(num_rows,)](
-        out, x, residual, weight, x.stride(0), residual.stride(0), eps, SIZE=size, BLOCK=block, DEPENDENT=dependent,
-        num_warps=num_warps, launch_pdl=dependent,
+        out, scales, finished, x, residual, weight, x.stride(0), residual.stride(0), stride, eps, SIZE=size,
+        BLOCK=block, WIDTH=width, TILES=MOST_TILES, DEPENDENT=dependent, num_warps=num_warps, launch_pdl=dependent,
     )  # fmt: skip
-    return out

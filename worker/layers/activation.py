@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from configs.errors import ConfigError
+from parallel.numerics.fp8 import Fp8Rows
 from worker.kernels import cpu_pointwise
+
+if TYPE_CHECKING:
+    from parallel.numerics.kernels.fp8_groups import Groups
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -27,19 +31,10 @@ class ActAndMul:
             raise ConfigError(f"hidden_act={hidden_act} is not one of {', '.join(sorted(_ACTIVATIONS))}")
         self._act = _ACTIVATIONS[hidden_act]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [num_tokens, 2 * size], gate then up -> [num_tokens, size]."""
-        if x.is_cuda:
-            return self._fused(x)
-        return cpu_pointwise.act_and_mul(x, self._act)
+    def __call__(self, x: torch.Tensor, groups: Groups | None = None) -> torch.Tensor | Fp8Rows:
+        """x [num_tokens, 2 * size], gate then up -> [num_tokens, size]; in FP8 if it is to be, on CUDA, in `groups`."""
+        if not x.is_cuda:
+            return cpu_pointwise.act_and_mul(x, self._act)
+        from worker.kernels.activation import act_and_mul, act_and_mul_in_fp8  # a CPU install has no Triton
 
-    @cached_property
-    def _fused(self) -> Activation:
-        from worker.kernels import activation  # a CPU install has no Triton
-
-        fused = {
-            "silu": activation.silu_and_mul,
-            "gelu": activation.gelu_and_mul,
-            "gelu_tanh": activation.gelu_tanh_and_mul,
-        }
-        return fused[self._act]
+        return act_and_mul(x, self._act) if groups is None else act_and_mul_in_fp8(x, self._act, groups)

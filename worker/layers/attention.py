@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from attention.layer import AttentionLayer
@@ -10,10 +12,14 @@ from configs.layers import Axis, GroupedQueryAttention
 from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
+from parallel.numerics.fp8 import Fp8Rows
 from parallel.numerics.tensor_source import TensorSource
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryHalves
 from worker.layers.step import Step
+
+if TYPE_CHECKING:
+    from parallel.numerics.kernels.fp8_groups import Groups
 
 
 class Attention:
@@ -62,7 +68,11 @@ class Attention:
         if self._spec.sinks is not None and self.layer.sinks is not None:
             source.read(prefix + self._spec.sinks.name, self.layer.sinks, rows=self._shard[Axis.QUERY_HEADS])
 
-    def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def row_groups(self, num_rows: int) -> Groups | None:
+        """The groups in which so many rows of its input may be in FP8; None: they are not."""
+        return self._qkv.row_groups(num_rows)
+
+    def attend(self, x: torch.Tensor | Fp8Rows, step: Step) -> torch.Tensor:
         """[num_tokens, tp_q_head_num * head_dim] of [num_tokens, hidden_size]; the tokens' K and V are in the pool."""
         return step.backend.forward(self._qkv(x), self.layer, step.rotations[self.layer.layer_id], self._norms)
 

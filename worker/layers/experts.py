@@ -62,6 +62,10 @@ class Experts(ABC):
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads the router and this rank's part of every expert; names begin with `prefix`."""
 
+    def row_groups(self, num_rows: int) -> None:
+        """Does what FeedForwardModule says: routers take rows as they are."""
+        return None
+
     @abstractmethod
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] -> the same, 0 for padding, or what the next norm is to sum."""

@@ -68,6 +68,9 @@ class MLA:
         source.read(f"{prefix}{spec.kv_b.name}.weight", self._kv_b.flatten(0, 1), rows=rows)
         self._o.load(source, prefix)
 
+    def row_groups(self, num_rows: int) -> None:
+        """Does what MixerModule says."""
+
     def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[num_tokens, tp_q_head_num * v_head_dim] of [num_tokens, hidden_size]; the tokens are in the pool then."""
         layer, spec = self.layer, self._spec

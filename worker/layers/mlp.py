@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from configs.layers import DenseMLP
 from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
+from parallel.numerics.fp8 import Fp8Rows
 from parallel.numerics.tensor_source import TensorSource
 from worker.layers.activation import ActAndMul, Activation
 from worker.layers.step import Padding
+
+if TYPE_CHECKING:
+    from parallel.numerics.kernels.fp8_groups import Groups
 
 
 class MLP:
@@ -26,15 +32,24 @@ class MLP:
         self._gate_up.load(source, prefix)
         self._down.load(source, prefix)
 
-    def partial(self, x: torch.Tensor, act: Activation | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def row_groups(self, num_rows: int) -> Groups | None:
+        """The groups in which so many rows of its input may be in FP8; None: they are not."""
+        return self._gate_up.row_groups(num_rows)
+
+    def partial(
+        self, x: torch.Tensor | Fp8Rows, act: Activation | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """This rank's part of the sum, without the bias of `down`; `out` if one is given.
 
         Args:
             x: [num_tokens, hidden_size].
             act: in place of the spec's activation.
         """
-        return self._down.partial((act or self._act_and_mul)(self._gate_up(x)), out)
+        return self._down.partial(self._activated(x) if act is None else act(self._gate_up(x)), out)
 
-    def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
+    def __call__(self, x: torch.Tensor | Fp8Rows, padding: Padding) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] -> the same, or what the next norm is to sum; padding is computed like the rest."""
-        return self._down.for_norm(self._act_and_mul(self._gate_up(x)))
+        return self._down.for_norm(self._activated(x))
+
+    def _activated(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Rows:
+        return self._act_and_mul(self._gate_up(x), self._down.row_groups(len(x)))

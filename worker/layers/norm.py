@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from parallel.fused_sum import PartialSum
+from parallel.numerics.fp8 import Fp8Rows
 from parallel.numerics.tensor_source import TensorSource
 from worker.kernels import cpu_pointwise
+
+if TYPE_CHECKING:
+    from parallel.numerics.kernels.fp8_groups import Groups
 
 
 class RMSNorm:
@@ -59,3 +65,13 @@ class RMSNorm:
         if isinstance(x, PartialSum):
             return x.add_norm(residual, self._weight, self._eps)
         return self._add_rms_norm(x, residual, self._weight, self._eps)
+
+    def add_for(
+        self, x: torch.Tensor | PartialSum, residual: torch.Tensor, groups: Groups | None
+    ) -> torch.Tensor | Fp8Rows:
+        """`add` for a product that takes its rows in FP8 in `groups`, if it does; the ranks' sums come as they are."""
+        if groups is None or isinstance(x, PartialSum):
+            return self.add(x, residual)
+        from worker.kernels.norm import add_rms_norm_in_fp8  # a CPU install has no Triton
+
+        return add_rms_norm_in_fp8(x, residual, self._weight, self._eps, groups)

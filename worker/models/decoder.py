@@ -36,6 +36,8 @@ from worker.layers.rotary import RotaryEmbedding
 from worker.layers.step import Padding, Step
 
 if TYPE_CHECKING:
+    from parallel.numerics.fp8 import Fp8Rows
+    from parallel.numerics.kernels.fp8_groups import Groups
     from worker.models.draft_head import DraftModel
 
 
@@ -49,8 +51,12 @@ class MixerModule(Protocol):
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
 
-    def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """Makes what `project` takes of [num_tokens, hidden_size]; the tokens' state is in the pool then."""
+    def row_groups(self, num_rows: int) -> Groups | None:
+        """The groups in which so many rows of `attend`'s input may be in FP8; None: they are not."""
+
+    def attend(self, x: Any, step: Step) -> torch.Tensor:
+        """Makes what `project` takes of [num_tokens, hidden_size], in FP8 only as `row_groups` has it; the tokens'
+        state is in the pool then."""
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] of what `attend` returned; the sum over the ranks may be left to the norm."""
@@ -62,7 +68,10 @@ class FeedForwardModule(Protocol):
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
 
-    def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
+    def row_groups(self, num_rows: int) -> Groups | None:
+        """The groups in which so many rows of its input may be in FP8; None: they are not."""
+
+    def __call__(self, x: Any, padding: Padding) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] of the same; the sum over the ranks may be left to the norm after it.
 
         Args:
@@ -138,13 +147,14 @@ class DecoderLayer:
             keep: tokens to go on with once K and V are stored; None: all. With none of them the output means nothing.
             state: [num_tokens, hidden_size]: gets the sum that the layer is entered by.
         """
-        normed = self.norm(residual) if x is None else self.norm.add(x, residual)
+        groups = self.attention.row_groups(len(residual))
+        normed = self.norm(residual) if x is None else self.norm.add_for(x, residual, groups)
         if state is not None:
             state.copy_(residual)
         return self.after_norm(normed, residual, step, keep)
 
     def after_norm(
-        self, normed: torch.Tensor, residual: torch.Tensor, step: Step, keep: torch.Tensor | None
+        self, normed: torch.Tensor | Fp8Rows, residual: torch.Tensor, step: Step, keep: torch.Tensor | None
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
         """The layer behind its first norm, whose output is `normed`; the rest is as above."""
         attended, padding = self.attention.attend(normed, step), step.padding
@@ -154,7 +164,8 @@ class DecoderLayer:
             attended, residual = attended.index_select(0, keep), residual.index_select(0, keep)
             padding = padding.of(keep)
         x = self._mixer_norms.output(self.attention.project(attended))
-        x = self._feed_forward(self._feed_forward_norms.before.add(x, residual), padding)
+        groups = self._feed_forward.row_groups(len(residual))
+        x = self._feed_forward(self._feed_forward_norms.before.add_for(x, residual, groups), padding)
         return self._feed_forward_norms.output(x), residual
 
 

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch.nn.functional import ScalingType
 
 from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start
-from parallel.numerics.fp8 import Fp8Matrix
+from parallel.numerics.fp8 import Fp8Matrix, Fp8Rows
 from parallel.numerics.kernels.fp8_groups import (
-    MOST_TILES,
+    Groups,
     first_scales,
     groups_of,
     quantised,
@@ -110,13 +110,26 @@ def _fp8_gemm_kernel(
         tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
+def row_groups(weight: Fp8Matrix, num_rows: int) -> Groups | None:
+    """The groups in which whoever makes so many rows may quantise them for a weight; None: the product does it best."""
+    groups, in_features = groups_of(weight), weight.shape[1]
+    tile = next(narrow for most, narrow, _ in TILES if num_rows <= most)
+    return None if tile.quantises or not groups.is_even(in_features) else groups
+
+
 def fp8_gemm(
-    x: torch.Tensor, weight: Fp8Matrix, bias: torch.Tensor | None, *, out: torch.Tensor, tile: Tile | None = None
+    x: torch.Tensor | Fp8Rows,
+    weight: Fp8Matrix,
+    bias: torch.Tensor | None,
+    *,
+    out: torch.Tensor,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """x @ weight.T + bias, rounded once. One or two kernels, no host sync.
 
     Args:
-        x: [num_rows, in_features] bf16, fp16 or fp32, elements of a row side by side, rows any distance apart.
+        x: [num_rows, in_features] bf16, fp16 or fp32, elements of a row side by side, rows any distance apart; or rows
+            in the weight's groups.
         weight: [out_features, in_features].
         bias: [out_features] or None.
         out: [num_rows, out_features], contiguous, any float dtype; written.
@@ -125,27 +138,26 @@ def fp8_gemm(
     Returns:
         `out`.
     """
-    (num_rows, in_features), out_features = x.shape, len(weight)
+    num_rows, out_features, in_features = len(x), *weight.shape
     if out.numel() == 0:
         return out
     if tile is None:
         narrow, wide = next((narrow, wide) for most, narrow, wide in TILES if num_rows <= most)
         tile = narrow if out_features <= _WIDE else wide
-    groups, splits, parts, finished, scales = groups_of(weight), 1, None, None, None
+    groups, splits, parts = groups_of(weight), 1, None
+    q = x if isinstance(x, Fp8Rows) or tile.quantises else quantised(x, groups)
+    rows, scales, finished = (q.values, q.scales, q.finished) if isinstance(q, Fp8Rows) else (q, None, None)
     num_groups = groups.count(in_features)
     num_tiles = triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_features, tile.block_n)
-    if tile.side == 1:
+    if finished is not None and tile.side == 1:
         splits = max(min(tile.programs // num_tiles, num_groups // _LEAST_GROUPS, _MAX_SPLITS), 1)
     if splits > 1:
-        parts = torch.empty(splits, num_rows, out_features, device=x.device)
-        finished = torch.empty(MOST_TILES, dtype=torch.int32, device=x.device)
-    if not tile.quantises:
-        x, scales = quantised(x, groups, finished)
-    dependent = is_dependent(x.device, num_rows)
+        parts = torch.empty(splits, num_rows, out_features, device=out.device)
+    dependent = is_dependent(out.device, num_rows)
     scale_stride, is_even = 0 if scales is None else scales.stride(0), groups.is_even(in_features)
     _fp8_gemm_kernel[(num_tiles, splits)](
-        out, parts, finished, x, scales, weight.values, weight.scales, weight.blocks, bias, num_rows, out_features,
-        in_features, num_groups, weight.scales.shape[-1], x.stride(0), scale_stride, splits, GROUPS=groups,
+        out, parts, finished, rows, scales, weight.values, weight.scales, weight.blocks, bias, num_rows, out_features,
+        in_features, num_groups, weight.scales.shape[-1], rows.stride(0), scale_stride, splits, GROUPS=groups,
         ONE_BLOCK=tile.block_n <= weight.even_rows, SIDE=tile.side, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         BLOCK_K=groups.step, EVEN=is_even and num_groups % tile.side == 0, STAGES=tile.num_stages,
         DEPENDENT=dependent, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=dependent,
@@ -153,10 +165,12 @@ def fp8_gemm(
     return out
 
 
-def scaled_mm(x: torch.Tensor, weight: Fp8Matrix) -> torch.Tensor:
+def scaled_mm(x: torch.Tensor | Fp8Rows, weight: Fp8Matrix) -> torch.Tensor:
     """x @ weight.T [num_rows, out_features] by cuBLAS, which has such products of bf16 on Hopper, with weights of whole
     blocks of 128 x 128 and a multiple of 512 columns."""
-    q, scales = quantised(x, groups_of(weight))
+    q = quantised(x, groups_of(weight)) if isinstance(x, torch.Tensor) else x
     of_rows, of_blocks = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-    y = F.scaled_mm(q, weight.values.t(), scales.t(), of_rows, weight.scales.t(), of_blocks, output_dtype=x.dtype)
-    return y[: len(x)]
+    y = F.scaled_mm(
+        q.values, weight.values.t(), q.scales.t(), of_rows, weight.scales.t(), of_blocks, output_dtype=q.dtype
+    )
+    return y[: len(q)]

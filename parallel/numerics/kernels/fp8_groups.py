@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 
 from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start, let_next_start_beside
-from parallel.numerics.fp8 import FP8, LARGEST, Fp8Matrix
+from parallel.numerics.fp8 import FP8, LARGEST, Fp8Matrix, Fp8Rows
 
 GROUP_COLUMNS = 128
 """Columns of a group, or it has fewer."""
 MOST_TILES = 256
-"""Tiles that `quantised` can say no program has finished."""
+"""Tiles of which Fp8Rows say that no program has finished them."""
 _LEAST_STEP = 32
 """Columns of an MMA of FP8."""
 _LARGEST = tl.constexpr(LARGEST)
@@ -76,6 +76,26 @@ def in_fp8(x):
     # A group of zeros has a scale whose inverse is a number.
     scale = tl.maximum(tl.max(tl.abs(x), len(x.shape) - 1), 1e-10) * (1 / _LARGEST)
     return (x * tl.expand_dims(1.0 / scale, len(x.shape) - 1)).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def nothing_finished(finished_ptr, is_first, TILES: tl.constexpr):
+    """Has one program write the zeros of Fp8Rows."""
+    tl.store(finished_ptr + tl.arange(0, TILES), tl.zeros([TILES], tl.int32), mask=is_first)
+
+
+@triton.jit
+def store_in_fp8(
+    x, q_ptr, scales_ptr, finished_ptr, scale_stride, row, first_column, size, WIDTH: tl.constexpr, TILES: tl.constexpr
+):
+    """Writes columns x [columns] of a row of Fp8Rows, which has `size`, from `first_column` on, in groups of WIDTH."""
+    groups = tl.arange(0, x.shape[0] // WIDTH)
+    q, scale = in_fp8(tl.reshape(x, [x.shape[0] // WIDTH, WIDTH]))
+    columns = first_column + groups[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(q_ptr + row * size + columns, q, mask=columns < size)
+    groups += first_column // WIDTH
+    tl.store(scales_ptr + groups.to(tl.int64) * scale_stride + row, scale, mask=groups < size // WIDTH)
+    nothing_finished(finished_ptr, (row == 0) & (first_column == 0), TILES)
 
 
 @triton.jit
@@ -183,33 +203,31 @@ def _quantise_kernel(
     let_next_start(DEPENDENT)
     tl.store(q_ptr + rows[:, None, None] * K + k, q, mask=inside)
     tl.store(q_scales_ptr + groups[None, :] * scale_stride + rows[:, None], scale, mask=present)
-    if finished_ptr is not None:
-        is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
-        tl.store(finished_ptr + tl.arange(0, TILES), tl.zeros([TILES], tl.int32), mask=is_first)
+    nothing_finished(finished_ptr, (tl.program_id(0) == 0) & (tl.program_id(1) == 0), TILES)
 
 
-def quantised(
-    x: torch.Tensor, groups: Groups, finished: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in FP8 and the scales of its rows' groups.
+def empty_rows(num_rows: int, num_columns: int, groups: Groups, like: torch.Tensor) -> Fp8Rows:
+    """Rows that a kernel is to fill, on the device of `like` and from its dtype."""
+    room, device = triton.cdiv(num_rows, _SCALED_ROWS) * _SCALED_ROWS, like.device
+    return Fp8Rows(
+        torch.empty(room, num_columns, dtype=FP8, device=device),
+        torch.empty(groups.count(num_columns), room, device=device),
+        torch.empty(MOST_TILES, dtype=torch.int32, device=device),
+        num_rows,
+        like.dtype,
+    )
 
-    Args:
-        x: [num_rows, num_columns], elements of a row side by side, rows any distance apart.
-        finished: [MOST_TILES] int32, set to 0 by the way.
 
-    Returns:
-        [num_rows, num_columns] e4m3, and [num_groups, num_rows] fp32. Both have rows up to a multiple of 4, undefined.
-    """
+def quantised(x: torch.Tensor, groups: Groups) -> Fp8Rows:
+    """x [num_rows, num_columns] in FP8, elements of a row side by side, rows any distance apart."""
     num_rows, num_columns = x.shape
-    num_groups = groups.count(num_columns)
-    room = triton.cdiv(num_rows, _SCALED_ROWS) * _SCALED_ROWS
-    q = torch.empty(room, num_columns, dtype=FP8, device=x.device)
-    scales = torch.empty(num_groups, room, device=x.device)
+    q = empty_rows(num_rows, num_columns, groups, x)
+    num_groups, room = q.scales.shape
     rows = min(triton.next_power_of_2(num_rows), _ROWS)
     dependent = is_dependent(x.device, num_rows)
     _quantise_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_groups, _GROUPS))](
-        q, scales, finished, x, num_rows, num_columns, num_groups, x.stride(0), room, GROUPS=groups, ROWS=rows,
-        SIDE=_GROUPS, BLOCK_K=groups.step, EVEN=groups.is_even(num_columns), TILES=MOST_TILES, DEPENDENT=dependent,
-        num_warps=4, launch_pdl=dependent,
+        q.values, q.scales, q.finished, x, num_rows, num_columns, num_groups, x.stride(0), room, GROUPS=groups,
+        ROWS=rows, SIDE=_GROUPS, BLOCK_K=groups.step, EVEN=groups.is_even(num_columns), TILES=MOST_TILES,
+        DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
     )  # fmt: skip
-    return q, scales
+    return q
