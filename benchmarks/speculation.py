@@ -8,7 +8,7 @@ submitted at once and so many run at a time, the others wait; they are answered 
 speculation, as often as --rounds says, by the same ranks, for whom this process schedules as a coordinator does: no
 Ray, no HTTP. Rates have the prompts' time in them. The ratio is that of all time, `cpu_ratio` that of the processor
 time of all processes, which other programs change less. Greedy answers to random ids soon go round in circles, which
-drafts follow; those drawn at temperature 1 repeat nothing. With --accept the drafts of random ids are the answers
+drafts follow; those drawn at temperature 1 repeat nothing. With --accept the drafts of the latter are the answers
 without speculation, each token of them with that probability, as other engines' benchmarks force it; where the ranks
 draft, they are as many as the ranks made, whose passes run for them. Without speculation no pass of a head runs, but
 its weights are there, and steps leave the states that it reads.
@@ -307,8 +307,9 @@ def main() -> None:
     random = [generator.integers(0, ranks.vocab_size, _NUM_RANDOM).tolist() for _ in range(len(_TEXTS))]
     _measure(ranks, random, max(batches), 0.0, argparse.Namespace(tokens=8, rounds=1, accept=None))  # warms up
     rows = []
-    for kind, prompts, temperatures in (("edit", edits, (0.0, 0.7)), ("random", random, (0.0, 1.0))):
-        if not prompts or (kind == "edit" and args.accept is not None):
+    kinds = (("edit", edits, (0.0, 0.7)), ("random", random, (0.0, 1.0)))
+    for kind, prompts, temperatures in kinds if args.accept is None else (("random", random, (1.0,)),):
+        if not prompts:
             continue  # random weights edit nothing
         for temperature, batch in itertools.product(temperatures, batches):
             figures = _measure(ranks, prompts, batch, temperature, args)
