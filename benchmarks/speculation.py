@@ -48,7 +48,7 @@ from configs.load import load_app_config
 from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
 from configs.resolve import HostFacts, resolve
-from configs.schema import NO_SPECULATION, EngineConfig
+from configs.schema import NO_SPECULATION, EngineConfig, resolved
 from parallel.environment import RANK_ENVIRONMENT
 from worker.draft_passes import DraftPasses
 from worker.protocol import FrameKind, Int32Array, StepFrame, StepResult
@@ -157,8 +157,8 @@ class _Ranks:
             num_pages=most * -(-_MAX_MODEL_LEN // config.kv_cache.page_size),
             page_size=config.kv_cache.page_size,
             max_num_seqs=most,
-            max_num_batched_tokens=512,
-            prefill_chunk_size=512,
+            max_num_batched_tokens=resolved(config.scheduler.max_num_batched_tokens),
+            prefill_chunk_size=resolved(config.scheduler.max_num_batched_tokens),
             max_model_len=_MAX_MODEL_LEN,
             vocab_size=model.vocab_size,
             max_num_queued_requests=10_000,

@@ -142,7 +142,7 @@ def random_head(path: Path, num_drafts: int, **sizes: int) -> SpeculationConfig:
     [
         (1, 1, {}, False),
         (1, 7, {"num_pages": 24}, False),
-        (2, 3, {"prefix_caching": True, "chunk": 32, "max_num_seqs": 5}, False),
+        (2, 3, {"prefix_caching": True, "chunk": 64, "max_num_seqs": 5}, False),
         (2, 5, {"max_num_seqs": 6}, True),
     ],
 )

@@ -299,7 +299,7 @@ def test_answers_under_random_load_equal_the_reference_with_drafts_of_the_ranks(
     """Guided requests, stops, preemptions, faults and windows among them."""
     speculation = SpeculationConfig(method="eagle3", model="head", num_speculative_tokens=num_drafts)
     faults: list[dict[str, Any]] = [{}, {}, {"faults": 0.1}, {"windows": True}, {"windows": True, "faults": 0.1}]
-    engines = [run_random_load(seed, 2, speculation=speculation, **fault) for seed, fault in enumerate(faults)]
+    engines = [run_random_load(seed, 2, speculation=speculation, **fault) for seed, fault in enumerate(2 * faults)]
     stats = [engine.scheduler.stats() for engine in engines]
     assert sum(stat.total_accepted for stat in stats) > 100
     assert sum(stat.total_drafted for stat in stats) > sum(stat.total_accepted for stat in stats)

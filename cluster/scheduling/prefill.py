@@ -144,6 +144,13 @@ class PrefillQueue:
         """Whether the next request has been admitted before."""
         return (request := self.waiting.first()) is not None and request.admission_s is not None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the next step may have prompts."""
+        return bool(self.prefilling) or (
+            bool(self.waiting) and not self._is_blocked and self._rows.num_taken < self._limits.max_num_running
+        )
+
     def push(self, request: Request) -> None:
         """Lets a new or a preempted request wait."""
         if request.num_preemptions:

@@ -197,7 +197,8 @@ class Scheduler:
             return None
         if self.is_awaiting_masks:
             self.poll_guides()
-        takes_drafts = self._drafter is not None
+        # A step with prompts is long already, and may be none of those that were captured for drafts.
+        takes_drafts = self._drafter is not None and not self._queue.is_busy
         while True:
             rows = np.flatnonzero(self._rows.ready).astype(np.int32)
             draws = self._draws(rows, takes_drafts=takes_drafts)
