@@ -22,8 +22,8 @@ from cluster.scheduling.row_table import RowTable
 from worker.protocol import Int32Array
 
 _FORGET = 0.98
-# Until steps of several sizes were seen, each token of one is taken to add this share of what an empty one takes: little,
-# for a step with drafts shows what they cost, and steps that are never tried show nothing.
+# Until steps of several sizes were seen, each token of one is taken to add this share of what an empty one takes. It is
+# little: a step with drafts shows what they cost, and steps that are never tried show nothing.
 _TOKEN_SHARE = 0.01
 # The weight of that: tokens of difference, squared.
 _PRIOR_WEIGHT = 4.0
