@@ -15,23 +15,25 @@ from safetensors.torch import load_file, save_file
 
 from attention import registry
 from cluster.engine.messages import GenerateRequest, SamplingParams
+from cluster.scheduling import drafter as drafter_module
 from cluster.scheduling.draft_history import DraftHistory
 from cluster.scheduling.drafter import Drafter, StepTimes
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_table import RowTable
+from cluster.scheduling.scheduler import Scheduler
 from configs.errors import CheckpointError, ConfigError
 from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
 from configs.schema import AttentionConfig, EngineConfig, SpeculationConfig
 from tests import eagle3
-from tests.fake_engine import LIMITS
+from tests.fake_engine import LIMITS, Engine
 from tests.local_group import Answers, Limits, LocalGroup
 from tests.rerun_graphs import PagedBackend, RerunGraphs
 from tests.test_scheduler import run_random_load
 from tests.test_speculation import WAYS, TurnsGuide, prompts, same
 from worker.models.draft_head import DraftModel, Eagle3Model
-from worker.protocol import StepResult
+from worker.protocol import FrameKind, Int32Array, RowFlag, StepFrame, StepResult
 from worker.weights import Checkpoint
 
 Requests = list[tuple[list[int], SamplingParams]]
@@ -180,6 +182,31 @@ def test_answers_with_drafts_equal_those_without(
     group: LocalGroup, trained: Trained, num_drafts: int, num_pages: int
 ) -> None:
     check_answers(group, trained, num_drafts, num_pages)
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_answers_with_drafts_of_a_head_that_rests_now_and_then_equal_those_without(
+    group: LocalGroup, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of twenty steps, ten are taken to be none that drafts are worth it in."""
+    kinds, launch, choose = list[FrameKind](), Scheduler._launch, Drafter.choose
+
+    def chosen(drafter: Drafter, rows: Int32Array, budget: int, *, in_flight: bool) -> Int32Array | None:
+        if len(kinds) % 20 < 10:
+            return np.ones(len(rows), np.int32)
+        return choose(drafter, rows, budget, in_flight=in_flight)
+
+    def launched(scheduler: Scheduler, *plan: Any) -> StepFrame:
+        kinds.append((frame := launch(scheduler, *plan)).kind)
+        return frame
+
+    monkeypatch.setattr(Scheduler, "_launch", launched)
+    monkeypatch.setattr(Drafter, "choose", chosen)
+    monkeypatch.setattr(drafter_module, "_MOST_VAIN", 2)
+    monkeypatch.setattr(drafter_module, "_FIRST_REST", 3)
+    monkeypatch.setattr(drafter_module, "_ASK_EVERY", 1)
+    check_answers(group, trained, 3, 2048)
+    assert 5 < kinds.count(FrameKind.RESTING_STEP) < len(kinds) / 2
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
@@ -372,3 +399,29 @@ def test_ranks_draft_as_many_as_are_taken_and_one_more_and_now_and_then_all() ->
     assert asked == [0] * 31 + [5] * 9
     bring((0.01, 0.01))
     assert drafter.asked() == 0
+
+
+def test_the_head_rests_where_no_drafts_were_worth_it_for_long_and_prompts_go_through_it_nevertheless(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps of one row that draws 800 tokens, of which no draft is right, with another request now and then."""
+    speculation = SpeculationConfig(method="eagle3", model="head", num_speculative_tokens=3)
+    limits = replace(LIMITS, num_pages=256, max_model_len=900, speculation=speculation, max_row_tokens=4)
+    monkeypatch.setattr(Drafter, "choose", lambda _self, rows, _budget, **_: np.ones(len(rows), np.int32))
+    engine = Engine(limits)
+    engine.add([1, 2, 3], max_tokens=850, ignore_eos=True)
+    frames = []
+    while engine.scheduler.has_work:
+        if len(frames) in (300, 500):
+            engine.add([4, 5, 6, 7], max_tokens=5)
+        while (frame := engine.launch()) is not None:
+            frames.append(frame)
+        engine.retire()
+    resting = [frame.kind is FrameKind.RESTING_STEP for frame in frames]
+    prompts = [bool((frame.flags & RowFlag.HAS_TOKENS).any()) for frame in frames]
+    assert sum(prompts) == 3
+    assert not any(np.logical_and(resting, prompts))
+    assert not any(len(frame.num_wanted) for frame, rests in zip(frames, resting, strict=True) if rests)
+    decodes = [rests for rests, is_prompt in zip(resting, prompts, strict=True) if not is_prompt]
+    assert decodes == [*[False] * 128, *[True] * 512, *[False] * 128, *[True] * (len(decodes) - 768)]
+    assert len(decodes) > 800

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import random
@@ -393,6 +394,11 @@ def test_the_time_of_a_step_is_learned_from_steps() -> None:
         times.took(num_tokens, (10 + num_tokens + 3 * has_drafts) * noise * slow, has_drafts=has_drafts)
     assert times.of([1, 4], has_drafts=False) == pytest.approx([11, 14], rel=0.15)
     assert times.of([8, 12], has_drafts=True) == pytest.approx([21, 25], rel=0.15)
+    # What a token takes is not forgotten where all steps are of one size.
+    steady = copy.copy(times)
+    for _ in range(300):
+        steady.took(12, 25, has_drafts=True)
+    assert steady.of(12, has_drafts=False) - steady.of(2, has_drafts=False) == pytest.approx(10, rel=0.35)
     # Where drafts cost a lot they are not made; after a while they are tried again.
     before = float(times.of(4, has_drafts=True) - times.of(4, has_drafts=False))
     for _ in range(2000):

@@ -26,7 +26,7 @@ from worker.cuda_graph_runner import CudaGraphRunner
 from worker.models.decoder import Decoder
 from worker.models.draft_head import DraftModel
 from worker.preparing import preparing
-from worker.protocol import Int32Array, RowFlag, StepFrame
+from worker.protocol import FrameKind, Int32Array, RowFlag, StepFrame
 from worker.sampler import Sampler
 from worker.step_inputs import StepInputs
 from worker.step_layout import shape_of
@@ -133,7 +133,7 @@ class DraftPasses:
             tokens: [num_sampled] int64, as they were sampled at last; -1 for a NaN.
             kept: which of them count, where the step verified drafts; None: all.
         """
-        if states is None:
+        if states is None or frame.kind is FrameKind.RESTING_STEP:
             return None
         shape, is_sampled, wanted = shape_of(frame), frame.draws > 0, np.zeros(len(frame.rows), np.int32)
         if len(frame.num_wanted):

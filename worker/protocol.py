@@ -87,6 +87,8 @@ class FrameKind(IntEnum):
     CAPTURE = 3
     """Capture one more CUDA graph, and answer how many are left. It comes while no step is in flight, and has the id of
     the last one."""
+    RESTING_STEP = 4
+    """Run one forward pass, and none of the draft head, which lacks keys and values of its tokens from then on."""
 
 
 class RowFlag(IntFlag):

@@ -38,6 +38,10 @@ _LEAST_GAIN = 0.03
 _MOST_COMPARED = 4
 # Steps, of which one makes drafts where none are worth verifying: a draft takes some percent of a step.
 _ASK_EVERY = 32
+# Successive steps without drafts after which the ranks' head rests, and for how many at first and at most.
+_MOST_VAIN = 4 * _ASK_EVERY
+_FIRST_REST = 512
+_LONGEST_REST = 8192
 # Tokens of a prompt that are looked at in one step: 0.5 ms.
 _MAX_AT_ONCE = 1024
 
@@ -49,6 +53,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
         self._extra = 0.0
+        self._slope: float | None = None  # the last one: steps that are all of one size say nothing of it
 
     def took(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
         """A step has ended."""
@@ -65,6 +70,7 @@ class StepTimes:
         self._seconds = _FORGET * self._seconds + seconds
         self._squares = _FORGET * self._squares + num_tokens * num_tokens
         self._products = _FORGET * self._products + num_tokens * seconds
+        self._slope = self._fitted()
 
     def of(self, num_tokens: npt.ArrayLike, *, has_drafts: bool) -> npt.NDArray[np.float64]:
         """Seconds of steps with so many tokens; in units of an empty step before any was seen."""
@@ -72,12 +78,16 @@ class StepTimes:
         if not self._seconds:
             return 1 + _TOKEN_SHARE * sizes
         size, mean = self._tokens / self._weight, self._seconds / self._weight
+        line = np.maximum(mean + (self._slope or 0.0) * (sizes - size), mean * 0.1)
+        return line + (self._extra if has_drafts else 0.0)
+
+    def _fitted(self) -> float:
+        """Seconds of one more token."""
+        size, mean = self._tokens / self._weight, self._seconds / self._weight
         variance = self._squares - self._weight * size * size
         covariance = self._products - self._weight * size * mean
-        prior = mean * _TOKEN_SHARE / (1 + _TOKEN_SHARE * size)
-        slope = max(0.0, (covariance + _PRIOR_WEIGHT * prior) / (variance + _PRIOR_WEIGHT))
-        line = np.maximum(mean + slope * (sizes - size), mean * 0.1)
-        return line + (self._extra if has_drafts else 0.0)
+        prior = mean * _TOKEN_SHARE / (1 + _TOKEN_SHARE * size) if self._slope is None else self._slope
+        return max(0.0, (covariance + _PRIOR_WEIGHT * prior) / (variance + _PRIOR_WEIGHT))
 
 
 class Drafter:
@@ -92,6 +102,8 @@ class Drafter:
         self._asks = limits.speculation.is_by_ranks
         self._num_chosen = limits.speculation.num_drafts  # most of a row, when they were chosen last
         self._num_unasked = 0  # steps since the ranks were asked for drafts
+        self._num_vain = 0  # steps since the last one with drafts, or since the end of the last rest
+        self._rest = _FIRST_REST  # steps of the next rest, or of this one
 
     def take(self, rows: Int32Array) -> None:
         """The live `rows`, distinct, have got tokens."""
@@ -120,9 +132,24 @@ class Drafter:
         """How many drafts the ranks should make of each row in the next step: those that the last choice took and one
         more, so that it is seen whether they are worth it, or now and then all."""
         most = self._limits.speculation.num_drafts
-        if not self._asks or (not self._num_chosen and self._num_unasked < _ASK_EVERY):
+        if not self._asks or self.rests or (not self._num_chosen and self._num_unasked < _ASK_EVERY):
             return 0
         return min(self._num_chosen + 1, most) if self._num_chosen else most
+
+    @property
+    def rests(self) -> bool:
+        """Whether steps of decodes do without the ranks' head: it would take its time of them, and no drafts have been
+        worth verifying for long. Prompts go through it at any time, so that rows which begin after a rest lack
+        nothing; those that went on meanwhile may have worse drafts."""
+        return self._asks and self._num_vain >= _MOST_VAIN
+
+    def launched(self, *, has_drafts: bool) -> None:
+        """One more step of decodes is launched."""
+        self._num_vain = 0 if has_drafts else self._num_vain + 1
+        if has_drafts:
+            self._rest = _FIRST_REST
+        elif self._num_vain >= _MOST_VAIN + self._rest:
+            self._num_vain, self._rest = 0, min(2 * self._rest, _LONGEST_REST)
 
     def choose(self, rows: Int32Array, budget: int, *, in_flight: bool) -> Int32Array | None:
         """[len(rows)] how many tokens each of the ready `rows` may bring in the next step; None: it has to wait for the

@@ -39,10 +39,10 @@ class FrameBuilder:
                 if adjustments.counts_answer:
                     self.add(counts=_counts(request, adjustments.counts_prompt))
 
-    def build(self, generation: int, step: int) -> StepFrame:
+    def build(self, generation: int, step: int, kind: FrameKind) -> StepFrame:
         """The frame of all that was added."""
         sections = {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in self._parts.items()}
-        return StepFrame(generation, step, FrameKind.STEP, **sections)
+        return StepFrame(generation, step, kind, **sections)
 
 
 def _params(requests: Sequence[Request]) -> npt.NDArray[np.void]:

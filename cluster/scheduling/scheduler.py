@@ -29,7 +29,7 @@ from cluster.scheduling.request import Guide
 from cluster.scheduling.row_table import RowTable
 from cluster.scheduling.step_results import Launched, StepTokens, prompt_logprobs, take_prefilled, token_logprobs
 from configs.errors import EngineError
-from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
+from worker.protocol import FrameKind, Int32Array, RowFlag, StepFrame, StepResult
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -444,7 +444,12 @@ class Scheduler:
             builder.start_rows(plan.admitted)
         if len(window_pages := self._pages.take_window_changes()):
             builder.add(window_pages=window_pages)
-        frame = builder.build(self.generation, self.last_step)
+        kind = FrameKind.STEP
+        if self._drafter is not None and not plan.rows:
+            if self._drafter.rests and not has_drafts:
+                kind = FrameKind.RESTING_STEP
+            self._drafter.launched(has_drafts=has_drafts)
+        frame = builder.build(self.generation, self.last_step, kind)
         # The next step's rows may take what this one is the last to read.
         self._pages.advance_windows(frame.rows, table.num_computed[frame.rows])
         table.in_flight[frame.rows] += 1
