@@ -104,8 +104,10 @@ def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, num_pages
 class _Foreseen:
     """In place of a request's history, one that knows the answer, and is wrong on purpose."""
 
-    def __init__(self, whole: list[int], rate: float, num_drafts: int) -> None:
-        self._whole, self._num_tokens, self._rate, self.num_drafts = whole, 0, rate, num_drafts
+    def __init__(self, whole: list[int], rate: float, num_drafts: int, seed: int) -> None:
+        self._num_tokens, self._rate, self.num_drafts = 0, rate, num_drafts
+        wrong = np.random.default_rng(seed).random(len(whole)) >= rate  # now, since steps wait for drafts
+        self._drafts = np.where(wrong, 0, whole).tolist()
 
     def __len__(self) -> int:
         return self._num_tokens
@@ -119,11 +121,8 @@ class _Foreseen:
         self.num_drafts = max(0, self.num_drafts - len(tokens))
 
     def drafts(self, count: int) -> list[int]:
-        places = range(self._num_tokens, self._num_tokens + count)
-        known = self._whole[places.start : places.stop]
-        wrong = np.random.default_rng(places.start).random(len(known)) >= self._rate
-        drafts = [0 if is_wrong else token for token, is_wrong in zip(known, wrong.tolist(), strict=True)]
-        return drafts + [0] * (count - len(known))
+        known = self._drafts[self._num_tokens : self._num_tokens + count]
+        return known + [0] * (count - len(known))
 
 
 class Foreseeing(Drafter):
@@ -136,7 +135,8 @@ class Foreseeing(Drafter):
     def take(self, rows: Int32Array) -> None:
         for request in map(self._rows.request, rows.tolist()):
             if request.history is None:
-                foreseen = _Foreseen(self._wholes[request.id], self._rate, 0 if self._asks else sys.maxsize)
+                num_drafts = 0 if self._asks else sys.maxsize
+                foreseen = _Foreseen(self._wholes[request.id], self._rate, num_drafts, request.id)
                 request.history = cast("NgramHistory", foreseen)
         super().take(rows)
 
