@@ -104,7 +104,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(path / "cache"), "PYTHONPATH": str(ROOT)}
     script = subprocess.run(
-        [sys.executable, __file__, path / "report.json"], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, __file__, path / "report.json"], env=environment, capture_output=True, text=True, timeout=500
     )
     sys.stderr.write(script.stderr)  # the passes after the first say here what they do not take
     assert script.returncode == 0, script.stderr
