@@ -1,6 +1,6 @@
 """A measurement of drafts in several branches: tokens a step by trees of an EAGLE-3 head's drafts and by its chains.
 
-    python -m benchmarks.draft_trees [--steps 240] [--train 384] [--held-out 32]
+    python -m benchmarks.draft_trees [--steps 160] [--train 384] [--held-out 12]
 
 The head is trained here, on the default model's own answers to prompts of some topics, and measured on answers to those
 of others: greedy ones, and sampled ones by the engine's rule, argmax(logit / T + noise). What a step would accept at
@@ -54,6 +54,7 @@ _TASKS = (
 )
 _TEMPERATURES = (0.0, 0.7, 1.0)
 _COUNTS = (1, 3, 7, 15, 31)
+_MORE_COUNTS = (1, 2, 3, 4, 5, 6, 7, 11, 15, 23, 31)
 _DEPTH, _BEAM, _NUM_PASSES, _BATCH, _NUM_TOKENS = 7, 10, 3, 8, 128
 # Qwen3-8B on one H200: 4.194 ms a step of 1 row and 4.769 of 16, and 0.19 ms a pass of a head, which is reckoned.
 _COSTS = {"1 row": (0.19 / 4.194, 0.0383 / 4.194), "16 rows": (0.19 / 4.769, 16 * 0.0383 / 4.769)}
@@ -131,8 +132,8 @@ class _Trainer:
 
 
 class _Drafts:
-    """What a head drafts of one text. Place i of all tensors is the token that the head's pass reads there; what it
-    predicts is token i + 2, so that a level's predictions stand one place behind those of the level before."""
+    """A head's drafts of one text. At place i of all tensors a pass reads token i + 1 and predicts token i + 2, so that
+    a level's predictions stand one place behind those of the level before."""
 
     def __init__(self, trainer: _Trainer, text: Text, *, is_coupled: bool) -> None:
         ids, self._num_prompt, temperature, seed = text
@@ -166,7 +167,7 @@ class _Drafts:
         """[num_tokens] by depth and number of nodes: how many drafts of the best tree's right branch it has."""
         num = len(self._hidden)
         hidden, ids, before = self._hidden[None], self._following[None], list[tuple[Tensor, Tensor]]()
-        totals, is_right = torch.zeros(num, 1), torch.ones(num, 1, dtype=torch.bool)  # of each root's kept nodes
+        totals, is_right = torch.zeros(num, 1), torch.ones(num, 1, dtype=torch.bool)
         nodes, rights, found = list[Tensor](), list[Tensor](), dict[tuple[int, int], Tensor]()
         for level in range(_DEPTH):
             output = self._head.one_pass(hidden, ids, before)
@@ -177,7 +178,7 @@ class _Drafts:
             found_right = is_right[..., None] & (children == wanted[:, None, None])
             nodes.append(values.flatten(1))
             rights.append(values.masked_fill(~found_right, -torch.inf).flatten(1).amax(1))
-            for count in _COUNTS:
+            for count in _MORE_COUNTS:
                 ranked = torch.cat(nodes, dim=1).topk(min(count, len(nodes) * nodes[0].shape[1])).values[:, -1]
                 found[level + 1, count] = (torch.stack(rights) >= ranked).sum(0)
             totals, kept = nodes[-1].topk(_BEAM)
@@ -194,69 +195,70 @@ class _Drafts:
 
     def walked(self, accepted: Tensor) -> Tensor:
         """[2]: tokens and steps, where a step at token m brings `accepted[m - 2]` drafts and one more token."""
-        total = torch.zeros(2)
+        total, right = torch.zeros(2), accepted.tolist()
         for start in range(self._num_prompt + 1, min(self._num_prompt + 5, self._num_ids)):
             at, steps = start, 0
             while at < self._num_ids:
-                at, steps = at + int(accepted[at - 2]) + 1, steps + 1
+                at, steps = at + right[at - 2] + 1, steps + 1
             total += torch.tensor([min(at, self._num_ids) - start, steps])
         return total
 
 
-def _measure(
-    trainer: _Trainer, texts: list[Text], temperature: float, *, is_coupled: bool
-) -> dict[str, dict[tuple[int, int], float]]:
-    """Tokens a step of chains and trees, by levels and number of drafts."""
-    sums: dict[str, dict[tuple[int, int], Tensor]] = {
-        "chain": defaultdict(lambda: torch.zeros(2)),
-        "tree": defaultdict(lambda: torch.zeros(2)),
-    }
+Found = dict[tuple[int, int], float]
+"""Tokens a step by levels and number of drafts."""
+
+
+def _measure(trainer: _Trainer, texts: list[Text], temperature: float, *, is_coupled: bool) -> tuple[Found, Found]:
+    """Figures of chains, and of trees."""
+    sums: list[dict[tuple[int, int], Tensor]] = [defaultdict(lambda: torch.zeros(2)) for _ in range(2)]
     for text in texts:
-        if text[2] != temperature or len(text[0]) <= text[1] + 1:
-            continue
-        drafts = _Drafts(trainer, text, is_coupled=is_coupled)
-        right = drafts.chain()
-        for count in sorted({*range(1, _DEPTH + 1), *_COUNTS}):
-            sums["chain"][count, count] += drafts.walked(right.clamp(max=count))
-        for key, accepted in drafts.tree().items():
-            sums["tree"][key] += drafts.walked(accepted)
-    return {kind: {key: float(it[0] / it[1]) for key, it in of_kind.items()} for kind, of_kind in sums.items()}
+        if text[2] == temperature and len(text[0]) > text[1] + 1:
+            drafts = _Drafts(trainer, text, is_coupled=is_coupled)
+            right = drafts.chain()
+            for count in _MORE_COUNTS:
+                sums[0][count, count] += drafts.walked(right.clamp(max=count))
+            for key, accepted in drafts.tree().items():
+                sums[1][key] += drafts.walked(accepted)
+    chain, tree = ({key: float(it[0] / it[1]) for key, it in of_kind.items()} for of_kind in sums)
+    return chain, tree
 
 
-def _figures(trainer: _Trainer, texts: list[Text]) -> None:
-    """Prints the tables of a head."""
+def _print_figures(trainer: _Trainer, texts: list[Text]) -> None:
     rows, timed = list[list[str]](), list[list[str]]()
-    for temperature in _TEMPERATURES:
-        for is_coupled in (False, True) if temperature else (False,):
-            drafts = "coupled" if is_coupled else "greedy"
-            found = _measure(trainer, texts, temperature, is_coupled=is_coupled)
-            chain, tree = found["chain"], found["tree"]
-            for kind, values in (
-                ("chain, unlimited", [chain[count, count] for count in _COUNTS]),
-                ("chain", [chain[min(count, _DEPTH), min(count, _DEPTH)] for count in _COUNTS]),
-                ("tree", [tree[min(count, _DEPTH), count] for count in _COUNTS]),
-            ):
-                rows.append([str(temperature), drafts, kind, *(f"{value:.3f}" for value in values)])
-            ratios = [tree[min(count, _DEPTH), count] / chain[(min(count, _DEPTH),) * 2] for count in _COUNTS]
-            rows.append([str(temperature), drafts, "tree / chain", *(f"{ratio:.3f}" for ratio in ratios)])
-            for name, (per_pass, per_token) in _COSTS.items():
-                best = [
-                    max((value / (1 + per_pass * key[0] + per_token * key[1]), *key) for key, value in of_kind.items())
-                    for of_kind in ({key: it for key, it in chain.items() if key[0] <= _DEPTH} | {(0, 0): 1.0}, tree)
-                ]
-                shapes = [f"{speed:.3f} ({levels}, {count})" for speed, levels, count in best]
-                timed.append([str(temperature), drafts, name, *shapes, f"{best[1][0] / best[0][0]:.3f}"])
-    print("tokens a step, by verified drafts; levels: as many, at most 7")
+    cases = [(it, is_coupled) for it in _TEMPERATURES for is_coupled in (False, True) if it or not is_coupled]
+    for temperature, is_coupled in cases:
+        named = [str(temperature), "coupled" if is_coupled else "greedy"]
+        chain, tree = _measure(trainer, texts, temperature, is_coupled=is_coupled)
+        limits = [min(count, _DEPTH) for count in _COUNTS]
+        trees = [tree[limit, count] for limit, count in zip(limits, _COUNTS, strict=True)]
+        chains = [chain[limit, limit] for limit in limits]
+        for kind, values in (
+            ("chain, unlimited", [chain[count, count] for count in _COUNTS]),
+            ("chain", chains),
+            ("tree", trees),
+            ("tree / chain", [one / other for one, other in zip(trees, chains, strict=True)]),
+        ):
+            rows.append([*named, kind, *(f"{value:.3f}" for value in values)])
+        for name, (per_pass, per_token) in _COSTS.items():
+            best = [
+                max((it / (1 + per_pass * key[0] + per_token * key[1]), *key) for key, it in found.items())
+                for found in (
+                    {(0, 0): 1.0} | {key: it for key, it in of.items() if key[0] <= _DEPTH} for of in (chain, tree)
+                )
+            ]
+            shapes = [f"{speed:.3f} ({levels}, {count})" for speed, levels, count in best]
+            timed.append([*named, name, *shapes, f"{best[1][0] / best[0][0]:.3f}"])
+    print("tokens a step by verified drafts, in at most as many levels and 7")
     print(table(["T", "drafts", "", *map(str, _COUNTS)], rows))
-    print("tokens a plain step's time, at best (levels, drafts)")
+    print("tokens in the time of a step without drafts, at the best (levels, drafts)")
     print(table(["T", "drafts", "at", "chain", "tree", "tree / chain"], timed), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=240, help="of training, each of 8 answers")
+    parser.add_argument("--steps", type=int, default=160, help="of training, each of 8 answers")
     parser.add_argument("--train", type=int, default=384, help="answers to train with")
-    parser.add_argument("--held-out", type=int, default=32, help="answers of each temperature to measure")
+    parser.add_argument("--held-out", type=int, default=12, help="answers of each temperature to measure")
     parser.add_argument("--answers", type=Path, help="file of all answers; made, or read where it is there")
     args = parser.parse_args()
     torch.set_num_threads(1)  # two wait for each other beside other work
@@ -268,14 +270,10 @@ def main() -> None:
         topics = _TOPICS.split(";")
         kinds = topics[:-_NUM_HELD_OUT], topics[-_NUM_HELD_OUT:]
         asked = [[task.format(topic) for topic in kind for task in _TASKS] for kind in kinds]
+        rendered = [[tokenizer.template.render([{"role": "user", "content": it}]) for it in kind] for kind in asked]
         known, unknown = (
-            [
-                tokenizer.encode(
-                    tokenizer.template.render([{"role": "user", "content": text}]), add_special_tokens=False
-                )
-                for text in texts[:count]
-            ]
-            for texts, count in zip(asked, (args.train, args.held_out), strict=True)
+            [tokenizer.encode(text, add_special_tokens=False) for text in texts[:count]]
+            for texts, count in zip(rendered, (args.train, args.held_out), strict=True)
         )
         group = LocalGroup(SMOLLM2, 1, 1024)
         held_out = [text for it in _TEMPERATURES for text in _answers(group, unknown, [it] * len(unknown))]
@@ -292,7 +290,7 @@ def main() -> None:
         done = num_steps
         print(f"\nafter {done} steps of training")
         with torch.no_grad():
-            _figures(trainer, held_out)
+            _print_figures(trainer, held_out)
 
 
 if __name__ == "__main__":
