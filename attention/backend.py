@@ -46,7 +46,7 @@ class AttentionBackend(ABC):
     captures_cuda_graphs: bool = False
     """Whether a step over static `ForwardBatch.paged` buffers can be captured in a CUDA graph and replayed."""
     plans_on_host: bool = False
-    """Whether `prepare_replay` of decodes has to know how long rows are, so that none can move on the device alone."""
+    """See `BackendSpec`: whether `prepare_replay` of decodes has to know how long rows are."""
 
     def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
         for layer in layers:

@@ -381,5 +381,5 @@ class FlashInferBackend(AttentionBackend):
         if wrong is not None:
             raise ConfigError(
                 f"attention backend flashinfer: {kernels} kernels of FlashInfer {self._library.module.__version__} "
-                f"cannot serve {geometry}, {pool.dtype}: {wrong}\nSet attention.backend=auto"
+                f"cannot serve {geometry}, {pool.dtype}: {wrong}\nSet attention.backend=triton"
             )

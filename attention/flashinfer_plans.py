@@ -42,7 +42,7 @@ def load_flashinfer(device: torch.device) -> Library:
     except (ImportError, OSError) as error:
         raise ConfigError(
             f"attention backend flashinfer cannot be imported: {error}. Install flashinfer-python (the `flashinfer` "
-            "extra) on every node, or set attention.backend=auto"
+            "extra) on every node, or set attention.backend=triton"
         ) from error
     properties = torch.cuda.get_device_properties(device)
     return Library(flashinfer, properties.multi_processor_count, (properties.major, properties.minor) == (9, 0))

@@ -1,7 +1,7 @@
 """Time of one layer's attention by every backend that can serve it, on the same steps; what `auto` takes is marked.
 
     python -m benchmarks.attention [--device cuda] [--kv-dtype auto,fp8_e4m3] [--only decode,extend,latent]
-                                   [--heads 32/8,8/2] [--exact 512,256] [--seconds 200] [--json FILE]
+                                   [--heads 32/8,8/2] [--exact 512,256] [--seconds 200] [--json FILE] [--times]
 
 Decodes are 1 to 256 rows of 1k to 32k tokens; extends one row of 512 to 8k new tokens behind 0 to 16k cached ones. Keys
 and values are on pages of random order. On a GPU a CUDA graph holds the attention of several layers, each with a pool
@@ -17,6 +17,8 @@ include what the heads do between latents and keys and values of their own.
 `--exact` adds the Triton backend with exact numerics, whose keys are cut into spans of so many positions, and how many
 times as long it takes as the fastest of all backends without.
 
+`--times` writes what was measured in 16 bits into configs/attention_times.csv, by which `auto` chooses.
+
 Where FlashInfer is installed, its own wrappers are timed as its benchmark does, planned for the very step and without
 this engine's backend, but for latents: paged, and of a prompt in 16 bits without a cached prefix also ragged, which
 reads keys and values that lie side by side. Both stand beside the backend's time over theirs.
@@ -26,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import statistics
 import time
 import unittest.mock
@@ -48,7 +49,8 @@ from attention.step_shape import StepShape
 from attention.triton_backend import TritonBackend
 from benchmarks.graph_timing import graph_us
 from benchmarks.report import Report, circumstances, describe_circumstances, table
-from configs.attention import BACKENDS, choose_backend
+from configs.attention import BACKENDS, choose_backend, installed_packages
+from configs.attention_times import LATENT, StepTimes, write_times
 from configs.errors import ConfigError
 
 HEADS = ((8, 8), (32, 8), (64, 8))  # query heads, KV heads
@@ -257,18 +259,25 @@ def measure(
     """
     inputs = Inputs(step, device, dtype)
     needs = needs_of(inputs.pool)
-    able = [name for name, spec in BACKENDS.items() if spec.refusal(needs) is None]
+    packages = installed_packages()
+    able = [name for name, it in BACKENDS.items() if it.refusal(needs) is None and it.package in (None, *packages)]
     if device.type == "cuda":
         able.remove("torch_native")  # the reference copies all keys and is no contender
-    if "flashinfer" in able and importlib.util.find_spec("flashinfer") is None:
-        able.remove("flashinfer")
     times = {}
     for name in able:
         with contextlib.suppress(ConfigError):  # some builds of it cannot
             times[name] = inputs.us(IMPLEMENTATIONS[name](inputs.layers, inputs.pool))
     times |= {f"exact {span}": inputs.exact_us(span) for span in spans if not step.is_latent}
     theirs = inputs.flashinfer_us() if "flashinfer" in able and not step.is_latent else {}
-    return times, choose_backend("decode" if step.is_decode else "prefill", needs)[0], theirs
+    return times, choose_backend("decode" if step.is_decode else "prefill", needs, packages)[0], theirs
+
+
+def step_times(step: Step, capability: tuple[int, int], us: dict[str, float], run: str) -> StepTimes:
+    """The line of configs/attention_times.csv for a step."""
+    of_backends = {name: it for name, it in us.items() if name in BACKENDS}
+    kv_heads = LATENT if step.is_latent else str(step.num_kv_heads)
+    sizes = (step.num_q_heads, step.batch_size, step.new, step.prefix)
+    return StepTimes(capability, kv_heads, *sizes, run, of_backends)
 
 
 def row_of(
@@ -310,13 +319,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200.0, help="steps left by then are not measured")
     parser.add_argument("--commit", help="of this code, where git is not there to tell")
     parser.add_argument("--json", type=Path, help="where every measurement goes as well")
+    parser.add_argument("--times", action="store_true", help="let `auto` choose by what is measured in 16 bits")
     args = parser.parse_args()
     device, on_gpu = torch.device(args.device), args.device == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     about = circumstances(args.commit)
     report = Report(args.json, benchmark="attention", dtype=str(dtype), **about)
     print(f"# {describe_circumstances(about)}; {dtype}, head_dim {HEAD_DIM}, pages of {PAGE_SIZE} tokens")
-    began, rows, measured = time.perf_counter(), [], []
+    began, rows, measured, timed = time.perf_counter(), [], [], []
+    run = f"{about['date']} {about['commit']} {torch.cuda.get_device_name()}" if on_gpu else ""
     spans = [int(span) for span in args.exact.split(",")] if args.exact else []
     heads = [(int(q), int(kv)) for q, kv in (it.split("/") for it in args.heads.split(","))] if args.heads else HEADS
     for step in steps(set(args.only.split(",")), 1 if on_gpu else _SMALLER_ON_CPU, args.kv_dtype.split(","), heads):
@@ -327,6 +338,10 @@ def main() -> None:
         rows.append(row_of(step, times, auto, theirs, args.peak_gb_s, spans))
         measured.append({"step": step.name, "us": times, "auto": auto, "flashinfer alone": theirs})
         report.add(measured=measured)
+        if on_gpu and step.kv_dtype == "auto":
+            timed.append(step_times(step, torch.cuda.get_device_capability(), times, run))
+    if args.times:
+        write_times(timed)
     header = ["heads  rows x tokens, or new after cached", *BACKENDS, *(f"exact {it} (/ fastest)" for it in spans)]
     header += ["auto / fastest", "FlashInfer alone (ours / it)"]
     print(table(header, rows))

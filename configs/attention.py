@@ -1,15 +1,18 @@
 """The table of what each attention backend can do, asked before anything starts, drawn in the docs and held by tests.
 
-Plain data. What implements a backend registers under its name in attention/registry.py.
+Plain data, but for the order that measurements put backends in. What implements a backend registers under its name in
+attention/registry.py.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
+from configs.attention_times import Ranking, rank
 from configs.errors import ConfigError
 
 Phase = Literal["prefill", "decode"]
@@ -91,6 +94,10 @@ class BackendSpec:
     name: str
     what: str
     """A few words for people."""
+    package: str | None = None
+    """The optional package that it is made of: `auto` takes it where that is installed."""
+    plans_on_host: bool = False
+    """Whether decodes are planned from lengths that the host knows, so that no row can move on the device alone."""
     device: Literal["cpu", "cuda"] | None = None
     """None: any."""
     compute_capabilities: tuple[tuple[int, int], ...] | None = None
@@ -184,6 +191,8 @@ _SPECS = (
     BackendSpec(
         name="flashinfer",
         what="FlashInfer, an extra",
+        package="flashinfer",
+        plans_on_host=True,
         device="cuda",
         min_compute_capability=(8, 0),
         dtypes=_HALVES,
@@ -217,34 +226,57 @@ _SPECS = (
 )
 BACKENDS: Mapping[str, BackendSpec] = {spec.name: spec for spec in _SPECS}
 """Backends by the name that `attention.backend` takes."""
-# Without flashinfer, which nodes may not have: decodes take it 0.96 to 1.37 times as long, prompts 0.98 to 3.3 times,
-# but for 512 tokens with nothing before them, 0.86 (H200, benchmarks/results/attention_flashinfer_*).
-PREFERRED: Mapping[Phase, tuple[str, ...]] = {
-    "prefill": ("fa3", "triton", "cpu", "torch_native"),
-    # In 53 to 102 % of FA3's time: most for 256 pairs of a row and a KV head (H200, 1 to 256 rows, 200 to 2000 tokens).
-    "decode": ("triton", "fa3", "cpu", "torch_native"),
-}
-"""Backends in the order in which `auto` tries them: it takes the first that can serve a model."""
+UNMEASURED = tuple(name for name, spec in BACKENDS.items() if spec.package is None)
+"""Backends in the order in which `auto` tries them where there is no measurement."""
 
 
-def choose_backend(phase: Phase, needs: AttentionNeeds) -> tuple[str, str]:
-    """The backend that `auto` takes for steps of `phase`, and why: what stood before it and cannot serve `needs`.
+def ranking(phase: Phase, needs: AttentionNeeds) -> Ranking:
+    """The measured order of backends for steps of `phase`; without a backend where there is no measurement."""
+    if needs.device == "cpu" or needs.dtype not in _HALVES or needs.features & {Feature.FP8_KV, Feature.EXACT}:
+        return Ranking({}, "")
+    latent_heads = max((shape.num_heads for shape in needs.latents), default=None)
+    return rank(is_decode=phase == "decode", capability=needs.compute_capability, latent_heads=latent_heads)
+
+
+def choose_backend(
+    phase: Phase, needs: AttentionNeeds, packages: Iterable[str] = (), *, drafts: bool = False
+) -> tuple[str, str]:
+    """The backend that `auto` takes for steps of `phase`, and why: what is faster and cannot serve `needs`, and how
+    much slower the next one is.
+
+    Args:
+        packages: those installed of `BackendSpec.package`.
+        drafts: whether ranks draft tokens between steps.
 
     Raises:
         ConfigError: none can.
     """
-    passed: list[str] = []
-    for name in PREFERRED[phase]:
+    measured = ranking(phase, needs)
+    order, passed = tuple(dict.fromkeys((*measured.us, *UNMEASURED))), list[str]()
+    for i, name in enumerate(order):
         spec = BACKENDS[name]
         refusal = spec.refusal(needs)
         if refusal is None and (unsure := sorted(needs.features & spec.by_build)):
             refusal = f"has {' and '.join(unsure)} in some builds only"
+        if refusal is None and spec.package is not None and spec.package not in packages:
+            refusal = "is not installed" + (f", the fastest in {measured.what}" if i == 0 else "")
+        if refusal is None and spec.plans_on_host and drafts and phase == "decode":
+            refusal = "plans each pass of a draft on the host"
         if refusal is None:
             where = needs.device if needs.compute_capability is None else f"sm{_shown([needs.compute_capability], '')}"
+            if name in measured.us and (following := order[i + 1]) in measured.us:
+                ratio = measured.us[following] / measured.us[name]
+                passed.append(f"{following} takes {ratio:.2f} times as long in {measured.what}")
             return name, "; ".join([f"{where}, {needs.dtype}", *passed])
         if spec.device in (None, needs.device):  # why there are no GPUs' backends on CPUs needs no saying
             passed.append(f"{name} {refusal}")
     raise ConfigError(f"no attention backend serves this model: {'; '.join(passed)}")
+
+
+def installed_packages() -> frozenset[str]:
+    """The packages of `BackendSpec.package` that can be found here."""
+    named = (spec.package for spec in _SPECS if spec.package is not None)
+    return frozenset(name for name in named if importlib.util.find_spec(name) is not None)
 
 
 def check_backend(name: str, needs: AttentionNeeds, setting: str) -> None:

@@ -20,7 +20,7 @@ from configs.kv_pages import cut_max_model_len, num_kv_pages
 from configs.latent_attention import LatentAttention
 from configs.model_config import ModelConfig, check_tensor_parallel_size
 from configs.numerics import check_exact
-from configs.schema import AttentionConfig, EngineConfig
+from configs.schema import EngineConfig
 
 _SectionT = TypeVar("_SectionT", bound=BaseModel)
 
@@ -56,6 +56,8 @@ class HostFacts:
     """Nodes that the replicas spread over."""
     compute_capability: tuple[int, int] | None = None
     """The least of the GPUs' compute capabilities; None where it is not known."""
+    packages: frozenset[str] = frozenset()
+    """Installed packages of attention backends: see `BackendSpec.package`."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
     else:
         dtype = decide("dtype", config.dtype, "float32", "cpu")
     decided = config.model_copy(update={"device": device, "dtype": dtype})
-    _decide_attention(resolver, config, model, attention_needs(decided, model, host.compute_capability))
+    needs = attention_needs(decided, model, host.compute_capability)
+    _decide_attention(resolver, config, model, needs, host.packages)
     decide("served_model_name", config.served_model_name, model_name(config.model), "from model")
     _decide_parallel(resolver, config, device, host)
     cpus = _CPUS_ON_GPU_NODES if device == "cuda" else _CPUS_ON_CPU_NODES
@@ -240,31 +243,35 @@ def attention_needs(
     )
 
 
-def _decide_attention(resolver: _Resolver, config: EngineConfig, model: ModelConfig, needs: AttentionNeeds) -> None:
+def _decide_attention(
+    resolver: _Resolver, config: EngineConfig, model: ModelConfig, needs: AttentionNeeds, packages: frozenset[str]
+) -> None:
     """Numerics and backends: exact is what both model and backends can be."""
-    attention, device = config.attention, needs.device
+    device = needs.device
     value: str
     exactly = needs.with_feature(Feature.EXACT)
     try:
         check_exact(model, device, config.tensor_parallel_size)
-        _choose_backends(attention, exactly)
+        _choose_backends(config, exactly, packages)
         value, why = ("exact" if device == "cpu" else "fast"), str(device)
     except ConfigError as error:
         if config.numerics == "exact":
             raise ConfigError(f"numerics=exact is not to be had: {error}") from None
         value, why = "fast", str(error)
     is_exact = resolver.decide("numerics", config.numerics, value, why) == "exact"
-    resolver.decisions += _choose_backends(attention, exactly if is_exact else needs)
+    resolver.decisions += _choose_backends(config, exactly if is_exact else needs, packages)
 
 
-def _choose_backends(attention: AttentionConfig, needs: AttentionNeeds) -> list[Decision]:
+def _choose_backends(config: EngineConfig, needs: AttentionNeeds, packages: frozenset[str]) -> list[Decision]:
+    attention = config.attention
     given: dict[Phase, str | None] = {"prefill": attention.prefill_backend, "decode": attention.decode_backend}
     decisions = []
     for phase, own in given.items():
         key = f"attention.{phase}_backend"
         name = own or attention.backend
         if name == "auto":
-            decisions.append(Decision(key, *choose_backend(phase, needs)))
+            chosen = choose_backend(phase, needs, packages, drafts=config.speculation.is_by_ranks)
+            decisions.append(Decision(key, *chosen))
             continue
         check_backend(name, needs, key if own else "attention.backend")
         if own is None:

@@ -29,7 +29,8 @@ from cluster.openai.openai_request import (  # noqa: E402
 )
 from cluster.requests.fields import STYLING, UNSUPPORTED  # noqa: E402
 from cluster.requests.sampling_fields import SamplingFields  # noqa: E402
-from configs.attention import BACKENDS, PREFERRED, BackendSpec, Feature, Phase  # noqa: E402
+from configs.attention import BACKENDS, BackendSpec, Feature, Phase  # noqa: E402
+from configs.attention_times import LATENT, rank, read_times  # noqa: E402
 from configs.schema import EngineConfig  # noqa: E402
 
 _STEPS: dict[Phase, str] = {"prefill": "with a prompt in them", "decode": "of decodes alone"}
@@ -53,14 +54,19 @@ def _attention() -> str:
         "# Attention backends",
         "",
         "What `attention.backend`, `attention.prefill_backend` and `attention.decode_backend` take, and what it can. "
-        "What one cannot serve is refused before anything starts, but for what only some builds of its package have.",
+        "What one cannot serve is refused before anything starts, but for what only some builds of its package have. "
+        "Each yes is held by a small model against transformers, in pages of 16 tokens and more and of one: in "
+        "`tests/test_attention_models.py`, and those of exact numerics in `tests/test_exact.py` and, on GPUs, "
+        "`tests/test_gpu_engine.py`.",
         "",
-        *(
-            f"For steps {what} `auto` takes the first that has it all in every build: "
-            + ", ".join(f"`{name}`" for name in PREFERRED[phase])
-            + "."
-            for phase, what in _STEPS.items()
-        ),
+        "`auto` takes the first that has it all in every build and is installed, in the order of their times, which "
+        "`benchmarks.attention --times` wrote into `configs/attention_times.csv`. GPUs and numbers of heads that were "
+        "not measured have the order of the nearest that were; keys in FP8, exact numerics and CPUs, which were not, "
+        "that of this table's columns without `flashinfer`.",
+        "",
+        "| steps | order, and times as long as the first's |",
+        "|---|---|",
+        *(f"| {what} | {_order(phase, latent_heads)} |" for what, phase, latent_heads in _kinds_of_steps()),
         "",
         "| | " + " | ".join(f"`{name}`" for name in BACKENDS) + " |",
         "|---" * (len(BACKENDS) + 1) + "|",
@@ -75,6 +81,19 @@ def _attention() -> str:
     }
     lines += [f"| {what} | " + " | ".join(map(cell, BACKENDS.values())) + " |" for what, cell in rows.items()]
     return "\n".join(lines) + "\n"
+
+
+def _kinds_of_steps() -> Iterator[tuple[str, Phase, int | None]]:
+    latents = sorted({it.num_q_heads for it in read_times() if it.kv_heads == LATENT})
+    for latent_heads in (None, *latents):
+        for phase, what in _STEPS.items():
+            yield f"{what}{'' if latent_heads is None else f', {latent_heads} latent heads'}", phase, latent_heads
+
+
+def _order(phase: Phase, latent_heads: int | None) -> str:
+    us = rank(is_decode=phase == "decode", capability=None, latent_heads=latent_heads).us
+    first = min(us.values())
+    return ", ".join(f"`{name}`" + (f" {it / first:.2f}" if it > first else "") for name, it in us.items())
 
 
 def _devices(spec: BackendSpec) -> str:

@@ -22,6 +22,7 @@ from parallel.numerics.arithmetic import FAST, ExactArithmetic
 from parallel.plan import ShardPlan
 from tests.batches import batch_of
 from tests.dense_model import dense_model
+from tests.paged_case import NewTokens, mask_of
 from tests.rank_threads import on_ranks
 from worker.layers.rotary import check_length, inverse_frequencies
 from worker.models.decoder import Decoder
@@ -152,30 +153,40 @@ class Rank:
         kv_dtype: torch.dtype | None = None,
         *,
         exact: bool = False,
+        backend: str = "torch_native",
+        page_size: int = PAGE_SIZE,
     ) -> Rank:
-        """`kv_dtype`: None: `dtype`."""
-        plan = ShardPlan.create(case.model, group.size, exact=exact)
+        """`kv_dtype`: None: `dtype`. With `exact` the backend is cpu."""
+        plan, device = ShardPlan.create(case.model, group.size, exact=exact), group.device
         arithmetic = ExactArithmetic(CPU) if exact else FAST
-        decoder = Decoder(case.model, plan, group, arithmetic=arithmetic, dtype=dtype, device=CPU)
+        decoder = Decoder(case.model, plan, group, arithmetic=arithmetic, dtype=dtype, device=device)
         with Checkpoint.open(case.path, case.model) as checkpoint:
             decoder.load(checkpoint)
             if kv_dtype is FP8:
                 decoder.set_kv_scales(checkpoint.kv_scales())
         decoder.set_max_positions(64)
-        table = ReqToTokenPool(3, 16, CPU)
+        of_row = 64 // page_size
+        table = ReqToTokenPool(3, of_row, device)
         # Pages of the three rows interleave, none in order.
-        table.page_table[1:] = torch.arange(1, 49).view(16, 3).T.flip(1)
+        table.page_table[1:] = torch.arange(1, 3 * of_row + 1).view(of_row, 3).T.flip(1)
         layers, types = decoder.attention_layers, {"dtype": kv_dtype or dtype, "compute_dtype": dtype}
-        pool = TokenToKVPool(layers, num_pages=48, page_size=PAGE_SIZE, device=CPU, **types)
-        backend = "cpu" if exact else "torch_native"
+        pool = TokenToKVPool(layers, num_pages=3 * of_row, page_size=page_size, device=device, **types)
+        backend = "cpu" if exact else backend
         return cls(decoder, create_backend(backend, backend, pool), table, plan, group)
 
-    def logits(self, rows: list[tuple[int, int, list[int]]]) -> list[torch.Tensor]:
-        """Logits [len(tokens), vocab] of each (row, start, tokens)."""
+    def logits(self, rows: list[tuple[int, int, list[int]]], new_tokens: NewTokens | None = None) -> list[torch.Tensor]:
+        """Logits [len(tokens), vocab] of each (row, start, tokens); in the first, they see each other as `new_tokens`
+        says. None: causally."""
         token_ids = [token for _, _, tokens in rows for token in tokens]
         spans = [(row, start, len(tokens)) for row, start, tokens in rows]
-        batch = batch_of(self.table, spans, PAGE_SIZE, token_ids)
-        batch = replace(batch, sample_indices=torch.arange(batch.num_tokens))  # not only the last of each row
+        batch = batch_of(self.table, spans, self.backend.token_to_kv_pool.page_size, token_ids)
+        every = torch.arange(batch.num_tokens, device=batch.positions.device)  # not only the last of each row
+        batch = replace(batch, sample_indices=every)
+        if new_tokens is not None:
+            mask = mask_of([new_tokens, *[None] * (len(rows) - 1)], batch.extend_lens.tolist(), every.device)
+            batch = replace(
+                batch, mask=mask, positions=torch.where(mask.positions < 0, batch.positions, mask.positions)
+            )
         self.backend.init_forward_metadata(batch)
         hidden = self.decoder.forward(batch, self.backend)
         logits = whole_logits(self.decoder.local_logits(hidden), self.plan, self.group)

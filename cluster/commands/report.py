@@ -17,6 +17,7 @@ from cluster.text.chat_template import ChatTemplate, template_sources
 from cluster.text.formats import ModelFormats
 from cluster.text.tools.generic import GenericTools
 from configs.addresses import host_and_port
+from configs.attention import installed_packages
 from configs.checkpoint import resolve_model_path
 from configs.difference import Change, changes
 from configs.errors import ConfigError
@@ -61,7 +62,8 @@ def print_plan(
     model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = with_draft_head(read_model_config(model_path, config.max_model_len), config)
     # One GPU a rank is what the placement will ask for; whether the cluster has them is checked when it is joined.
-    host = HostFacts(num_cores=os.cpu_count() or 1, num_gpus=config.tensor_parallel_size if on_gpus else 0)
+    num_gpus = config.tensor_parallel_size if on_gpus else 0
+    host = HostFacts(os.cpu_count() or 1, num_gpus, packages=installed_packages())
     resolved = resolve(config, model, host)
     plan = ShardPlan.create(model, config.tensor_parallel_size, exact=resolved.config.is_exact)
     lines = [

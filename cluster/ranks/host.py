@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from configs.attention import installed_packages
 from configs.resolve import HostFacts
 from worker.cgroup import available_cores
 
@@ -52,7 +53,7 @@ def environment_options(wanted: Mapping[str, str], have: Mapping[str, str]) -> d
 def host_facts(*, gpus: bool) -> HostFacts:
     """Facts that decide automatic values, for ranks on this node or, with `gpus`, on the GPUs of the cluster."""
     capability = least_compute_capability(ray.nodes()) if gpus and ray.is_initialized() else None
-    return HostFacts(num_cores=node_cores(), num_gpus=int(gpus), compute_capability=capability)
+    return HostFacts(node_cores(), int(gpus), compute_capability=capability, packages=installed_packages())
 
 
 def node_cores() -> int:
