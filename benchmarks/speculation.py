@@ -5,10 +5,13 @@
 
 Two kinds of prompts: chats that ask for a given text, as it is or with one word changed, and random token ids. All are
 submitted at once and so many run at a time, the others wait; they are answered without, with, with and without
-speculation, as often as --rounds says, by the same ranks, for whom this process schedules as a coordinator does: no
-Ray, no HTTP. Rates have the prompts' time in them. The ratio is that of all time, `cpu_ratio` that of the processor
-time of all processes, which other programs change less. Greedy answers to random ids soon go round in circles, which
-drafts follow; those drawn at temperature 1 repeat nothing. With --accept the drafts of the latter are the answers
+speculation, as often as --rounds says, by the same ranks, for whom this process schedules as a coordinator does, over
+its channel: no Ray, no HTTP. Answers have half to all of --tokens, since prompts of rows that all end at once would
+share their steps without speculation alone. Rates have the prompts' time in them. The ratio is that of all time,
+`cpu_ratio` that of the processor time of all processes, which other programs change less. `decode_ms` is the median
+time between the results of full batches of decodes, and `verify_ms` that of steps with drafts, `verified` of them a
+step. Greedy answers to random ids soon go round in circles, which drafts follow; those drawn at temperature 1 repeat
+nothing. With --accept the drafts of the latter are the answers
 without speculation, each token of them with that probability, as other engines' benchmarks force it; where the ranks
 draft, they are as many as the ranks made, whose passes run for them. Without speculation no pass of a head runs, but
 its weights are there, and steps leave the states that it reads.
@@ -21,12 +24,13 @@ import itertools
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -39,6 +43,7 @@ from torch.distributed import TCPStore
 from benchmarks.ranks import start_worker
 from benchmarks.report import ROOT, circumstances, table
 from cluster.engine.messages import GenerateRequest, SamplingParams
+from cluster.ranks.step_channel import StepChannel
 from cluster.scheduling.drafter import Drafter
 from cluster.scheduling.ngrams import NgramHistory
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -49,6 +54,7 @@ from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
 from configs.resolve import HostFacts, resolve
 from configs.schema import NO_SPECULATION, EngineConfig, resolved
+from parallel.channel import FrameReader, Ring
 from parallel.environment import RANK_ENVIRONMENT
 from worker.draft_passes import DraftPasses
 from worker.protocol import FrameKind, Int32Array, StepFrame, StepResult
@@ -71,33 +77,45 @@ _TEXTS = (
 _NUM_RANDOM = 128
 _MAX_MODEL_LEN = 1024
 _TIMEOUT_S = 600.0
+_MOST_BYTES = 1 << 22  # of a frame
 
 
 _HEAD_RUNS, _HEAD_RESTS = b"the head runs", b"the head rests"
 
 
 class _Frames:
-    """A FrameSource over a pipe, which also says whether the draft head runs behind the steps."""
+    """A FrameSource over a channel, which also says whether the draft head runs behind the steps."""
 
-    def __init__(self, connection: Connection, passes: DraftPasses) -> None:
-        self._connection, self._passes, self._run = connection, passes, passes.run
+    def __init__(self, frames: FrameReader, passes: DraftPasses) -> None:
+        self._frames, self._passes, self._run = frames, passes, passes.run
 
     def recv(self, timeout_s: float) -> bytes:
-        while (frame := self._connection.recv_bytes()) in (_HEAD_RUNS, _HEAD_RESTS):
-            run = self._run if frame == _HEAD_RUNS else lambda *_, **__: None
-            self._passes.run = run  # type: ignore[method-assign]
+        while (frame := self._frames.recv(timeout_s)) in (_HEAD_RUNS, _HEAD_RESTS):
+            self._turn(frame)
         return frame
 
     def poll(self) -> bytes | None:
-        return self.recv(0.0) if self._connection.poll() else None
+        frame = self._frames.poll()
+        if frame in (_HEAD_RUNS, _HEAD_RESTS):
+            self._turn(frame)
+            return None
+        return frame
+
+    def _turn(self, how: bytes | None) -> None:
+        run = self._run if how == _HEAD_RUNS else lambda *_, **__: None
+        self._passes.run = run  # type: ignore[method-assign]
 
 
-def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, num_pages: int, pipe: Connection) -> None:
+def _rank_main(
+    rank: int, config: EngineConfig, path: Path, port: int, num_pages: int, addresses: tuple[str, str], ready: Event
+) -> None:
     worker, group = start_worker(rank, config, path, port)
     worker.allocate(num_pages, _MAX_MODEL_LEN)
-    pipe.send_bytes(b"ready")
+    frames, results = (Ring.attach(address) for address in addresses)
+    ready.set()
     assert worker._runner is not None
-    worker.run(_Frames(pipe, worker._runner._draft_passes), pipe.send_bytes if rank == 0 else None)
+    source, sink = _Frames(frames.reader(rank), worker._runner._draft_passes), results.writer()
+    worker.run(source, partial(sink.send, timeout_s=_TIMEOUT_S) if rank == 0 else None)
     group.barrier()
 
 
@@ -169,19 +187,20 @@ class _Ranks:
         )
         self._speculation = config.speculation
         self._last_step = 0
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
-        for rank in range(config.tensor_parallel_size):
-            ours, theirs = context.Pipe()
-            args = (rank, config, path, store.port, self._limits.num_pages, theirs)
-            self._processes.append(context.Process(target=_rank_main, args=args, daemon=True))
-            self._processes[-1].start()
-            self._pipes.append(ours)
-        self._store = store
-        for pipe in self._pipes:
-            assert pipe.poll(_TIMEOUT_S), "a rank did not start"
-            pipe.recv_bytes()
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context, size = multiprocessing.get_context("spawn"), config.tensor_parallel_size
+        self._processes: list[Any] = []
+        ready = [context.Event() for _ in range(size)]
+
+        def attach(_: str, *addresses: str) -> None:
+            for rank, event in enumerate(ready):
+                args = (rank, config, path, self._store.port, self._limits.num_pages, addresses, event)
+                self._processes.append(context.Process(target=_rank_main, args=args, daemon=True))
+                self._processes[-1].start()
+
+        self._channel = StepChannel.over_shared_memory(size, _MOST_BYTES, config.parallel, attach)
+        for event in ready:
+            assert event.wait(_TIMEOUT_S), "a rank did not start"
 
     def answer(
         self, requests: list[GenerateRequest], batch: int, *, speculates: bool, drafter: Callable[..., Drafter]
@@ -193,22 +212,31 @@ class _Ranks:
         )
         with mock.patch("cluster.scheduling.scheduler.Drafter", drafter):
             scheduler = Scheduler(limits)
-        for pipe in self._pipes:
-            pipe.send_bytes(_HEAD_RUNS if speculates else _HEAD_RESTS)
+        self._channel.frames.send(_HEAD_RUNS if speculates else _HEAD_RESTS, _TIMEOUT_S)
         scheduler.last_step = self._last_step
         assert not scheduler.add(requests)
         tokens: dict[int, list[int]] = {request.id: [] for request in requests}
+        frames: dict[int, StepFrame] = {}
+        steps: dict[bool, list[tuple[float, int]]] = {False: [], True: []}
         began, cpu_began = time.perf_counter(), self._cpu_s()
+        ended = began
         while scheduler.has_work:
             while (frame := scheduler.next_step()) is not None:
-                self._send(frame)
-            output = scheduler.retire(StepResult.decode(self._pipes[0].recv_bytes()))
+                frames[frame.step] = frame
+                self._channel.frames.send(frame.encode(), _TIMEOUT_S)
+            result = StepResult.decode(self._channel.results.recv(_TIMEOUT_S))
+            before, ended = ended, time.perf_counter()
+            output, frame = scheduler.retire(result), frames.pop(result.step)
+            # Steps of fewer rows, and of prompts, say nothing of a batch.
+            if len(frame.rows) == batch and (frame.lens == np.maximum(frame.draws, 1)).all():
+                num_drafts = int((frame.draws - 1).sum())
+                steps[num_drafts > 0].append((ended - before, num_drafts))
             ids, new = np.frombuffer(output.ids, np.int64), np.frombuffer(output.tokens, np.int32)
             for request_id, token in zip(ids.tolist(), new.tolist(), strict=True):
                 tokens[request_id].append(token)
         seconds, cpu_s = time.perf_counter() - began, self._cpu_s() - cpu_began
         self._last_step, stats = scheduler.last_step, scheduler.stats()
-        return _Run(tokens, seconds, cpu_s, stats.total_drafted, stats.total_accepted)
+        return _Run(tokens, seconds, cpu_s, stats.total_drafted, stats.total_accepted, steps)
 
     def _cpu_s(self) -> float:
         """Processor time of the ranks and of this process."""
@@ -216,13 +244,10 @@ class _Ranks:
         return sum(sum(process.cpu_times()[:2]) for process in processes)
 
     def close(self) -> None:
-        self._send(StepFrame(1, self._last_step + 1, kind=FrameKind.CLOSE))
+        self._channel.frames.send(StepFrame(1, self._last_step + 1, kind=FrameKind.CLOSE).encode(), _TIMEOUT_S)
         for process in self._processes:
             process.join(30)
-
-    def _send(self, frame: StepFrame) -> None:
-        for pipe in self._pipes:
-            pipe.send_bytes(frame.encode())
+        self._channel.close()
 
 
 @dataclass(frozen=True)
@@ -234,19 +259,23 @@ class _Run:
     cpu_s: float
     drafted: int
     accepted: int
+    steps: dict[bool, list[tuple[float, int]]]
+    """Seconds and drafts of full batches' steps, by whether they verified drafts."""
 
 
 def _measure(
     ranks: _Ranks, prompts: list[list[int]], batch: int, temperature: float, args: argparse.Namespace
 ) -> dict[str, Any]:
     """The figures of prompts that are answered `batch` at a time."""
+    count = max(len(prompts), 2 * batch)
+    lengths = np.random.default_rng(2).permutation(np.linspace(args.tokens / 2, args.tokens, count).astype(int))
     requests = [
         GenerateRequest(
             id=index + 1,
             prompt=np.array(prompts[index % len(prompts)], np.int32).tobytes(),
-            sampling=SamplingParams(max_tokens=args.tokens, temperature=temperature, seed=index, ignore_eos=True),
+            sampling=SamplingParams(max_tokens=length, temperature=temperature, seed=index, ignore_eos=True),
         )
-        for index in range(max(len(prompts), 2 * batch))
+        for index, length in enumerate(lengths.tolist())
     ]
     drafter: Callable[..., Drafter] = Drafter
     if args.accept is not None:
@@ -256,7 +285,10 @@ def _measure(
     order = (False, True, True, False) * args.rounds
     runs = [(speculates, ranks.answer(requests, batch, speculates=speculates, drafter=drafter)) for speculates in order]
     without, with_ = ([run for speculates, run in runs if speculates is kind] for kind in (False, True))
-    first, num_tokens = runs[0][1], args.tokens * len(requests)
+    first, num_tokens = runs[0][1], int(lengths.sum())
+    plain, drafting = (
+        [step for run in runs_of for step in run.steps[kind]] for runs_of, kind in ((without, False), (with_, True))
+    )
     seconds = [sum(run.seconds for run in of_kind) for of_kind in (without, with_)]
     return {
         "tok_s_without": round(len(without) * num_tokens / seconds[0], 1),
@@ -264,6 +296,9 @@ def _measure(
         "ratio": round(seconds[0] / seconds[1], 3),
         "cpu_ratio": round(sum(run.cpu_s for run in without) / sum(run.cpu_s for run in with_), 3),
         "ratios": [round(one.seconds / other.seconds, 3) for one, other in zip(without, with_, strict=True)],
+        "decode_ms": round(statistics.median(seconds for seconds, _ in plain) * 1e3, 3) if plain else None,
+        "verify_ms": round(statistics.median(seconds for seconds, _ in drafting) * 1e3, 3) if drafting else None,
+        "verified": round(statistics.mean(count for _, count in drafting), 1) if drafting else 0.0,
         "drafted": sum(run.drafted for run in with_),
         "accepted": sum(run.accepted for run in with_),
         "tokens_compared": (len(runs) - 1) * num_tokens,

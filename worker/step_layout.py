@@ -24,6 +24,7 @@ LAST_TOKEN = -1
 """In place of a token id: the row's own last sampled token."""
 _DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
 _PROMPT_SIZES = (16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 4097, 128), *range(4608, 8193, 512))
+_DRAFT_SIZES = (4, 8)  # below those of prompts: what a row or two bring with drafts
 _FEW_ROWS_TOKENS = 2048  # above, rows that are not there, and their logits, are little of a step
 _LEAST_GRAPH_TOKENS = 2048
 # Per layer and rank: 1.2 ms of an H200, which eager steps launch in 0.4 to 0.9 ms, or in over 2 on a busy host.
@@ -84,10 +85,11 @@ def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int, max_sample
     """
     most_tokens = min(max_tokens, max_model_len, _PROMPT_SIZES[-1])
     shapes, before = [], 0
-    for num_tokens in sorted({size for size in _PROMPT_SIZES if size < most_tokens} | {most_tokens}):
+    sizes = _PROMPT_SIZES if max_sampled == max_rows else (*_DRAFT_SIZES, *_PROMPT_SIZES)
+    for num_tokens in sorted({size for size in sizes if size < most_tokens} | {most_tokens}):
         has_drafts, before = max_rows < max_sampled > before and num_tokens > 2, num_tokens
         few, many = (min(most, max_rows, num_tokens - 1) for most in (FEW_ROWS, max_rows))
-        if few and (few == many or num_tokens <= _FEW_ROWS_TOKENS):
+        if few and (few == many or num_tokens <= _FEW_ROWS_TOKENS) and num_tokens not in _DRAFT_SIZES:
             shapes.append(StepShape(num_tokens, few + 1, few))
         if has_drafts:  # with fewer rows than tokens, or it would be decodes
             shapes.append(StepShape(num_tokens, min(many + 1, num_tokens - 1), min(num_tokens, max_sampled)))
