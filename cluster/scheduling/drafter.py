@@ -53,6 +53,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
         self._extra = 0.0
+        self._num_drafted = 0  # steps with drafts
         self._slope: float | None = None  # the last one: steps that are all of one size say nothing of it
 
     def took(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
@@ -61,7 +62,10 @@ class StepTimes:
             expected = float(self.of(num_tokens, has_drafts=has_drafts))
             seconds = min(seconds, _MOST_TIMES * expected)
             if has_drafts:
-                self._extra = max(0.0, self._extra + _EXTRA_WEIGHT * (seconds - expected))
+                # The first ones count for more, or the line would take their wait to be that of their tokens.
+                self._num_drafted += 1
+                weight = max(_EXTRA_WEIGHT, 1 / (1 + self._num_drafted))
+                self._extra = max(0.0, self._extra + weight * (seconds - expected))
                 seconds -= self._extra
             else:
                 self._extra *= _EXTRA_FORGET
@@ -167,7 +171,8 @@ class Drafter:
         most = min(self._limits.speculation.num_drafts, int((table.max_total - table.num_computed)[rows[at]].max()) - 2)
         chances = self._chances(rows[at], max(most, 0))
         # Each draft multiplies the tokens of its row, and the time of all.
-        more = np.diff(np.log1p(np.cumsum(chances, axis=1)), axis=1, prepend=0.0)
+        more = np.log1p(np.cumsum(chances, axis=1))
+        more[:, 1:] -= more[:, :-1].copy()
         order = np.argsort(-more, axis=None, kind="stable")[: max(0, min(self._most, budget - len(rows)))]
         sizes = len(rows) + np.arange(1, len(order) + 1)
         slower = np.log(self.times.of(sizes, has_drafts=True) / self.times.of(len(rows), has_drafts=False))
