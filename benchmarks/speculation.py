@@ -77,7 +77,7 @@ _TEXTS = (
 _NUM_RANDOM = 128
 _MAX_MODEL_LEN = 1024
 _TIMEOUT_S = 600.0
-_MOST_BYTES = 1 << 22  # of a frame
+_MOST_BYTES = 1 << 22  # a frame's size
 
 
 _HEAD_RUNS, _HEAD_RESTS = b"the head runs", b"the head rests"

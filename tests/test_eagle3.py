@@ -423,5 +423,19 @@ def test_the_head_rests_where_no_drafts_were_worth_it_for_long_and_prompts_go_th
     assert not any(np.logical_and(resting, prompts))
     assert not any(len(frame.num_wanted) for frame, rests in zip(frames, resting, strict=True) if rests)
     decodes = [rests for rests, is_prompt in zip(resting, prompts, strict=True) if not is_prompt]
-    assert decodes == [*[False] * 128, *[True] * 512, *[False] * 128, *[True] * (len(decodes) - 768)]
+    assert decodes == [*[False] * 64, *[True] * 512, *[False] * 64, *[True] * (len(decodes) - 640)]
     assert len(decodes) > 800
+
+
+@pytest.mark.parametrize(("every", "num_rows", "rests"), [(4, 8, False), (32, 8, True), (32, 4, False)])
+def test_the_head_rests_where_drafts_are_seldom_worth_it_until_there_are_half_as_many_rows(
+    every: int, num_rows: int, rests: bool
+) -> None:
+    """Eight rows, of which each so-manieth step verifies drafts; one of `num_rows` follows."""
+    limits = replace(LIMITS, max_row_tokens=4, speculation=SpeculationConfig(method="eagle3", model="head"))
+    table = RowTable(limits)
+    drafter = Drafter(limits, table, GuidedRows(limits, table))
+    for step in range(1, 200):
+        drafter.launched(8, has_drafts=step % every == 0)
+    drafter.launched(num_rows, has_drafts=False)
+    assert drafter.rests == rests

@@ -38,8 +38,10 @@ _LEAST_GAIN = 0.03
 _MOST_COMPARED = 4
 # Steps, of which one makes drafts where none are worth verifying: a draft takes some percent of a step.
 _ASK_EVERY = 32
-# Successive steps without drafts after which the ranks' head rests, and for how many at first and at most.
-_MOST_VAIN = 4 * _ASK_EVERY
+# Steps without drafts after which the ranks' head rests, and for how many at first and at most. A step with drafts is
+# worth the head's time in so many without: 3 % of each.
+_MOST_VAIN = 2 * _ASK_EVERY
+_WORTH = 8
 _FIRST_REST = 512
 _LONGEST_REST = 8192
 # Tokens of a prompt that are looked at in one step: 0.5 ms.
@@ -106,8 +108,9 @@ class Drafter:
         self._asks = limits.speculation.is_by_ranks
         self._num_chosen = limits.speculation.num_drafts  # most of a row, when they were chosen last
         self._num_unasked = 0  # steps since the ranks were asked for drafts
-        self._num_vain = 0  # steps since the last one with drafts, or since the end of the last rest
+        self._num_vain = 0  # steps without drafts that none with them made up for, since the end of the last rest
         self._rest = _FIRST_REST  # steps of the next rest, or of this one
+        self._resting_rows = 0  # rows of the step before this rest
 
     def take(self, rows: Int32Array) -> None:
         """The live `rows`, distinct, have got tokens."""
@@ -142,16 +145,23 @@ class Drafter:
 
     @property
     def rests(self) -> bool:
-        """Whether steps of decodes do without the ranks' head: it would take its time of them, and no drafts have been
-        worth verifying for long. Prompts go through it at any time, so that rows which begin after a rest lack
+        """Whether steps of decodes do without the ranks' head: it would take its time of them, and drafts have long
+        been worth verifying too seldom. Prompts go through it at any time, so that rows which begin after a rest lack
         nothing; those that went on meanwhile may have worse drafts."""
         return self._asks and self._num_vain >= _MOST_VAIN
 
-    def launched(self, *, has_drafts: bool) -> None:
-        """One more step of decodes is launched."""
-        self._num_vain = 0 if has_drafts else self._num_vain + 1
+    def launched(self, num_rows: int, *, has_drafts: bool) -> None:
+        """One more step of decodes is launched, of so many rows."""
         if has_drafts:
-            self._rest = _FIRST_REST
+            self._num_vain = max(0, self._num_vain - _WORTH)
+            if not self._num_vain:
+                self._rest = _FIRST_REST
+            return
+        self._num_vain += 1
+        if self._num_vain <= _MOST_VAIN:
+            self._resting_rows = num_rows
+        elif 2 * num_rows <= self._resting_rows:  # drafts may be worth it for fewer
+            self._num_vain, self._rest = 0, _FIRST_REST
         elif self._num_vain >= _MOST_VAIN + self._rest:
             self._num_vain, self._rest = 0, min(2 * self._rest, _LONGEST_REST)
 

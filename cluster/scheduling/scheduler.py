@@ -448,7 +448,7 @@ class Scheduler:
         if self._drafter is not None and not plan.rows:
             if self._drafter.rests and not has_drafts:
                 kind = FrameKind.RESTING_STEP
-            self._drafter.launched(has_drafts=has_drafts)
+            self._drafter.launched(len(decodes), has_drafts=has_drafts)
         frame = builder.build(self.generation, self.last_step, kind)
         # The next step's rows may take what this one is the last to read.
         self._pages.advance_windows(frame.rows, table.num_computed[frame.rows])
