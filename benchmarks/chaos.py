@@ -33,6 +33,7 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]  # ships no types
 import ray
 
+from benchmarks.engine import prepared
 from benchmarks.report import circumstances
 from cluster.serve.placement import NodeResources, uses_gpus
 from configs.load import load_app_config, parse_engine_config
@@ -223,6 +224,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     recovery = {"max_rebuilds": len(faults) + 1, "warm_spares": arguments.spares}
     config = config.model_copy(update={"recovery": config.recovery.model_copy(update=recovery)})
     async with served_config(config, "chaos") as group:
+        await prepared(group.engine)
         began = time.monotonic()
         chaos = Chaos(group, bodies(arguments.streams, arguments.tokens))
         await chaos.run(faults, random_, arguments.calm)

@@ -277,6 +277,12 @@ async def measure_ttft(driver: Driver, options: Options, tokens: int, beside: in
     return {**row, "ms": round(statistics.median(rest), 2), "most_ms": round(max(rest), 2)}
 
 
+async def prepared(engine: RunningEngine) -> None:
+    """Returns once the last CUDA graph is captured: until then, figures would be of other steps."""
+    while (await engine.coordinator.status.remote())["is_preparing"]:  # noqa: ASYNC110 -- it is another process
+        await asyncio.sleep(0.1)
+
+
 @contextlib.asynccontextmanager
 async def started_engine(spec: EngineSpec, *, gpus: bool) -> AsyncIterator[tuple[RunningEngine, float]]:
     """(a running engine, the seconds its start took), in the Ray cluster that this process has joined."""
@@ -288,9 +294,7 @@ async def started_engine(spec: EngineSpec, *, gpus: bool) -> AsyncIterator[tuple
         engine = await RunningEngine.start(spec, group, "benchmark")
         try:
             start_s = time.perf_counter() - began
-            # Until the last graph is captured, figures would be of other steps.
-            while (await engine.coordinator.status.remote())["is_preparing"]:  # noqa: ASYNC110 -- it is another process
-                await asyncio.sleep(0.1)
+            await prepared(engine)
             yield engine, start_s
         finally:
             await engine.close()

@@ -10,13 +10,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from benchmarks.report import ROOT
+from cluster.commands.endpoint_client import EndpointClient
 
 _STOP_TIMEOUT_S = 90.0
 
 
 @contextmanager
 def endpoint(config: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Serves `config` on a Ray cluster of its own until the block ends; yields the base URL, `/v1` included."""
+    """Serves `config` on a Ray cluster of its own until the block ends; yields the base URL, `/v1` included, once the
+    last CUDA graph is captured: until then, figures would be of other steps."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -29,8 +31,11 @@ def endpoint(config: str, overrides: Sequence[str]) -> Iterator[str]:
                 break
         else:
             raise SystemExit(f"the endpoint did not start: {' '.join(command)}")
+        url = f"http://127.0.0.1:{port}/v1"
         try:
-            yield f"http://127.0.0.1:{port}/v1"
+            with EndpointClient(url) as client:
+                next(live for live in client.events("GET", "/live") if not live["is_preparing"])
+            yield url
         finally:
             server.send_signal(signal.SIGINT)
             server.communicate(timeout=_STOP_TIMEOUT_S)

@@ -80,7 +80,6 @@ class RerunGraphs(CudaGraphRunner):
         shapes: Sequence[StepShape],
         *,
         prepare: Callable[[StepShape], None],
-        on_progress: Callable[[float], None] | None = None,
     ) -> None:
         for shape in shapes:
             self.capture_one(step, shape, prepare=prepare)

@@ -158,6 +158,7 @@ LIVE = {
     "time": 1000.4,
     "model": "m",
     "state": "running",
+    "is_preparing": False,
     "running": 3,
     "waiting": 1,
     "prompt_tokens": 200,
@@ -176,6 +177,8 @@ LIVE = {
 def test_status_sums_up_whole_seconds() -> None:
     first, requests, speed, hardware, pages, *ranks = status_lines(LIVE, "http://x/v1", "1.2")
     assert first == "m at http://x/v1, Lockstep 1.2: running"
+    first, *_ = status_lines({**LIVE, "is_preparing": True}, "http://x/v1", "1.2")
+    assert first == "m at http://x/v1, Lockstep 1.2: running, with CUDA graphs left to capture"
     assert requests.split(maxsplit=1)[1] == "3 running, 1 waiting"
     assert speed.split(maxsplit=1)[1] == "50 tokens/s over 10 s, first token after 20 ms, 4.0 ms a step"
     assert "use 75% of the memory bandwidth (2,000 GB/s) and 10.0% of the FLOP/s (10.00 T)" in hardware

@@ -39,7 +39,7 @@ def _stats(meter: StepMeter, heartbeats: list[float]) -> EngineStats:
         total_accepted=6,
         **PAGES,
     )
-    return msgspec.structs.replace(meter.report(scheduler, heartbeats), devices=["cpu", "cpu"])
+    return msgspec.structs.replace(meter.report(scheduler, heartbeats), devices=["cpu", "cpu"], is_preparing=True)
 
 
 COST = StepCost(1000, 100, 10, ())
@@ -62,6 +62,7 @@ def test_the_stream_tells_each_step_once_and_the_latest_figures(run: Run) -> Non
         assert view is not None
         assert (view.running, view.waiting, view.prompt_tokens, view.prefix_hit_tokens) == (3, 2, 100, 25)
         assert (view.drafted, view.accepted) == (8, 6)
+        assert view.is_preparing
         assert (view.pages.owned, view.pages.cached, view.pages.evictable, view.pages.free) == (10, 20, 15, 70)
         assert [(step.flops, step.read_bytes) for step in view.steps] == [(0, 1000)] * 2
         assert view.peak_bandwidth == 0, "nothing was measured yet"

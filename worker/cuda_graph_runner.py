@@ -65,7 +65,6 @@ class CudaGraphRunner:
         shapes: Sequence[StepShape],
         *,
         prepare: Callable[[StepShape], None],
-        on_progress: Callable[[float], None] | None = None,
     ) -> None:
         """Captures `step` at each of `shapes`, which were offered; logs what that took.
 
@@ -73,13 +72,10 @@ class CudaGraphRunner:
             step: runs a step of that shape, padding included, over static buffers; the same launches at each call. Not
                 kept: its owner owns this object, and a cycle would keep the KV pool alive.
             prepare: fills the static buffers for the warm-ups of a shape, with what is valid for it.
-            on_progress: gets the share done, 0 to 1.
         """
         began, free = time.monotonic(), torch.cuda.mem_get_info(self._group.device)[0]
         for shape in sorted(shapes, reverse=True):
             self.capture_one(step, shape, prepare=prepare)
-            if on_progress is not None:
-                on_progress(len(self._captured) / len(shapes))
         _log.info(
             "rank %d: %d of %d CUDA graphs, for decodes of up to %d rows and prompts of up to %d tokens, in %.1f s, "
             "%.2f GiB",
@@ -104,9 +100,10 @@ class CudaGraphRunner:
 
     @property
     def missing(self) -> list[StepShape]:
-        """Shapes of the ladder that are not captured: the largest, then decodes and prompts, each from small to large,
-        since few rows come first."""
-        shapes = dict.fromkeys((*self.largest, *self._decodes, *self._prompts))
+        """Shapes of the ladder that are not captured: the largest, then those of few rows before those of many, since
+        the first request comes alone: it needs the decode of one row most, and prompts that little runs beside."""
+        ladder = sorted((*self._decodes, *self._prompts), key=lambda shape: (shape.num_rows, shape))
+        shapes = dict.fromkeys((*self.largest, *ladder))
         return [shape for shape in shapes if shape not in self._captured]
 
     def capture_one(

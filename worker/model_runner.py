@@ -9,7 +9,6 @@ tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -105,9 +104,7 @@ class ModelRunner:
         """Bytes on the device that stay as they are however many pages there are: the rows' adjustments."""
         return self._sampler.adjustments.num_bytes
 
-    def capture(
-        self, which: Literal["all", "largest", "none"] = "all", on_progress: Callable[[float], None] | None = None
-    ) -> None:
+    def capture(self, which: Literal["all", "largest", "none"] = "all") -> None:
         """Captures steps at shapes of the ladders; the KV pool must stay where it is.
 
         Does nothing where the backend cannot be captured.
@@ -116,7 +113,6 @@ class ModelRunner:
             which: shapes captured now: all, or the largest of each ladder, in whose memory those of the others find
                 room. Each of the rest is captured by `capture_next`, or when a step of its shape comes for the second
                 time.
-            on_progress: gets the share done, 0 to 1.
         """
         backend, max_model_len = self._backend, self._limits.max_model_len
         if not backend.captures_cuda_graphs:
@@ -135,7 +131,7 @@ class ModelRunner:
         self._draft_passes.use_graphs(self._states, self._logits)
         if which != "none":
             captured = shapes if which == "all" else self._graphs.largest
-            self._graphs.capture(self._step, captured, prepare=self._prepare, on_progress=on_progress)
+            self._graphs.capture(self._step, captured, prepare=self._prepare)
             self._draft_passes.capture(captured)
 
     def capture_next(self) -> int:

@@ -154,7 +154,6 @@ class TPWorker:
         num_pages: int,
         max_model_len: int,
         num_window_pages: int | None = None,
-        on_progress: Callable[[float], None] | None = None,
         *,
         at_once: bool = False,
         later: bool = False,
@@ -168,7 +167,6 @@ class TPWorker:
             num_pages: pages with ids 1 to num_pages; page 0 comes on top. The same on every rank.
             max_model_len: most tokens of one sequence.
             num_window_pages: likewise, of layers with a window; None: they have no pool of their own.
-            on_progress: gets the share of the graphs captured, 0 to 1.
             at_once: requests wait. Graphs are captured as steps need them, and what these GPUs' first ranks have
                 checked is not checked again.
             later: of the graphs only the largest are captured, the others by CAPTURE frames between steps.
@@ -193,7 +191,7 @@ class TPWorker:
             self._runner = self._new_runner(num_pages, max_model_len, num_window_pages, allocate)
             if self._device.type == "cuda" and not at_once:
                 self.check_steps(min(num_pages, num_window_pages or num_pages), max_model_len)
-            self._runner.capture("none" if at_once else "largest" if later else "all", on_progress)
+            self._runner.capture("none" if at_once else "largest" if later else "all")
         if self._device.type == "cuda":
             # Objects made by now stay: the collector, which would stop a step for milliseconds, need not look at it.
             # Where requests wait, garbage stays with them until `leave`.

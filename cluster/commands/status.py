@@ -49,7 +49,8 @@ def status_lines(live: dict[str, Any], url: str, version: str) -> list[str]:
     used, num_pages = pages["owned"] + pages["cached"] - pages["evictable"], sum(pages.values()) - pages["evictable"]
     hits = live["prefix_hit_tokens"] / live["prompt_tokens"] if live["prompt_tokens"] else 0.0
     lines = [
-        f"{live['model']} at {url}, Lockstep {version}: {live['state']}",
+        f"{live['model']} at {url}, Lockstep {version}: {live['state']}"
+        + (", with CUDA graphs left to capture" if live["is_preparing"] else ""),
         f"requests   {live['running']} running, {live['waiting']} waiting",
         f"speed      {generated:,.0f} tokens/s over {_WINDOW_S} s"
         + (f", first token after {1e3 * first / answers:,.0f} ms" if answers else "")

@@ -508,7 +508,12 @@ class Coordinator:
         ages = [] if state is EngineState.REBUILDING else self.ranks.heartbeat_ages()
         stats = self._meter.report(self.scheduler.stats(), ages)
         return msgspec.structs.replace(
-            stats, num_rebuilds=self.num_rebuilds, state=state, devices=self.ranks.devices, weights=self._weights
+            stats,
+            num_rebuilds=self.num_rebuilds,
+            state=state,
+            is_preparing=self.is_preparing,
+            devices=self.ranks.devices,
+            weights=self._weights,
         )
 
     def _fail_all(self, error: LockstepError) -> None:

@@ -42,8 +42,7 @@ logger = logging.getLogger(__name__)
 
 _FETCHING = "downloading weights"
 _LOADING = "loading weights"
-_CAPTURING = "capturing CUDA graphs"
-_MEASURED_PHASES = (_FETCHING, _LOADING, _CAPTURING)
+_MEASURED_PHASES = (_FETCHING, _LOADING)
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class CoordinatorActor:
         num_pages = num_kv_pages(config.kv_cache, memory.bytes_per_page, memory.free_bytes, window_pool)
         max_model_len = cut_max_model_len(config, spec.model, num_pages)
         _log_pool(num_pages, config.kv_cache.page_size, memory, window_pool)
-        self._enter(_CAPTURING if config.device == "cuda" else "allocating the KV pool")
+        self._enter("allocating the KV pool")
         limits = _scheduler_limits(spec, num_pages, max_model_len, window_pool)
         result_bytes = StepResult.max_bytes(
             limits.speculation.max_sampled(limits.max_num_seqs), config.server.max_logprobs

@@ -317,6 +317,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """How often ranks that failed were replaced so far."""
     state: EngineState = EngineState.RUNNING
     """The coordinator's."""
+    is_preparing: bool = False
+    """Whether the ranks may have CUDA graphs left to capture."""
     weights: Weights | None = None
     """None: those of the start."""
     steps: bytes

@@ -76,6 +76,8 @@ class LiveView(msgspec.Struct, frozen=True, kw_only=True):
     """CLOCK_MONOTONIC of the host, seconds."""
     model: str
     state: EngineState
+    is_preparing: bool
+    """Whether CUDA graphs are left to capture: some steps take longer until they are."""
     running: int
     waiting: int
     prompt_tokens: int
@@ -146,6 +148,7 @@ class LiveStream:
             time=stats.time_s + self._board.age_s,
             model=self._model.model_name,
             state=self._model.state,
+            is_preparing=stats.is_preparing,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             prompt_tokens=scheduler.total_prompt_tokens,

@@ -289,15 +289,14 @@ class RankActor:
         return self._ready().measure()
 
     def allocate(self, pool: PoolShape, at_once: bool, keeps_kv: bool) -> None:
-        """Allocates the KV pool, or takes the one there was, and the request tables; on CUDA captures steps, unless
-        requests wait: `at_once`."""
-        self._progress = 0.0
+        """Allocates the KV pool, or takes the one there was, and the request tables; on CUDA captures the largest
+        steps, unless requests wait: `at_once`."""
         self._ready().allocate(
             pool.num_pages,
             pool.max_model_len,
             pool.num_window_pages,
-            self._on_progress,
             at_once=at_once,
+            later=True,
             keeps_kv=keeps_kv,
         )
 
@@ -382,7 +381,7 @@ class RankActor:
 
     @ray.method(concurrency_group="ctl")
     def progress(self) -> float:
-        """Share done of what `load` or `allocate` does at length: reading weights, capturing graphs. 0 to 1."""
+        """Share of the weights that `fetch` or `load` has read, 0 to 1."""
         return self._progress
 
     @ray.method(concurrency_group="ctl")

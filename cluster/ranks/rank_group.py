@@ -250,8 +250,7 @@ class RankGroup:
         return [] if self._channel is None else self._channel.heartbeat_ages(self.size)
 
     def progress(self) -> list[float]:
-        """Share of the weights loaded, or of the graphs captured, by each rank, or of the weights fetched by each node,
-        0 to 1. Empty without ranks."""
+        """Share of the weights loaded by each rank, or fetched by each node, 0 to 1. Empty without ranks."""
         if not self._measured:
             return []
         return ray.get([rank.actor.progress.remote() for rank in self._measured], timeout=_PROGRESS_TIMEOUT_S)
