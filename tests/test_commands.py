@@ -29,9 +29,6 @@ SHAPES = ROOT / "benchmarks" / "models"
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("qwen3-*_bf16_h200_*.json"))
 
 
-_LACKING_MEMORY = ("qwen3-8b_tp2_bf16_h200_2026-11-26_94b17b9",)
-
-
 def _figures(path: Path) -> dict[str, Any]:
     figures: dict[str, Any] = json.loads(path.read_text())
     return figures
@@ -40,13 +37,7 @@ def _figures(path: Path) -> dict[str, Any]:
 # ---- check
 
 
-# Measured before 84d1d8b, which gives back the memory that it lacks.
-_LACKING = pytest.mark.xfail(strict=True, reason="at 94b17b9 ranks had 1.2 GiB less than is foretold")
-_WITH_TOKENS = [
-    pytest.param(it, id=it.stem, marks=[_LACKING] if it.stem in _LACKING_MEMORY else [])
-    for it in RESULTS
-    if "kv_tokens" in _figures(it)
-]
+_WITH_TOKENS = [pytest.param(it, id=it.stem) for it in RESULTS if "kv_tokens" in _figures(it)]
 
 
 @pytest.mark.parametrize("path", _WITH_TOKENS)
