@@ -52,11 +52,8 @@ class _WithoutTitles(GenerateJsonSchema):
 
 
 def build_document(version: str) -> dict[str, Any]:
-    """The document as plain data, the same on every run.
-
-    Raises:
-        ValueError: two models that differ have one name.
-    """
+    """The document as plain data, the same on every run. Raises ValueError where two models that differ have one
+    name."""
     schemas = _request_schemas()
     for name, schema in _answer_schemas().items():
         if schemas.setdefault(name, schema) != schema:

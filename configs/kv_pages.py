@@ -134,11 +134,8 @@ def num_kv_pages(
 
 
 def cut_max_model_len(config: EngineConfig, model: ModelConfig, num_pages: int) -> int:
-    """Longest prompt plus completion of a group whose pool has `num_pages`.
-
-    Raises:
-        ConfigError: `max_model_len` is set and the pool cannot hold one such request.
-    """
+    """Longest prompt plus completion of a group whose pool has `num_pages`. Raises ConfigError where `max_model_len` is
+    set and the pool cannot hold one such request."""
     capacity = num_pages * config.kv_cache.page_size
     if config.max_model_len is None:
         return min(model.max_context, capacity)

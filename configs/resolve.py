@@ -105,11 +105,8 @@ class _Resolver:
 
 
 def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> ResolvedConfig:
-    """Checks `config` against itself, `model` and `host`, and decides what it leaves open.
-
-    Raises:
-        ConfigError: settings contradict each other, or do not fit model or machine.
-    """
+    """Checks `config` against itself, `model` and `host`, and decides what it leaves open. Raises ConfigError where
+    settings contradict each other, or do not fit model or machine."""
     check_settings(config)
     check_tensor_parallel_size(model, config.tensor_parallel_size)
     if config.server.max_logprobs > model.vocab_size:
@@ -223,10 +220,7 @@ def attention_needs(
     config: EngineConfig, model: ModelConfig, compute_capability: tuple[int, int] | None = None
 ) -> AttentionNeeds:
     """Needs that `model` has of the backends of `config`, whose device and dtype are decided, in its numerics.
-
-    Args:
-        compute_capability: as in HostFacts.
-    """
+    `compute_capability`: as in HostFacts."""
     mixers = [layer.mixer for layer in model.all_layers]
     of_settings = {Feature.FP8_KV: config.kv_cache.dtype != "auto", Feature.EXACT: config.is_exact}
     asked = {feature for feature, is_asked in of_settings.items() if is_asked}

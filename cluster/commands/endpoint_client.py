@@ -23,12 +23,8 @@ class EndpointClient:
     """Every method raises EngineError when the endpoint does not answer, or answers with an error."""
 
     def __init__(self, url: str) -> None:
-        """Args:
-            url: the scheme may be left out, and `/v1` where there is no path.
-
-        Raises:
-            ConfigError: `url` is none.
-        """
+        """`url`: the scheme may be left out, and `/v1` where there is no path. Raises ConfigError where it is no
+        URL."""
         self.url = _base_url(url)
         """Base URL, `/v1` included."""
         key = os.environ.get(API_KEY_VARIABLE)

@@ -37,12 +37,8 @@ class Access:
         self._anyone = anyone
 
     def admit(self, scope: Scope, request_id: str) -> tuple[RequestContext, ApiKey | None]:
-        """The context of a request, and the key it came with.
-
-        Raises:
-            RequestError: 401 without a good key, 403 where the key's role or the caller's place does not allow it, 404
-                for what is absent.
-        """
+        """The context of a request, and the key it came with. Raises RequestError: 401 without a good key, 403 where
+        the key's role or the caller's place does not allow it, 404 for what is absent."""
         roles = self._roles.get(route_path(scope), USERS)
         if roles == ANYONE:
             return RequestContext(request_id=request_id), None

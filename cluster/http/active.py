@@ -90,11 +90,8 @@ class ActiveRequests:
         return len(chosen)
 
     async def drain(self, timeout_s: float) -> None:
-        """Admits no more requests, and returns when the last one has ended.
-
-        Args:
-            timeout_s: after that long, those left are ended with an error that says to try again.
-        """
+        """Admits no more requests, and returns when the last one has ended; after `timeout_s`, those left are ended
+        with an error that says to try again."""
         self._life.enter(EngineState.DRAINING)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

@@ -20,11 +20,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 def exposition(metrics: Metrics, labels: dict[str, str]) -> bytes:
-    """The text that Prometheus scrapes.
-
-    Args:
-        labels: of every sample.
-    """
+    """The text that Prometheus scrapes; every sample has `labels`."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(metrics, labels))
     return generate_latest(registry)

@@ -90,14 +90,8 @@ class RequestTracer:
 
 
 def open_tracer(endpoint: str | None, identity: Identity) -> RequestTracer | None:
-    """The tracer of a replica; None where nobody takes spans.
-
-    Args:
-        endpoint: `observability.otlp_traces_endpoint`. None: the provider that the process has, if it has one.
-
-    Raises:
-        ConfigError: there is no exporter for the endpoint.
-    """
+    """The tracer of a replica; None where nobody takes spans. `endpoint`: `observability.otlp_traces_endpoint`; None:
+    the provider that the process has, if it has one. Raises ConfigError where there is no exporter for the endpoint."""
     if endpoint is None:
         provider = trace.get_tracer_provider()
         if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):

@@ -64,14 +64,8 @@ class FieldPolicy:
         return unknown
 
     def check(self, kind: type[BaseModel], raw: Mapping[str, Any], *, strict: bool) -> list[str]:
-        """The fields of `raw` that are ignored.
-
-        Args:
-            strict: none may be (`server.strict_fields`).
-
-        Raises:
-            RequestError: a field is not supported, or unknown where none may be.
-        """
+        """The fields of `raw` that are ignored; `strict`: none may be (`server.strict_fields`). Raises RequestError
+        where a field is not supported, or unknown where none may be."""
         self.refuse(kind, raw)
         ignored = self.unknown(kind, raw)
         if strict and ignored:

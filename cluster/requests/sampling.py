@@ -130,11 +130,7 @@ def text_options(
 
 def bad_words(words: Sequence[str], vocabulary: Vocabulary) -> list[tuple[int, ...]]:
     """Token ids of each word as it begins a text and as it follows a space: each sequence once, and none with a token
-    that the model cannot write.
-
-    Raises:
-        RequestError: they are too many tokens.
-    """
+    that the model cannot write. Raises RequestError where they are too many tokens."""
     tokenizer = vocabulary.tokenizer
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:

@@ -52,15 +52,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, *, chat_template: str | None = None) -> Tokenizer:
-        """Reads a directory with tokenizer.json, or the tokenizer inside a .gguf file.
-
-        Args:
-            chat_template: a Jinja file used in place of the model's own template.
-
-        Raises:
-            CheckpointError: there is no tokenizer at `path`, or it is of a kind that is not known.
-            ConfigError: `chat_template` cannot be read, or is not Jinja.
-        """
+        """Reads a directory with tokenizer.json, or the tokenizer inside a .gguf file; a Jinja file `chat_template` is
+        used in place of the model's own. Raises CheckpointError where there is no tokenizer at `path`, or one of a kind
+        that is not known, and ConfigError where `chat_template` cannot be read, or is not Jinja."""
         source = Path(path).expanduser()
         fast = read_gguf_tokenizer(source) if source.suffix == ".gguf" else _load_directory(source)
         try:
@@ -108,11 +102,7 @@ class Tokenizer:
     def detokenizer(
         self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()
     ) -> Detokenizer:
-        """A decoder for the tokens that follow `prompt_ids`.
-
-        Args:
-            shown: special tokens that are not skipped.
-        """
+        """A decoder for the tokens that follow `prompt_ids`; of special tokens, those `shown` are not skipped."""
         hidden: frozenset[int] = frozenset()
         if skip_special_tokens:
             hidden = self._special_ids.difference(map(self.special_id, shown)) if shown else self._special_ids

@@ -78,11 +78,8 @@ def takes_ids(endpoint: EndpointClient, model: str) -> bool:
 
 
 def run_levels(traffic: Traffic, levels: Sequence[int], requests: int | None = None) -> Iterator[dict[str, Any]]:
-    """Figures of each number of clients, one after the other, each after a warm-up of as many requests.
-
-    Args:
-        requests: of each level; None: two for each client, at least 8.
-    """
+    """Figures of each number of clients, one after the other, each after a warm-up of as many requests. `requests`: of
+    each level; None: two for each client, at least 8."""
     with contextlib.ExitStack() as stack:
         most = -(-max(levels) // _CLIENTS_PER_PROCESS)
         spawn = multiprocessing.get_context("spawn")

@@ -86,11 +86,8 @@ class ResponseStore:
         return self._num_bytes
 
     def put(self, client: str, stored: StoredResponse) -> None:
-        """Keeps `stored`; what has ended and was used longest ago makes room.
-
-        Raises:
-            OverloadedError: what still runs leaves no room.
-        """
+        """Keeps `stored`; what has ended and was used longest ago makes room. Raises OverloadedError where what still
+        runs leaves none."""
         self._expire()
         limits = self._limits
         shelf = self._shelves.setdefault(client, _Shelf())

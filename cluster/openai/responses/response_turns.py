@@ -66,14 +66,8 @@ def _named(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def turns(items: Sequence[Mapping[str, Any]], instructions: str | None, num_earlier: int = 0) -> list[Turn]:
-    """The turns of a response's input.
-
-    Args:
-        items, num_earlier: as in `conversation`.
-
-    Raises:
-        RequestError: an output belongs to no call, or the arguments of a call are JSON that is no object.
-    """
+    """The turns of a response's input; arguments as of `conversation`. Raises RequestError where an output belongs to
+    no call, or the arguments of a call are JSON that is no object."""
     made = [Turn(role="system", text=instructions)] if instructions else []
     called: set[str] = set()
     said: set[str] = set()  # kinds of what the last turn holds, if it is the assistant's

@@ -87,11 +87,7 @@ class ResponseBuilder(BlockBuilder):
         return super().tell(event)
 
     def finish(self, usage: Usage, *, cut: bool) -> Iterator[bytes]:
-        """The model has ended.
-
-        Args:
-            cut: by `max_output_tokens` or the context, and not by itself.
-        """
+        """The model has ended; `cut`: by `max_output_tokens` or the context, and not by itself."""
         self._count(usage)
         yield from self._close("incomplete" if cut else "completed")
         if cut:

@@ -106,11 +106,8 @@ class ResponsesServing:
         return HttpResponse(chunks, bool(request.stream), headers, failure)
 
     async def retrieve(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """GET /v1/responses/{response_id}; with `stream=true`, the events of a background stream.
-
-        Raises:
-            RequestError: 404 for a response that is not kept.
-        """
+        """GET /v1/responses/{response_id}; with `stream=true`, the events of a background stream. Raises RequestError
+        (404) for a response that is not kept."""
         stored = self._store.get(context.client, context.path_params["response_id"])
         if context.query.get("stream", "false") != "true":
             return HttpResponse(in_parts(stored.builder.encoded()), streamed=False)
@@ -122,22 +119,16 @@ class ResponsesServing:
         return HttpResponse(stored.log.follow(max(int(after) + 1, 0)), streamed=True)
 
     async def items(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """GET /v1/responses/{response_id}/input_items: what it was made from, a page at a time.
-
-        Raises:
-            RequestError: 404 for a response that is not kept, 400 for a page that there is not.
-        """
+        """GET /v1/responses/{response_id}/input_items: what it was made from, a page at a time. Raises RequestError:
+        404 for a response that is not kept, 400 for a page that there is not."""
         stored = self._store.get(context.client, context.path_params["response_id"])
         listed, has_more = _page(stored.items, context.query)
         first, last = (listed[0]["id"], listed[-1]["id"]) if listed else (None, None)
         return json_response(ItemList(data=long_list(listed), first_id=first, last_id=last, has_more=has_more))
 
     async def input_tokens(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /v1/responses/input_tokens: how many tokens the prompt of a response would have.
-
-        Raises:
-            RequestError: for a bad request.
-        """
+        """POST /v1/responses/input_tokens: how many tokens the prompt of a response would have. Raises RequestError for
+        a bad request."""
         model = self._model
         # Whoever counts may send the whole request.
         check_fields = partial(model.checked, InputTokensRequest, policy=FIELDS, known=ResponsesRequest)
@@ -155,11 +146,8 @@ class ResponsesServing:
         return json_response(count, ignored_header(ignored))
 
     async def cancel(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /v1/responses/{response_id}/cancel: ends one that is on its way; again, it changes nothing.
-
-        Raises:
-            RequestError: 404 for a response that is not kept, 400 for one that has ended by itself.
-        """
+        """POST /v1/responses/{response_id}/cancel: ends one that is on its way; again, it changes nothing. Raises
+        RequestError: 404 for a response that is not kept, 400 for one that has ended by itself."""
         stored = self._store.get(context.client, context.path_params["response_id"])
         status = stored.builder.response.status
         if stored.builder.ended and status != "cancelled":
@@ -171,11 +159,8 @@ class ResponsesServing:
         return HttpResponse(in_parts(stored.builder.encoded()), streamed=False)
 
     async def delete(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """DELETE /v1/responses/{response_id}; one that is on its way is cancelled.
-
-        Raises:
-            RequestError: 404 for a response that is not kept.
-        """
+        """DELETE /v1/responses/{response_id}; one that is on its way is cancelled. Raises RequestError (404) for a
+        response that is not kept."""
         stored = self._store.delete(context.client, context.path_params["response_id"])
         if stored.run is not None:
             stored.run.abort()
@@ -250,11 +235,8 @@ class ResponsesServing:
     async def _events(
         self, stored: StoredResponse, writer: ResponseWriter, context: RequestContext, headers: dict[str, str]
     ) -> AsyncGenerator[bytes, None]:
-        """Runs the request and builds its response; yields its events.
-
-        Raises:
-            RequestError: nothing of a response has been yielded, and nobody was told that there is one.
-        """
+        """Runs the request and builds its response; yields its events. Raises RequestError where nothing of a response
+        has been yielded, and nobody was told that there is one."""
         builder = stored.builder
         try:
             if builder.response.store and not builder.response.background:
@@ -278,11 +260,7 @@ class ResponsesServing:
 
 
 def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> tuple[Sequence[dict[str, Any]], bool]:
-    """The items that a query asks for, and whether more follow.
-
-    Raises:
-        RequestError: with the parameter at fault.
-    """
+    """The items that a query asks for, and whether more follow. Raises RequestError with the parameter at fault."""
     limit, order, after = query.get("limit", str(_LISTED_ITEMS)), query.get("order", "desc"), query.get("after")
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _MAX_LISTED_ITEMS):
         raise RequestError(f"limit must be a number from 1 to {_MAX_LISTED_ITEMS}.", param="limit")
