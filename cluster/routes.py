@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response as PlainResponse
@@ -31,7 +32,6 @@ from cluster.native import admin, server_status
 from cluster.native.native_answer import NativeAnswer
 from cluster.native.native_generate import NativeRequest, generate
 from cluster.native.score import ScoreRequest, Scores, score
-from cluster.observability.prometheus import CONTENT_TYPE
 from cluster.observability.timeline import Timeline
 from cluster.openai.completions import chat_completions, completions
 from cluster.openai.models import model_card, model_list
@@ -46,7 +46,6 @@ from cluster.page.page import page
 from cluster.requests.served_model import ServedModel
 from configs.errors import OverloadedError
 
-_READY_AFTER_S = 1.0
 _encode = msgspec.json.Encoder().encode
 
 
@@ -72,7 +71,7 @@ class Servings:
         """GET /health. Raises OverloadedError when the engine is dead."""
         state = self.model.state
         if state is EngineState.DEAD:
-            raise OverloadedError("The engine is dead.", retry_after_s=_READY_AFTER_S)
+            raise OverloadedError("The engine is dead.")
         return _json(server_status.Probe("ok", state))
 
     async def ready(self, request: Request) -> PlainResponse:
@@ -80,7 +79,7 @@ class Servings:
         self.requests.check_admits()
         state = self.model.state
         if state is not EngineState.RUNNING:
-            raise OverloadedError(f"The engine is {state}.", retry_after_s=_READY_AFTER_S)
+            raise OverloadedError(f"The engine is {state}.")
         return _json(server_status.Probe("ready", state))
 
     async def version(self, request: Request) -> PlainResponse:
@@ -89,7 +88,7 @@ class Servings:
 
     async def metrics(self, request: Request) -> PlainResponse:
         """GET /metrics."""
-        return PlainResponse(self.model.engine.telemetry.prometheus(), media_type=CONTENT_TYPE)
+        return PlainResponse(self.model.engine.telemetry.prometheus(), media_type=CONTENT_TYPE_LATEST)
 
     async def document(self, request: Request) -> PlainResponse:
         """GET /openapi.json."""

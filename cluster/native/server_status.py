@@ -18,7 +18,6 @@ from cluster.requests.served_model import ServedModel
 from configs.errors import DeadlineError, OverloadedError, RequestError
 
 _PROBE_TIMEOUT_S = 20.0
-_RETRY_AFTER_S = 1.0
 _RATE_OVER_S = 10
 
 
@@ -125,9 +124,7 @@ async def health_generate(model: ServedModel, body: bytes, context: RequestConte
     try:
         await model.generate_one(_PROBE_TIMEOUT_S)
     except DeadlineError:
-        raise OverloadedError(
-            f"No token was generated within {_PROBE_TIMEOUT_S:g} seconds.", retry_after_s=_RETRY_AFTER_S
-        ) from None
+        raise OverloadedError(f"No token was generated within {_PROBE_TIMEOUT_S:g} seconds.") from None
     return json_response(Healthy(round(time.monotonic() - begin, 4)))
 
 

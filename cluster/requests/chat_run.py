@@ -10,7 +10,7 @@ from cluster.requests.fields import ignored_header
 from cluster.requests.job import JobOptions, Run
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.served_model import ServedModel
-from cluster.structured.spec import GrammarSpec, compiled_grammar, schema_grammar
+from cluster.structured.spec import GrammarKind, GrammarSpec, schema_grammar, text_grammar
 from cluster.text.answer_parser import AnswerFormat
 from cluster.text.conversation import Conversation
 from cluster.text.tools.grammar import after_reasoning
@@ -90,4 +90,5 @@ async def _grammar(
         )
     if grammar is None or grammar == answer:
         return grammar
-    return await model.grammars.check(compiled_grammar(grammar, "tools" if asked is None else asked.param))
+    param = "tools" if asked is None else asked.param
+    return await model.grammars.check(text_grammar(GrammarKind.COMPILED, grammar, param))

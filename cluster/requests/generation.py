@@ -139,16 +139,13 @@ class Output:
 def engine_failure(end: Finished) -> LockstepError:
     """The exception for a request that ended with `FinishReason.ERROR`."""
     message = end.error or "the engine failed"
-    if end.error_code == "engine_overloaded":
-        return (
-            OverloadedError(message)
-            if end.retry_after_s is None
-            else OverloadedError(message, retry_after_s=end.retry_after_s)
-        )
-    if end.error_code == "deadline_exceeded":
-        return DeadlineError(message)
-    if end.error_code == "grammar_error":
-        return GuideError(message)
-    if end.error_code == "not_a_number":
-        return NotANumberError(message)
+    match end.error_code:
+        case "engine_overloaded":
+            return OverloadedError(message, retry_after_s=end.retry_after_s or 1.0)
+        case "deadline_exceeded":
+            return DeadlineError(message)
+        case "grammar_error":
+            return GuideError(message)
+        case "not_a_number":
+            return NotANumberError(message)
     return EngineError(message, public_message=end.public_message)

@@ -23,15 +23,7 @@ from configs.schema import GenerationDefaults, ServerConfig
 
 _MAX_BAD_WORD_TOKENS = 1024
 _T = TypeVar("_T")
-_DEFAULTED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
+_DEFAULTED = [name for name in GenerationDefaults.model_fields if name in SamplingParams.__struct_fields__]
 """Fields that the model's makers or the operator may give a value; without any the engine's own is neutral."""
 
 

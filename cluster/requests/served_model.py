@@ -40,10 +40,6 @@ _FIRST = -(1 << 62)  # a priority that no request has
 _SHOWN_CHARS = 40  # most of a token that a message shows
 
 
-def _random_seed() -> int:
-    return secrets.randbits(63)
-
-
 class ServedModel:
     """One model that requests can be put to."""
 
@@ -62,7 +58,7 @@ class ServedModel:
         system_fingerprint: str | None = None,
         info: EngineInfo | None = None,
         max_item_tokens: int = 0,
-        next_seed: Callable[[], int] = _random_seed,
+        next_seed: Callable[[], int] = lambda: secrets.randbits(63),
         update_weights: Callable[..., Awaitable[WeightsChanged | None]] | None = None,
         sleep: Callable[..., Awaitable[float]] | None = None,
     ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -75,14 +76,9 @@ def object_grammar(param: str) -> GrammarSpec:
     return _spec(GrammarKind.JSON_SCHEMA, b'{"type":"object"}', param)
 
 
-def lark_grammar(text: str, param: str) -> GrammarSpec:
-    """A grammar in Lark's syntax or in GBNF. Raises RequestError when it is too long."""
-    return _spec(GrammarKind.GRAMMAR, text.encode(), param)
-
-
-def compiled_grammar(grammar: str, param: str) -> GrammarSpec:
-    """A grammar made of checked ones. Raises RequestError when it is too long."""
-    return _spec(GrammarKind.COMPILED, grammar.encode(), param)
+def text_grammar(kind: GrammarKind, text: str, param: str) -> GrammarSpec:
+    """A grammar of a `kind` that is text. Raises RequestError when it is too long."""
+    return _spec(kind, text.encode(), param)
 
 
 def read_grammar(own: GrammarSpec | None = None, **fields: Any) -> GrammarSpec | None:
@@ -141,10 +137,6 @@ def _structured_outputs(given: Mapping[str, Any], param: str) -> GrammarSpec | N
     return msgspec.structs.replace(spec, compact=compact) if spec is not None and compact else spec
 
 
-def _regex(value: Any, param: str) -> GrammarSpec:
-    return _spec(GrammarKind.REGEX, value.encode(), param)
-
-
 def _structural_tag(value: Any, param: str) -> GrammarSpec:
     try:
         if isinstance(value, str):
@@ -170,9 +162,9 @@ def _spec(kind: GrammarKind, body: bytes, param: str, *, strict: bool = True) ->
 
 _STRUCTURED_OUTPUTS: Mapping[str, Callable[[Any, str], GrammarSpec | None]] = {
     "json": schema_grammar,
-    "regex": _regex,
+    "regex": partial(text_grammar, GrammarKind.REGEX),
     "choice": lambda value, param: _spec(GrammarKind.CHOICE, msgspec.json.encode(value), param),
-    "grammar": lark_grammar,
+    "grammar": partial(text_grammar, GrammarKind.GRAMMAR),
     "json_object": lambda _, param: object_grammar(param),
     "structural_tag": _structural_tag,
 }
@@ -181,5 +173,5 @@ _READERS: Mapping[str, Callable[[Any, str], GrammarSpec | None]] = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
     "json_schema": schema_grammar,
-    "ebnf": lark_grammar,
+    "ebnf": partial(text_grammar, GrammarKind.GRAMMAR),
 }

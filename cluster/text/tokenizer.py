@@ -40,7 +40,8 @@ class Tokenizer:
         # A tokenizer.json may carry the truncation and padding it was trained with.
         self._rust.no_truncation()
         self._rust.no_padding()
-        self._vocab_size = max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        """One more than the largest id, added tokens included."""
         added = self._rust.get_added_tokens_decoder()
         self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._byte_level = isinstance(self._rust.decoder, decoders.ByteLevel)
@@ -65,11 +66,6 @@ class Tokenizer:
             raise CheckpointError(
                 f"the chat template in {source} is not Jinja ({error}); set server.chat_template to one that is"
             ) from None
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included."""
-        return self._vocab_size
 
     @property
     def bos_token_id(self) -> int | None:
@@ -114,8 +110,7 @@ class Tokenizer:
         """The raw bytes one token stands for: half an emoji stays half an emoji. Empty for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._token_bytes(token_id)
-            self._bytes[token_id] = known
+            known = self._bytes[token_id] = self._token_bytes(token_id)
         return known
 
     def token_text(self, token_id: int) -> str:

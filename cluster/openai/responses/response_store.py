@@ -75,15 +75,11 @@ class ResponseStore:
         self._limits = limits or StoreLimits()
         self._clock = clock
         self._shelves: OrderedDict[str, _Shelf] = OrderedDict()
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """Size of all that is kept."""
 
     def __len__(self) -> int:
         return sum(len(shelf.entries) for shelf in self._shelves.values())
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all that is kept."""
-        return self._num_bytes
 
     def put(self, client: str, stored: StoredResponse) -> None:
         """Keeps `stored`; what has ended and was used longest ago makes room. Raises OverloadedError where what still
@@ -95,7 +91,7 @@ class ResponseStore:
         if (
             len(shelf.entries) >= limits.responses_per_client
             or shelf.num_bytes + stored.num_bytes > limits.bytes_per_client
-            or self._num_bytes + stored.num_bytes > limits.bytes_in_all
+            or self.num_bytes + stored.num_bytes > limits.bytes_in_all
         ):
             raise OverloadedError("Too many stored responses are in progress; use store: false, or try again later.")
         shelf.entries[stored.id] = (stored, self._clock())
@@ -157,7 +153,7 @@ class ResponseStore:
             or shelf.num_bytes + num_bytes > limits.bytes_per_client
         ) and self._forget_one(client):
             pass
-        while self._num_bytes + num_bytes > limits.bytes_in_all:
+        while self.num_bytes + num_bytes > limits.bytes_in_all:
             # Clients that keep most make room first.
             by_size = sorted(self._shelves, key=lambda other: -self._shelves[other].num_bytes)
             if not any(self._forget_one(other) for other in by_size):
@@ -178,4 +174,4 @@ class ResponseStore:
 
     def _count(self, shelf: _Shelf, num_bytes: int) -> None:
         shelf.num_bytes += num_bytes
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes
