@@ -115,10 +115,8 @@ def num_kv_pages(
                 )
         return num_pages
     if kv_cache.memory_bytes is not None:
-        budgets, source = (
-            [kv_cache.memory_bytes] * len(bytes_per_page),
-            f"kv_cache.memory_bytes={kv_cache.memory_bytes}",
-        )
+        budgets = [kv_cache.memory_bytes] * len(bytes_per_page)
+        source = f"kv_cache.memory_bytes={kv_cache.memory_bytes}"
     else:
         budgets = [int(free * resolved(kv_cache.memory_fraction)) for free in free_bytes]
         source = f"kv_cache.memory_fraction={kv_cache.memory_fraction} of {min(free_bytes)} free bytes"

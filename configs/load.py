@@ -20,9 +20,7 @@ from configs.errors import ConfigError
 from configs.schema import EngineConfig
 
 IMPORT_PATH = "cluster.app:build_app"
-_HTTP_PREFIX = "http_options."
-_DEFAULT_HOST = "127.0.0.1"
-_DEFAULT_PORT = 8000
+_HTTP_PREFIX, _ARGS_PREFIX = "http_options.", "applications.0.args."
 
 
 @dataclass(frozen=True)
@@ -72,23 +70,20 @@ def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:
             http[_http_option(key)] = value
         else:
             _assign(args, key, value)
-            lines.pop(_args_path(key), None)
+            lines.pop(_ARGS_PREFIX + key, None)
             given[key] = "--set"
     application = {**application, "args": args}
     document = {**document, "http_options": http, "applications": [application]}
-    places = {
-        key.removeprefix("applications.0.args."): f"{path}:{line}"
-        for key, line in lines.items()
-        if key.startswith("applications.0.args.")
-    }
-    port = http.get("port", _DEFAULT_PORT)
+    ours = (key for key in lines if key.startswith(_ARGS_PREFIX))
+    places = {key.removeprefix(_ARGS_PREFIX): f"{path}:{lines[key]}" for key in ours}
+    port = http.get("port", 8000)
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
         raise ConfigError(f"http_options.port={port!r}: must be an integer from 0 to 65535")
     route_prefix = application.get("route_prefix", "/")
     if not isinstance(route_prefix, str) or not route_prefix.startswith("/"):
         raise ConfigError(f"{path}: applications[0].route_prefix={route_prefix!r} must begin with /")
     engine = _parse(args, places)
-    host = http.get("host", _DEFAULT_HOST)
+    host = http.get("host", "127.0.0.1")
     if not isinstance(host, str):
         raise ConfigError(f'http_options.host={host!r}: must be an address or a name; put "::" in quotes')
     _check_exposure(host, engine)
@@ -223,10 +218,6 @@ def _assign(args: dict[str, Any], key: str, value: Any) -> None:
         args[section] = dict(inner)
         args = args[section]
     args[name] = value
-
-
-def _args_path(key: str) -> str:
-    return f"applications.0.args.{key}"
 
 
 def _underscored(value: Any) -> Any:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from cluster.engine.state import EngineLife, EngineState
 from cluster.http.context import RequestContext
@@ -19,18 +20,16 @@ _STOPPING = "The server is stopping; try again."
 _LAST_WORDS_S = 1.0
 
 
+@dataclass(slots=True, eq=False)
 class ActiveRequest:
     """One request being answered."""
 
-    __slots__ = ("context", "error", "stuck_since", "task")
-
-    def __init__(self, context: RequestContext, task: asyncio.Task[None]) -> None:
-        self.context = context
-        self.task = task
-        self.error: RequestError | None = None
-        """Why it was ended from outside."""
-        self.stuck_since: float | None = None
-        """Event loop's clock: since when its client takes nothing. None: it does, or has nothing to take."""
+    context: RequestContext
+    task: asyncio.Task[None]
+    error: RequestError | None = None
+    """Why it was ended from outside."""
+    stuck_since: float | None = None
+    """Event loop's clock: since when its client takes nothing. None: it does, or has nothing to take."""
 
     def end(self, error: RequestError) -> None:
         """Ends it with `error`, which its client is told where it still can be."""
