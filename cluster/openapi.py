@@ -37,10 +37,7 @@ _HEADERS: dict[str, dict[str, Any]] = {
     },
     "Retry-After": {"description": "Seconds after which to try again.", "schema": {"type": "integer", "minimum": 1}},
     "WWW-Authenticate": {"description": "How to say who one is.", "schema": {"type": "string"}},
-    "X-Ignored-Fields": {
-        "description": "Fields of the request that nobody here knows.",
-        "schema": {"type": "string"},
-    },
+    "X-Ignored-Fields": {"description": "Fields of the request that nobody here knows.", "schema": {"type": "string"}},
 }
 
 

@@ -21,13 +21,7 @@ from configs.schema import EngineConfig
 
 
 def generate_text(
-    file: Path,
-    overrides: list[str],
-    prompt: str,
-    sampling: Mapping[str, Any],
-    *,
-    chat: bool,
-    address: str | None,
+    file: Path, overrides: list[str], prompt: str, sampling: Mapping[str, Any], *, chat: bool, address: str | None
 ) -> None:
     """Prints the continuation of `prompt` as it is generated; `sampling`: as ServedModel.stream_text takes it. Raises
     ConfigError, RequestError, EngineError."""

@@ -93,11 +93,8 @@ class NativeWriter(AnswerWriter):
         as_list: bool,
         with_text: bool,
     ) -> None:
-        """Args:
-        options, ids: for each prompt.
-        as_list: whole answers are a list, and streamed ones say which sequence they are of.
-        with_text: log probabilities come with their tokens' text.
-        """
+        """`options` and `ids`: for each prompt. `as_list`: whole answers are a list, and streamed ones say which
+        sequence they are of. `with_text`: log probabilities come with their tokens' text."""
         super().__init__(run)
         self._as_list = as_list
         prompts = [index // run.job.num_choices for index in range(run.job.num_outputs)]

@@ -62,10 +62,7 @@ class ChatWriter(OpenAIWriter):
 
     def whole(self) -> Iterator[bytes]:
         choices = long_list(self._choice(index) for index in range(self._job.num_outputs))
-        more = {
-            "prompt_token_ids": self._token_ids(self._job.prompts[0]),
-            "prompt_logprobs": self._prompt_logprobs(0),
-        }
+        more = {"prompt_token_ids": self._token_ids(self._job.prompts[0]), "prompt_logprobs": self._prompt_logprobs(0)}
         return json_parts(self._headed(wire.ChatCompletion, choices, self.run.usage(), **more))
 
     def _choice(self, index: int) -> wire.ChatChoice:

@@ -70,12 +70,8 @@ async def chat_run(
 async def _grammar(
     model: ServedModel, asked: GrammarSpec | None, use: ToolUse | None, form: AnswerFormat
 ) -> str | None:
-    """The grammar of an answer, checked: what is asked of it, its calls, and the thinking before either.
-
-    Args:
-        use: the request's tools.
-        form: how its answers are read.
-    """
+    """The grammar of an answer to a request with the tools `use`, which is read as `form`, checked: what is asked of
+    it, its calls, and the thinking before either."""
     answer = None if asked is None else await model.grammars.check(asked)
     special_id = model.tokenizer.special_id
     grammar = answer

@@ -77,13 +77,8 @@ class Output:
         return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def advance(self) -> Delta:
-        """Reads as text what has arrived since the last call.
-
-        Raises:
-            OverloadedError: a queue limit refused the request.
-            DeadlineError: its deadline passed in the engine.
-            EngineError: the engine failed.
-        """
+        """Reads as text what has arrived since the last call. Raises OverloadedError where a queue limit refused the
+        request, DeadlineError where its deadline passed in the engine, EngineError where the engine failed."""
         chunk = self.stream.take()
         self.prefilled = chunk.prefilled
         end = chunk.finished

@@ -98,7 +98,7 @@ def sampling_params(
         return msgspec.structs.replace(
             base,
             max_tokens=limit,
-            seed=next_seed() if fields.seed is None else _wrap_int64(fields.seed + choice),
+            seed=next_seed() if fields.seed is None else (fields.seed + choice + 2**63) % 2**64 - 2**63,
             prompt_logprobs=-1 if choice else options.num_prompt_logprobs,
         )
 
@@ -150,7 +150,3 @@ def _check_choice_left(allowed: Sequence[int], bias: dict[int, float], ends: set
 
 def _given(value: _T | None, default: _T | None) -> _T | None:
     return default if value is None else value
-
-
-def _wrap_int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63

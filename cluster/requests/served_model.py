@@ -134,15 +134,9 @@ class ServedModel:
     def checked(
         self, kind: type[_Request], raw: Mapping[str, Any], policy: FieldPolicy, known: type[BaseModel] | None = None
     ) -> tuple[_Request, list[str]]:
-        """A request to this model, and the names of its fields that are ignored.
-
-        Args:
-            raw: its JSON.
-            known: has the fields that it may hold. None: `kind`.
-
-        Raises:
-            RequestError: with the path of the field at fault; 404 for another model.
-        """
+        """A request to this model, of its JSON `raw`, and the names of its fields that are ignored; `known` has the
+        fields that it may hold (None: `kind`). Raises RequestError with the path of the field at fault; 404 for another
+        model."""
         ignored = policy.check(known or kind, raw, strict=self.server.strict_fields)
         request = validated(kind, raw)
         self.check_name(getattr(request, "model", None))

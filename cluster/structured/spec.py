@@ -82,15 +82,10 @@ def text_grammar(kind: GrammarKind, text: str, param: str) -> GrammarSpec:
 
 
 def read_grammar(own: GrammarSpec | None = None, **fields: Any) -> GrammarSpec | None:
-    """The grammar that the fields of a request ask for; None: any text.
-
-    Args:
-        own: of another field, read already; it takes the place of `response_format`.
-        fields: by name, each one of `GRAMMAR_FIELDS`, of the shape that `SamplingFields` describes.
-
-    Raises:
-        RequestError: two of them ask for something, one is too long, or `structured_outputs` has not one form.
-    """
+    """The grammar that the fields of a request ask for, each one of `GRAMMAR_FIELDS`, of the shape that
+    `SamplingFields` describes; None: any text. `own`, of another field and read already, takes the place of
+    `response_format`. Raises RequestError where two of them ask for something, one is too long, or `structured_outputs`
+    has not one form."""
     if own is not None:
         fields.pop("response_format", None)
     read = [_READERS[name](value, name) for name, value in fields.items() if value is not None]

@@ -24,15 +24,8 @@ _BEGINS_TURN: Mapping[str, frozenset[str]] = {
 
 
 def conversation(request: InputTokensRequest, items: Sequence[Mapping[str, Any]], num_earlier: int) -> Conversation:
-    """The conversation that the model goes on with.
-
-    Args:
-        items: checked by `input_items`, or made by an earlier response.
-        num_earlier: of `items`, how many are not of this request.
-
-    Raises:
-        RequestError: with the path of the field at fault.
-    """
+    """The conversation that the model goes on with. `items` are checked by `input_items`, or made by earlier responses;
+    the first `num_earlier` are not of this request. Raises RequestError with the path of the field at fault."""
     effort = None if request.reasoning is None else request.reasoning.effort
     return Conversation(
         turns=turns(items, request.instructions, num_earlier),
