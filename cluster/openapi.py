@@ -10,7 +10,7 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from cluster.http.access import ANYONE
+from cluster.http.access import ADMINS, ANYONE
 from cluster.http.context import Role
 from cluster.routes import PATH_PARAMETERS, ROUTES, Route
 
@@ -111,7 +111,7 @@ def _untitled(schema: dict[str, Any]) -> dict[str, Any]:
 def _described(route: Route) -> dict[str, Any]:
     described: dict[str, Any] = {
         "operationId": _operation_id(route),
-        "summary": route.about,
+        "summary": _summary(route),
         "tags": [route.tag],
         **({"security": []} if route.roles == ANYONE else {"x-roles": [role for role in Role if role in route.roles]}),
     }
@@ -126,6 +126,10 @@ def _described(route: Route) -> dict[str, Any]:
     for status in sorted(set(route.errors)):
         described["responses"][str(status)] = {"$ref": f"#/components/responses/{_failure_name(route, status)}"}
     return described
+
+
+def _summary(route: Route) -> str:
+    return f"{route.about} Needs an admin key." if route.roles == ADMINS else route.about
 
 
 def _parameter(name: str, place: str, about: str, schema: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -144,7 +148,7 @@ def _success(route: Route) -> dict[str, Any]:
     if not content:
         content[route.media_type] = {"schema": {"type": "string"}}
     headers = ["X-Request-Id"] + ["X-Ignored-Fields"] * (route.request is not None)
-    return {"description": route.about, "headers": _header_refs(headers), "content": content}
+    return {"description": _summary(route), "headers": _header_refs(headers), "content": content}
 
 
 def _failure_name(route: Route, status: int) -> str:

@@ -28,7 +28,8 @@ from cluster.http.context import RequestContext, Role
 from cluster.http.endpoint import Handler
 from cluster.http.http_errors import ErrorBody
 from cluster.http.response import HttpResponse
-from cluster.native import admin, server_status
+from cluster.native import admin
+from cluster.native import server_status as status
 from cluster.native.native_answer import NativeAnswer
 from cluster.native.native_generate import NativeRequest, generate
 from cluster.native.score import ScoreRequest, Scores, score
@@ -72,7 +73,7 @@ class Servings:
         state = self.model.state
         if state is EngineState.DEAD:
             raise OverloadedError("The engine is dead.")
-        return _json(server_status.Probe("ok", state))
+        return _json(status.Probe("ok", state))
 
     async def ready(self, request: Request) -> PlainResponse:
         """GET /ready. Raises OverloadedError while the engine does not run."""
@@ -80,7 +81,7 @@ class Servings:
         state = self.model.state
         if state is not EngineState.RUNNING:
             raise OverloadedError(f"The engine is {state}.")
-        return _json(server_status.Probe("ready", state))
+        return _json(status.Probe("ready", state))
 
     async def version(self, request: Request) -> PlainResponse:
         """GET /version."""
@@ -139,6 +140,7 @@ class Route:
     path: str
     """The path in the form of Starlette, where `:path` after a name says that slashes belong to it."""
     about: str
+    """A sentence; the document adds whether an admin key is needed."""
     handler: ModelHandler | None = None
     """The handler that answers it for the model of a replica; with one of the next two in its place None."""
     serving: Callable[[Servings], Handler] | None = None
@@ -308,43 +310,35 @@ ROUTES: tuple[Route, ...] = (
     ),
     _native("POST", "/detokenize", "The text of token ids.", detokenize, request=DetokenizeRequest, answer=Text),
     _open(
-        "GET",
-        "/health",
-        "The server is up, and its engine not dead.",
-        plain=lambda s: s.health,
-        answer=server_status.Probe,
+        "GET", "/health", "The server is up, and its engine not dead.", plain=lambda s: s.health, answer=status.Probe
     ),
     _open(
         "GET",
         "/ready",
         "The engine runs: it has generated a token, and neither rebuilds nor drains.",
         plain=lambda s: s.ready,
-        answer=server_status.Probe,
+        answer=status.Probe,
     ),
     _operations(
         "GET",
         "/health_generate",
         "Generate one token now.",
-        server_status.health_generate,
-        answer=server_status.Healthy,
+        status.health_generate,
+        answer=status.Healthy,
         errors=(*_ENDPOINT, 409),
     ),
     _watched("GET", "/version", "The version.", plain=lambda s: s.version, answer=Version, errors=_ANY),
-    _watched(
-        "GET", "/server_info", "What this replica is.", server_status.server_info, answer=server_status.ServerInfo
-    ),
-    _watched("GET", "/v1/loads", "What this replica does.", server_status.loads, answer=server_status.Loads),
+    _watched("GET", "/server_info", "What this replica is.", status.server_info, answer=status.ServerInfo),
+    _watched("GET", "/v1/loads", "What this replica does.", status.loads, answer=status.Loads),
     _operations(
         "GET",
         "/v1/timelines/{request_id}",
         "What happened to a request that has ended, in the Trace Event Format.",
-        server_status.request_timeline,
+        status.request_timeline,
         answer=Timeline,
         errors=_MODEL,
     ),
-    _watched(
-        "GET", "/load", "How many requests run or wait.", server_status.server_load, answer=server_status.ServerLoad
-    ),
+    _watched("GET", "/load", "How many requests run or wait.", status.server_load, answer=status.ServerLoad),
     _watched("GET", "/live", "What the engine does, twice a second.", serving=lambda s: s.live.live, event=LiveView),
     _operations(
         "GET",
@@ -369,45 +363,23 @@ ROUTES: tuple[Route, ...] = (
     _admin(
         "POST",
         "/abort_request",
-        "End running requests. Needs an admin key.",
+        "End running requests.",
         serving=lambda s: partial(admin.abort_request, s.requests),
         request=admin.AbortRequest,
         answer=admin.Aborted,
     ),
+    _admin("POST", "/flush_cache", "Forget cached prompts that nobody uses.", admin.flush_cache, answer=admin.Flushed),
     _admin(
-        "POST",
-        "/flush_cache",
-        "Forget cached prompts that nobody uses. Needs an admin key.",
-        admin.flush_cache,
-        answer=admin.Flushed,
+        "POST", "/sleep", "Free the devices.", partial(admin.sleep, wakes=False), answer=admin.Slept, errors=_GENERATES
     ),
     _admin(
-        "POST",
-        "/sleep",
-        "Free the devices. Needs an admin key.",
-        partial(admin.sleep, wakes=False),
-        answer=admin.Slept,
-        errors=_GENERATES,
+        "POST", "/wake_up", "Go on after that.", partial(admin.sleep, wakes=True), answer=admin.Slept, errors=_GENERATES
     ),
-    _admin(
-        "POST",
-        "/wake_up",
-        "Go on after that. Needs an admin key.",
-        partial(admin.sleep, wakes=True),
-        answer=admin.Slept,
-        errors=_GENERATES,
-    ),
-    _admin(
-        "GET",
-        "/is_sleeping",
-        "Whether the devices are free. Needs an admin key.",
-        admin.is_sleeping,
-        answer=admin.Sleeping,
-    ),
+    _admin("GET", "/is_sleeping", "Whether the devices are free.", admin.is_sleeping, answer=admin.Sleeping),
     _admin(
         "POST",
         "/v1/admin/weights",
-        "Serve other weights of the same shape. Needs an admin key.",
+        "Serve other weights of the same shape.",
         admin.change_weights,
         request=admin.WeightsRequest,
         answer=WeightsChanged,

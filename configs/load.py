@@ -261,14 +261,12 @@ def _nearest(key: str) -> str | None:
     settings = all_settings()
     names = [*settings, *dict.fromkeys(setting.rpartition(".")[0] for setting in settings if "." in setting)]
     last = key.rpartition(".")[2]
-    same_name = [name for name in names if name.rpartition(".")[2] == last]
-    if same_name:
-        return same_name[0]
+    by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
+    if last in by_last:
+        return by_last[last]
     prefix = key.removesuffix(last)
     siblings = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-    alike = difflib.get_close_matches(last, siblings, n=1) or difflib.get_close_matches(key, names, n=1)
-    if alike:
-        return siblings.get(alike[0], alike[0])
-    by_last = {name.rpartition(".")[2]: name for name in names}
-    close = difflib.get_close_matches(last, by_last, n=1)
-    return by_last[close[0]] if close else None
+    for text, among in ((last, siblings), (key, dict(zip(names, names, strict=True))), (last, by_last)):
+        if alike := difflib.get_close_matches(text, among, n=1):
+            return among[alike[0]]
+    return None

@@ -94,9 +94,6 @@ ErrorShape = Callable[[RequestError, str], msgspec.Struct]
 """Makes the body of an error from the error and the request's id."""
 
 
-async def send_error(
-    send: Send, error: RequestError, headers: Mapping[str, str] | None = None, *, body: msgspec.Struct | None = None
-) -> None:
-    """Sends `error` as a whole response, by default as `error_body`."""
-    shown = error_body(error) if body is None else body
-    await send_json(send, error.status, _encode(shown), {**error_headers(error), **(headers or {})})
+async def send_error(send: Send, error: RequestError, body: msgspec.Struct, headers: Mapping[str, str]) -> None:
+    """Sends `error` as a whole response with that body, and `headers` beside its own."""
+    await send_json(send, error.status, _encode(body), {**error_headers(error), **headers})
