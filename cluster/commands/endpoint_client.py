@@ -56,7 +56,7 @@ class EndpointClient:
     def json(self, path: str) -> Any:
         """The body of a GET; `path` is relative to `/v1`, or from the host's root with a slash before it."""
         with self._answering():
-            response = self._client.get(path if not path.startswith("/") else self._root(path))
+            response = self._client.get(self._place(path))
             _check(response)
             return response.json()
 
@@ -71,10 +71,7 @@ class EndpointClient:
 
     def events(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[Any]:
         """The JSON of each server-sent event, as it comes; `path` as for `json`."""
-        with (
-            self._answering(),
-            self._client.stream(method, path if not path.startswith("/") else self._root(path), json=body) as response,
-        ):
+        with self._answering(), self._client.stream(method, self._place(path), json=body) as response:
             if not response.is_success:
                 response.read()
             _check(response)
@@ -85,8 +82,8 @@ class EndpointClient:
                         raise EngineError(event["error"]["message"])
                     yield event
 
-    def _root(self, path: str) -> str:
-        return self.url.removesuffix("/v1") + path
+    def _place(self, path: str) -> str:
+        return self.url.removesuffix("/v1") + path if path.startswith("/") else path
 
     @contextmanager
     def _answering(self) -> Iterator[None]:

@@ -92,21 +92,19 @@ class ActiveRequests:
         """Admits no more requests, and returns when the last one has ended; after `timeout_s`, those left are ended
         with an error that says to try again."""
         self._life.enter(EngineState.DRAINING)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._wait_idle()
+        await self._wait_idle(timeout_s)
         if self._requests:
             logger.warning("%d requests are ended after server.shutdown_timeout_s=%g", len(self._requests), timeout_s)
         for request in list(self._requests):
             request.end(OverloadedError(_STOPPING))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_S):
-                await self._wait_idle()
+        await self._wait_idle(_LAST_WORDS_S)
 
-    async def _wait_idle(self) -> None:
-        while self._requests:
-            await asyncio.wait([request.task for request in self._requests])
-            await asyncio.sleep(0)  # the tasks are done; whoever tracks them has yet to say so
+    async def _wait_idle(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._requests:
+                    await asyncio.wait([request.task for request in self._requests])
+                    await asyncio.sleep(0)  # the tasks are done; whoever tracks them has yet to say so
 
     def _schedule(self) -> None:
         self._sweep = asyncio.get_running_loop().call_later(self._send_timeout_s / 4, self._end_stuck)
