@@ -36,6 +36,7 @@ _SHARED_BYTES = 220 * 1024
 """Shared memory to use of the 227 KiB that a program on Hopper may have."""
 _WIDE = 256  # columns of a value, above which a program has only so many query heads: their sums fill its registers
 _WIDE_BLOCK_M = 64
+_MULTIPROCESSORS = 132  # of an H200, each with one program of so many heads of wide values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,15 +88,21 @@ def choose(batch_size: int, num_kv_heads: int, itemsize: int = 2) -> DecodeTunin
     )
 
 
-def _fit(tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int, kv_itemsize: int) -> DecodeTuning:
-    """`tuning` as registers and shared memory hold it: unchanged for 16-bit values and up to 32 query heads a KV head.
+def _fit(
+    tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int, kv_itemsize: int, num_programs: int
+) -> DecodeTuning:
+    """`tuning`, of so many programs for each run, as registers and shared memory hold it: unchanged for 16-bit values and up to 32 query heads a KV head.
 
     More of these take more warps; fp32, of whose products threads hold whole rows of the operands, takes short blocks.
     Of wide values, blocks of 32 let two programs share a multiprocessor, with up to 32 heads each: with 16, at
-    16 and 64 rows of 4k tokens, nothing tried was over 7 % faster (H200).
+    16 and 64 rows of 4k tokens, nothing tried was over 7 % faster (H200). Of more heads one program has a
+    multiprocessor's shared memory, and as many runs as there are: further ones would only leave parts to join.
     """
     if block_d > _WIDE and itemsize <= 2:
-        return dataclasses.replace(tuning, block_n=32, num_warps=4 if block_m <= 32 else 8)
+        if block_m <= 32:
+            return dataclasses.replace(tuning, block_n=32, num_warps=4)
+        num_splits = min(max(_MULTIPROCESSORS // num_programs, 1), _MAX_SPLITS)
+        return DecodeTuning(block_n=64, num_warps=8, num_stages=2, num_splits=num_splits, early_join=num_splits > 1)
     block_n = tuning.block_n if itemsize <= 2 else 16
     stage_bytes = 2 * tuning.num_stages * block_d * kv_itemsize
     while block_n > 16 and block_m * block_d * itemsize + block_n * stage_bytes > _SHARED_BYTES:
@@ -313,7 +320,8 @@ def paged_decode(
         block_m = min(block_m, _WIDE_BLOCK_M if kv_itemsize <= 2 else 16)
     head_tiles = triton.cdiv(group, block_m)
     if tuning is None:
-        tuning = _fit(choose(batch_size, num_kv_heads, kv_itemsize), block_m, block_d, itemsize, kv_itemsize)
+        tuning, num_programs = choose(batch_size, num_kv_heads, kv_itemsize), batch_size * num_kv_heads * head_tiles
+        tuning = _fit(tuning, block_m, block_d, itemsize, kv_itemsize, num_programs)
     num_splits = tuning.num_splits
     is_split = num_splits > 1
     dependent = is_dependent(q.device, batch_size)
