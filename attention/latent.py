@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from attention.layer import LatentLayer
 
+_MOST_TOKENS = 64
+
 
 class LatentHeads:
     """This rank's heads of one layer: key h of a token is [w_k[h] @ latent | rotated key], value h is w_v[h] @ latent.
@@ -31,6 +33,8 @@ class LatentHeads:
             [num_tokens, tp_q_head_num * head_dim].
         """
         nope_dim = self._layer.nope_dim
+        if _are_few(q):
+            return self._product(q, self._w_k, self._layer.head_dim)
         latent = torch.bmm(q[..., :nope_dim].transpose(0, 1), self._w_k).transpose(0, 1)
         return torch.cat((latent, q[..., nope_dim:]), dim=-1).flatten(1)
 
@@ -45,6 +49,8 @@ class LatentHeads:
         """
         layer = self._layer
         heads = attended.view(len(attended), layer.tp_q_head_num, -1)[..., : layer.latent_dim]
+        if _are_few(heads):
+            return self._product(heads, self._w_v.transpose(1, 2), layer.v_dim)
         out = attended.new_empty(len(attended), layer.tp_q_head_num, layer.v_dim)
         # With the weight in front: half the time on a CPU for up to four tokens.
         torch.bmm(self._w_v, heads.permute(1, 2, 0), out=out.permute(1, 2, 0))
@@ -62,3 +68,17 @@ class LatentHeads:
         k_nope, v = torch.split(own, [layer.nope_dim, layer.v_dim], dim=-1)
         k_rope = kept[:, None, layer.latent_dim :].expand(-1, len(weight), -1)
         return torch.cat((k_nope, k_rope), dim=-1), v
+
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, width: int) -> torch.Tensor:
+        """[num_tokens, tp_q_head_num * width]: what `head_products` writes."""
+        from attention.kernels.latent_heads import head_products  # a CPU install has no Triton
+
+        out = x.new_empty(len(x), self._layer.tp_q_head_num, width)
+        head_products(x, weight, out)
+        return out.flatten(1)
+
+
+def _are_few(heads: torch.Tensor) -> bool:
+    """Whether `head_products` is meant to be faster than torch's batched product, whose tiles are larger, and which
+    starts only once the kernel in front of it is done."""
+    return heads.is_cuda and heads.element_size() == 2 and len(heads) <= _MOST_TOKENS

@@ -54,6 +54,7 @@ class Case(PagedCase):
     [
         *((page_size, LARGE, None, None) for page_size in (1, 64)),
         *((page_size, _split(SMALL, 3), None, None) for page_size in (16, 128)),
+        (16, dataclasses.replace(_split(SMALL, 8), min_blocks=2), None, None),
         *((page_size, LARGE, 40, 5.0) for page_size in (16, 128)),
         *((page_size, _split(SMALL, 3), 40, 5.0) for page_size in (1, 64)),
         *((page_size, LARGE, 1, None) for page_size in (1, 128)),

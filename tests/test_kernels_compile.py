@@ -36,6 +36,7 @@ from attention.forward_batch import NewTokenMask, PagedMetadata
 from attention.kernels import decode, exact
 from attention.kernels.extend import paged_extend
 from attention.kernels.flat_pages import flatten_pages
+from attention.kernels.latent_heads import head_products
 from attention.kernels.merge import merge_states
 from attention.kernels.packed_mask import pack_mask
 from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadata
@@ -303,6 +304,9 @@ def _call_latent(num_heads: int, page_size: int, dtype: torch.dtype = torch.bflo
     paged_extend(q, k, v, paged, layer, out=part, lse=lse, prefix_only=True)
     for other in (part, v):
         merge_states(part, lse, other, lse, out=part, lse=lse)
+    weights = torch.empty(q.shape[1], 128, 512, dtype=dtype)
+    head_products(q[..., : 128 + 64], weights, torch.empty(len(q), q.shape[1], 512 + 64, dtype=dtype))
+    head_products(latents, weights.transpose(1, 2), torch.empty(len(q), q.shape[1], 128, dtype=dtype))
     latent_norm_rope_store(
         q,
         torch.empty(200, 576, dtype=dtype),

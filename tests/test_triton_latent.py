@@ -114,6 +114,24 @@ def test_long_decodes_err_at_most_twice_as_far_as_torch(batch_size: int, num_hea
     check(LatentCase(layer_of(num_heads, **LITE), 64, [(length, 1) for length in lens], torch.bfloat16, GPU))
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "k", "n", "rest", "transposed"),
+    [(1, 3, 12, 32, 8, False), (5, 3, 32, 20, 0, True), (70, 2, 128, 512, 64, False), (16, 2, 512, 128, 0, True)],
+)
+def test_each_head_is_multiplied_with_its_weight_and_the_rest_copied(
+    num_tokens: int, num_heads: int, k: int, n: int, rest: int, transposed: bool, device: torch.device
+) -> None:
+    from attention.kernels.latent_heads import head_products
+
+    x = torch.randn(num_tokens, num_heads, k + rest + 3, device=device)[..., : k + rest]
+    weight = torch.randn(num_heads, *((n, k) if transposed else (k, n)), device=device)
+    weight = weight.transpose(1, 2) if transposed else weight
+    out = torch.full((num_tokens, num_heads, n + rest), torch.nan, device=device)
+    head_products(x, weight, out)
+    torch.testing.assert_close(out[..., :n], torch.einsum("thk,hkn->thn", x[..., :k], weight), atol=1e-4, rtol=1e-5)
+    assert torch.equal(out[..., n:], x[..., k:])
+
+
 @pytest.mark.gpu
 def test_a_replayed_graph_equals_the_eager_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph absorbs all that is cached, as the eager steps do here."""

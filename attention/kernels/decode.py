@@ -36,6 +36,7 @@ _SHARED_BYTES = 220 * 1024
 """Shared memory to use of the 227 KiB that a program on Hopper may have."""
 _WIDE = 256  # columns of a value, above which a program has only so many query heads: their sums fill its registers
 _WIDE_BLOCK_M = 64
+_MULTIPROCESSORS = 132  # of an H200, each with one program of so many heads of wide values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +50,8 @@ class DecodeTuning:
     """Blocks of keys and values on their way from memory at a time, and one."""
     num_splits: int
     """Runs that a row's keys are cut into, at most."""
+    min_blocks: int = 1
+    """Blocks of a run, at least: rows too short for so many runs have fewer."""
     early_join: bool = False
     """Start the kernel that joins the runs while they are still computed; it then waits for them on the device, which
     spares about 1 us (H200). Without effect where there is one run, or on GPUs that cannot do it."""
@@ -87,15 +90,26 @@ def choose(batch_size: int, num_kv_heads: int, itemsize: int = 2) -> DecodeTunin
     )
 
 
-def _fit(tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int, kv_itemsize: int) -> DecodeTuning:
+def _fit(
+    tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int, kv_itemsize: int, num_programs: int
+) -> DecodeTuning:
     """`tuning` as registers and shared memory hold it: unchanged for 16-bit values and up to 32 query heads a KV head.
 
     More of these take more warps; fp32, of whose products threads hold whole rows of the operands, takes short blocks.
     Of wide values, blocks of 32 let two programs share a multiprocessor, with up to 32 heads each: with 16, at
-    16 and 64 rows of 4k tokens, nothing tried was over 7 % faster (H200).
+    16 and 64 rows of 4k tokens, nothing tried was over 7 % faster. Of more heads one program has a multiprocessor's
+    registers, and as many runs as there are: further ones would only leave parts to join. Nor do runs of less than
+    128 tokens pay for their parts, which are as wide (benchmarks/results/latent_decode_h200_2026-11-26.txt).
+
+    Args:
+        num_programs: of each run of all rows.
     """
     if block_d > _WIDE and itemsize <= 2:
-        return dataclasses.replace(tuning, block_n=32, num_warps=4 if block_m <= 32 else 8)
+        wide = dataclasses.replace(tuning, block_n=32, min_blocks=4, num_warps=4 if block_m <= 32 else 8)
+        if block_m <= 32:
+            return wide
+        num_splits = min(max(_MULTIPROCESSORS // num_programs, 1), _MAX_SPLITS)
+        return dataclasses.replace(wide, num_splits=num_splits, early_join=num_splits > 1)
     block_n = tuning.block_n if itemsize <= 2 else 16
     stage_bytes = 2 * tuning.num_stages * block_d * kv_itemsize
     while block_n > 16 and block_m * block_d * itemsize + block_n * stage_bytes > _SHARED_BYTES:
@@ -105,11 +119,14 @@ def _fit(tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int, kv_ite
 
 
 @triton.jit
-def _blocks_of_split(seq_len, split, num_splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+def _blocks_of_split(
+    seq_len, split, num_splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+):  # fmt: skip
     """The key blocks [begin, end) that a split of a row walks; none when the splits before it have them all."""
     begin = first_key(seq_len - 1, WINDOW, CHUNK) // BLOCK_N
     end = tl.cdiv(seq_len, BLOCK_N)
-    run = tl.cdiv(end - begin, num_splits)
+    run = tl.maximum(tl.cdiv(end - begin, num_splits), MIN_BLOCKS)
     begin += split * run
     return begin, tl.minimum(end, begin + run)
 
@@ -122,8 +139,8 @@ def _decode_kernel(
     q_ptr, k_ptr, v_ptr, page_table, cache_seqlens, sinks, out_ptr, lse_ptr, q_stride, page_table_stride, group,
     scale, v_scale, num_splits, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_TILES: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, SPLIT: tl.constexpr,
-    DEPENDENT: tl.constexpr, EARLY_JOIN: tl.constexpr, COMPILED: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, MIN_BLOCKS: tl.constexpr, CAP: tl.constexpr,
+    SPLIT: tl.constexpr, DEPENDENT: tl.constexpr, EARLY_JOIN: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     LOG2_E: tl.constexpr = 1.4426950408889634
     # Values in FP8 are loaded two at a time: as single bytes they would go from shared memory to registers one by one,
@@ -142,11 +159,11 @@ def _decode_kernel(
 
     seq_len = tl.load(cache_seqlens + row)
     if SPLIT:
-        begin, end = _blocks_of_split(seq_len, split, num_splits, BLOCK_N, WINDOW, CHUNK)
+        begin, end = _blocks_of_split(seq_len, split, num_splits, BLOCK_N, WINDOW, CHUNK, MIN_BLOCKS)
         if begin >= end:
             return
     else:
-        begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW, CHUNK)
+        begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW, CHUNK, 1)
 
     heads = tl.program_id(0) % HEAD_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     keys = tl.arange(0, BLOCK_N)
@@ -233,16 +250,16 @@ def _decode_kernel(
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["cache_seqlens", "sinks"])
 def _join_kernel(
     parts_ptr, lse_ptr, cache_seqlens, sinks, out_ptr, num_splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
-    EARLY_JOIN: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, EARLY_JOIN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     out_row = row * tl.num_programs(0) + tl.program_id(0)
     # Written before the runs' kernel, which has waited for that before any of this one's programs is started.
     seq_len = tl.load(cache_seqlens + row)
-    begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW, CHUNK)
+    begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW, CHUNK, 1)
     num_blocks = end - begin
-    num_parts = tl.cdiv(num_blocks, tl.cdiv(num_blocks, num_splits))
+    num_parts = tl.cdiv(num_blocks, tl.maximum(tl.cdiv(num_blocks, num_splits), MIN_BLOCKS))
     follow(EARLY_JOIN)  # until all runs are done and what they wrote can be seen
     let_next_start(EARLY_JOIN)
 
@@ -313,7 +330,8 @@ def paged_decode(
         block_m = min(block_m, _WIDE_BLOCK_M if kv_itemsize <= 2 else 16)
     head_tiles = triton.cdiv(group, block_m)
     if tuning is None:
-        tuning = _fit(choose(batch_size, num_kv_heads, kv_itemsize), block_m, block_d, itemsize, kv_itemsize)
+        tuning, num_programs = choose(batch_size, num_kv_heads, kv_itemsize), batch_size * num_kv_heads * head_tiles
+        tuning = _fit(tuning, block_m, block_d, itemsize, kv_itemsize, num_programs)
     num_splits = tuning.num_splits
     is_split = num_splits > 1
     dependent = is_dependent(q.device, batch_size)
@@ -349,6 +367,7 @@ def paged_decode(
         BLOCK_N=tuning.block_n,
         WINDOW=window,
         CHUNK=chunk,
+        MIN_BLOCKS=tuning.min_blocks,
         CAP=layer.softcap or 0.0,
         SPLIT=is_split,
         DEPENDENT=dependent,
@@ -371,6 +390,7 @@ def paged_decode(
             BLOCK_N=tuning.block_n,
             WINDOW=window,
             CHUNK=chunk,
+            MIN_BLOCKS=tuning.min_blocks,
             MAX_SPLITS=1 << (num_splits - 1).bit_length(),
             BLOCK_S=_SPLITS_AT_ONCE,
             EARLY_JOIN=early_join,

@@ -191,7 +191,7 @@ def qk_norm_rope_store(
 def _latent_norm_rope_store_kernel(
     q_ptr, kept_ptr, weight_ptr, cos_sin_ptr, positions_ptr, slots_ptr, out_cache_loc_ptr, num_slots, num_q_heads,
     q_stride, kept_stride, eps, HEAD_DIM: tl.constexpr, LATENT_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LATENT: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LATENT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = ROTARY_DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -201,7 +201,10 @@ def _latent_norm_rope_store_kernel(
     angle_ptrs = cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY_DIM + columns
     cos = tl.load(angle_ptrs, mask=inside, other=1.0)
     sin = tl.load(angle_ptrs + HALF, mask=inside, other=0.0)
+    slot = tl.load(out_cache_loc_ptr + token)
     heads = tl.arange(0, HEADS)
+    follow(DEPENDENT)
+    let_next_start_beside(DEPENDENT)
     if group > 0:
         heads += (group - 1) * HEADS
         q_mask = (heads < num_q_heads)[:, None] & inside
@@ -209,10 +212,10 @@ def _latent_norm_rope_store_kernel(
         q_first, q_second = _norm_and_rotate(
             q_ptrs, q_mask, None, columns, columns + HALF, inside, cos, sin, eps, ROTARY_DIM, False
         )
+        let_next_start(DEPENDENT)
         tl.store(q_ptrs + columns, q_first.to(q_ptr.dtype.element_ty), mask=q_mask)
         tl.store(q_ptrs + columns + HALF, q_second.to(q_ptr.dtype.element_ty), mask=q_mask)
     else:
-        slot = tl.load(out_cache_loc_ptr + token)
         is_slot = (slot >= 0) & (slot < num_slots)
         latent_ptr = kept_ptr + token * kept_stride
         slot_ptr = slots_ptr + slot * (LATENT_DIM + ROTARY_DIM)
@@ -220,6 +223,7 @@ def _latent_norm_rope_store_kernel(
         is_latent = dims < LATENT_DIM
         x = tl.load(latent_ptr + dims, mask=is_latent, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + dims, mask=is_latent, other=0.0).to(tl.float32)
+        let_next_start(DEPENDENT)
         normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / LATENT_DIM + eps) * weight
         tl.store(slot_ptr + dims, normed.to(slots_ptr.dtype.element_ty), mask=is_latent & is_slot)
         # The one key, as the first of as many heads.
@@ -259,6 +263,7 @@ def latent_norm_rope_store(
     assert q.stride(1) == head_dim, "the heads of a token are contiguous"
     assert kept.stride(1) == q.stride(2) == weight.stride(0) == 1, "columns are contiguous"
     assert slots.shape[1] == kept.shape[1], f"a slot of {slots.shape[1]} elements is not a token's latent and key"
+    dependent = is_dependent(q.device, num_tokens)
     _latent_norm_rope_store_kernel[(num_tokens, 1 + -(-num_q_heads // _HEADS))](
         q,
         kept,
@@ -278,4 +283,6 @@ def latent_norm_rope_store(
         HEADS=_HEADS,
         BLOCK=1 << (rotary_dim // 2 - 1).bit_length(),
         BLOCK_LATENT=1 << (latent_dim - 1).bit_length(),
+        DEPENDENT=dependent,
+        launch_pdl=dependent,
     )
