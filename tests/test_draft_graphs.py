@@ -83,9 +83,9 @@ def drafted(
         names.append(name)
         replay(graphs, name, shape)
 
-    def uploaded(inputs: StepInputs, frame: Any, shape: Any) -> None:
+    def uploaded(inputs: StepInputs, frame: Any, shape: Any, **how: bool) -> None:
         uploads.append(frame.step)
-        upload(inputs, frame, shape)
+        upload(inputs, frame, shape, **how)
 
     def taken() -> StepResult:
         step = result()

@@ -94,7 +94,7 @@ class Step:
             cu_seqlens_q=on_device[2],
             token_ids=on_device[3],
             page_table=_to_device(self.table, device),
-            last_tokens=_to_device(self.last_tokens, device),
+            last_tokens=_to_device(self.last_tokens[:, None], device),
             page_size=self.page_size,
             max_seqlen_q=int(counts.max()),
             out=out,
@@ -180,7 +180,7 @@ def test_a_replayed_graph_follows_its_inputs() -> None:
         "cu_seqlens_q": torch.arange(3, dtype=torch.int32, device=DEVICE),
         "token_ids": torch.full((2,), -1, dtype=torch.int32, device=DEVICE),
         "page_table": torch.zeros(NUM_ROWS + 1, first.max_pages, dtype=torch.int32, device=DEVICE),
-        "last_tokens": torch.zeros(NUM_ROWS + 1, dtype=torch.int64, device=DEVICE),
+        "last_tokens": torch.zeros(NUM_ROWS + 1, 1, dtype=torch.int64, device=DEVICE),
     }
     out = StepTensors(
         input_ids=torch.zeros(2, dtype=torch.int64, device=DEVICE),
@@ -196,7 +196,7 @@ def test_a_replayed_graph_follows_its_inputs() -> None:
         kernels.fill_step_metadata(**static, page_size=16, max_seqlen_q=1, out=out)
     for step in (first, second):
         rows, starts, _ = np.array(step.batch, np.int32).T
-        values = (rows, starts, step.cu_seqlens_q, step.token_ids, step.table, step.last_tokens)
+        values = (rows, starts, step.cu_seqlens_q, step.token_ids, step.table, step.last_tokens[:, None])
         for tensor, value in zip(static.values(), values, strict=True):
             tensor.copy_(torch.from_numpy(value))
         graph.replay()
