@@ -36,6 +36,11 @@ class DraftHistory:
         """How likely drafts are right, as in NgramHistory; None where there are none."""
         return (self._rates[self._is_going], self._rates[True]) if self._drafts else None
 
+    @property
+    def new_chances(self) -> tuple[float, float]:
+        """The chances that drafts have which the ranks have just made."""
+        return (self._rates[False], self._rates[True])
+
     def take(self, tokens: Int32Array, *, is_whole: bool) -> None:
         """Goes on by `tokens`."""
         self._num_tokens += len(tokens)
