@@ -10,7 +10,7 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from cluster.http.access import ANYONE
+from cluster.http.access import ADMINS, ANYONE
 from cluster.http.context import Role
 from cluster.routes import PATH_PARAMETERS, ROUTES, Route
 
@@ -37,10 +37,7 @@ _HEADERS: dict[str, dict[str, Any]] = {
     },
     "Retry-After": {"description": "Seconds after which to try again.", "schema": {"type": "integer", "minimum": 1}},
     "WWW-Authenticate": {"description": "How to say who one is.", "schema": {"type": "string"}},
-    "X-Ignored-Fields": {
-        "description": "Fields of the request that nobody here knows.",
-        "schema": {"type": "string"},
-    },
+    "X-Ignored-Fields": {"description": "Fields of the request that nobody here knows.", "schema": {"type": "string"}},
 }
 
 
@@ -52,11 +49,8 @@ class _WithoutTitles(GenerateJsonSchema):
 
 
 def build_document(version: str) -> dict[str, Any]:
-    """The document as plain data, the same on every run.
-
-    Raises:
-        ValueError: two models that differ have one name.
-    """
+    """The document as plain data, the same on every run. Raises ValueError where two models that differ have one
+    name."""
     schemas = _request_schemas()
     for name, schema in _answer_schemas().items():
         if schemas.setdefault(name, schema) != schema:
@@ -117,7 +111,7 @@ def _untitled(schema: dict[str, Any]) -> dict[str, Any]:
 def _described(route: Route) -> dict[str, Any]:
     described: dict[str, Any] = {
         "operationId": _operation_id(route),
-        "summary": route.about,
+        "summary": _summary(route),
         "tags": [route.tag],
         **({"security": []} if route.roles == ANYONE else {"x-roles": [role for role in Role if role in route.roles]}),
     }
@@ -132,6 +126,10 @@ def _described(route: Route) -> dict[str, Any]:
     for status in sorted(set(route.errors)):
         described["responses"][str(status)] = {"$ref": f"#/components/responses/{_failure_name(route, status)}"}
     return described
+
+
+def _summary(route: Route) -> str:
+    return f"{route.about} Needs an admin key." if route.roles == ADMINS else route.about
 
 
 def _parameter(name: str, place: str, about: str, schema: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -150,7 +148,7 @@ def _success(route: Route) -> dict[str, Any]:
     if not content:
         content[route.media_type] = {"schema": {"type": "string"}}
     headers = ["X-Request-Id"] + ["X-Ignored-Fields"] * (route.request is not None)
-    return {"description": route.about, "headers": _header_refs(headers), "content": content}
+    return {"description": _summary(route), "headers": _header_refs(headers), "content": content}
 
 
 def _failure_name(route: Route, status: int) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response as PlainResponse
@@ -27,36 +28,11 @@ from cluster.http.context import RequestContext, Role
 from cluster.http.endpoint import Handler
 from cluster.http.http_errors import ErrorBody
 from cluster.http.response import HttpResponse
-from cluster.native.admin import (
-    Aborted,
-    AbortRequest,
-    Flushed,
-    Sleeping,
-    Slept,
-    WeightsRequest,
-    abort_request,
-    change_weights,
-    flush_cache,
-    is_sleeping,
-    sleep,
-    wake_up,
-)
+from cluster.native import admin
+from cluster.native import server_status as status
 from cluster.native.native_answer import NativeAnswer
 from cluster.native.native_generate import NativeRequest, generate
 from cluster.native.score import ScoreRequest, Scores, score
-from cluster.native.server_status import (
-    Healthy,
-    Loads,
-    Probe,
-    ServerInfo,
-    ServerLoad,
-    health_generate,
-    loads,
-    request_timeline,
-    server_info,
-    server_load,
-)
-from cluster.observability.prometheus import CONTENT_TYPE
 from cluster.observability.timeline import Timeline
 from cluster.openai.completions import chat_completions, completions
 from cluster.openai.models import model_card, model_list
@@ -71,7 +47,6 @@ from cluster.page.page import page
 from cluster.requests.served_model import ServedModel
 from configs.errors import OverloadedError
 
-_READY_AFTER_S = 1.0
 _encode = msgspec.json.Encoder().encode
 
 
@@ -97,16 +72,16 @@ class Servings:
         """GET /health. Raises OverloadedError when the engine is dead."""
         state = self.model.state
         if state is EngineState.DEAD:
-            raise OverloadedError("The engine is dead.", retry_after_s=_READY_AFTER_S)
-        return _json(Probe("ok", state))
+            raise OverloadedError("The engine is dead.")
+        return _json(status.Probe("ok", state))
 
     async def ready(self, request: Request) -> PlainResponse:
         """GET /ready. Raises OverloadedError while the engine does not run."""
         self.requests.check_admits()
         state = self.model.state
         if state is not EngineState.RUNNING:
-            raise OverloadedError(f"The engine is {state}.", retry_after_s=_READY_AFTER_S)
-        return _json(Probe("ready", state))
+            raise OverloadedError(f"The engine is {state}.")
+        return _json(status.Probe("ready", state))
 
     async def version(self, request: Request) -> PlainResponse:
         """GET /version."""
@@ -114,7 +89,7 @@ class Servings:
 
     async def metrics(self, request: Request) -> PlainResponse:
         """GET /metrics."""
-        return PlainResponse(self.model.engine.telemetry.prometheus(), media_type=CONTENT_TYPE)
+        return PlainResponse(self.model.engine.telemetry.prometheus(), media_type=CONTENT_TYPE_LATEST)
 
     async def document(self, request: Request) -> PlainResponse:
         """GET /openapi.json."""
@@ -133,6 +108,7 @@ def _json(message: msgspec.Struct) -> PlainResponse:
     return PlainResponse(_encode(message), media_type="application/json")
 
 
+ModelHandler = Callable[[ServedModel, bytes, RequestContext], Awaitable[HttpResponse]]
 PlainHandler = Callable[[Request], Awaitable[PlainResponse]]
 Tag = Literal["OpenAI", "Anthropic", "SGLang and vLLM", "Operations"]
 
@@ -164,10 +140,13 @@ class Route:
     path: str
     """The path in the form of Starlette, where `:path` after a name says that slashes belong to it."""
     about: str
-    handler: Callable[[Servings], Handler] | None = None
-    """The handler that answers it."""
+    """A sentence; the document adds whether an admin key is needed."""
+    handler: ModelHandler | None = None
+    """The handler that answers it for the model of a replica; with one of the next two in its place None."""
+    serving: Callable[[Servings], Handler] | None = None
+    """The handler that answers it with more of a replica than its model."""
     plain: Callable[[Servings], PlainHandler] | None = None
-    """The handler that answers it in place of `handler`: at once, without a body, and also while the server stops."""
+    """The handler that answers it at once, without a body, and also while the server stops."""
     request: type[BaseModel] | None = None
     answer: Any = None
     """A struct type, or a union of them. None: not JSON."""
@@ -180,13 +159,6 @@ class Route:
     parameters: Sequence[Parameter] = ()
     roles: Set[Role] = USERS
     """The roles of the keys that may call it; `ANYONE`: no key is asked for."""
-
-
-def _of_model(
-    handle: Callable[[ServedModel, bytes, RequestContext], Awaitable[HttpResponse]],
-) -> Callable[[Servings], Handler]:
-    """`handle` for the model of a replica."""
-    return lambda servings: partial(handle, servings.model)
 
 
 _openai = partial(Route, "OpenAI", errors=_MODEL)
@@ -208,7 +180,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/chat/completions",
         "Answer a conversation.",
-        _of_model(chat_completions),
+        chat_completions,
         request=ChatRequest,
         answer=ChatCompletion,
         event=ChatChunk,
@@ -218,7 +190,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/completions",
         "Continue texts, or prompts of token ids.",
-        _of_model(completions),
+        completions,
         request=CompletionRequest,
         answer=Completion,
         event=Completion,
@@ -228,7 +200,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/responses",
         "Answer a conversation of items; keep the answer.",
-        lambda s: s.responses.create,
+        serving=lambda s: s.responses.create,
         request=ResponsesRequest,
         answer=Response,
         event=StreamEvent,
@@ -238,7 +210,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/responses/input_tokens",
         "How many tokens the prompt of a response would have.",
-        lambda s: s.responses.input_tokens,
+        serving=lambda s: s.responses.input_tokens,
         request=InputTokensRequest,
         answer=InputTokens,
         errors=(*_MODEL, 409),
@@ -247,7 +219,7 @@ ROUTES: tuple[Route, ...] = (
         "GET",
         "/v1/responses/{response_id}",
         "A kept response as it is now, or the events of a background stream.",
-        lambda s: s.responses.retrieve,
+        serving=lambda s: s.responses.retrieve,
         answer=Response,
         event=StreamEvent,
         parameters=(
@@ -263,20 +235,18 @@ ROUTES: tuple[Route, ...] = (
         "DELETE",
         "/v1/responses/{response_id}",
         "Forget a response; one on its way is cancelled.",
-        lambda s: s.responses.delete,
+        serving=lambda s: s.responses.delete,
         answer=DeletedResponse,
     ),
     _openai(
         "GET",
         "/v1/responses/{response_id}/input_items",
         "What a response was made from.",
-        lambda s: s.responses.items,
+        serving=lambda s: s.responses.items,
         answer=ItemList,
         parameters=(
             Parameter(
-                "limit",
-                "Most items of a page; without it 20.",
-                {"type": "integer", "minimum": 1, "maximum": 100},
+                "limit", "Most items of a page; without it 20.", {"type": "integer", "minimum": 1, "maximum": 100}
             ),
             Parameter("order", "Without it the newest come first.", {"enum": ["asc", "desc"]}),
             Parameter("after", "The id of the last item of the page before."),
@@ -286,7 +256,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/responses/{response_id}/cancel",
         "End a response that is on its way.",
-        lambda s: s.responses.cancel,
+        serving=lambda s: s.responses.cancel,
         answer=Response,
     ),
     _openai("GET", "/v1/models", "The model that is served.", plain=lambda s: s.models, answer=ModelList, errors=_ANY),
@@ -302,7 +272,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/messages",
         "Answer a conversation of content blocks.",
-        _of_model(messages),
+        messages,
         request=MessagesRequest,
         answer=AnthropicMessage,
         event=MessageEvent,
@@ -312,7 +282,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/messages/count_tokens",
         "How many tokens the prompt of a message would have.",
-        _of_model(count_tokens),
+        count_tokens,
         request=CountTokensRequest,
         answer=TokenCount,
     ),
@@ -320,7 +290,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/generate",
         "Continue texts or token ids, with log probabilities.",
-        _of_model(generate),
+        generate,
         request=NativeRequest,
         answer=NativeAnswer | list[NativeAnswer],
         event=NativeAnswer,
@@ -330,56 +300,46 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/score",
         "How likely each of some tokens is to come next, for many texts.",
-        _of_model(score),
+        score,
         request=ScoreRequest,
         answer=Scores,
         errors=_GENERATES,
     ),
     _native(
-        "POST",
-        "/tokenize",
-        "The token ids of a text or a chat.",
-        _of_model(tokenize),
-        request=TokenizeRequest,
-        answer=Tokens,
+        "POST", "/tokenize", "The token ids of a text or a chat.", tokenize, request=TokenizeRequest, answer=Tokens
     ),
-    _native(
-        "POST",
-        "/detokenize",
-        "The text of token ids.",
-        _of_model(detokenize),
-        request=DetokenizeRequest,
-        answer=Text,
+    _native("POST", "/detokenize", "The text of token ids.", detokenize, request=DetokenizeRequest, answer=Text),
+    _open(
+        "GET", "/health", "The server is up, and its engine not dead.", plain=lambda s: s.health, answer=status.Probe
     ),
-    _open("GET", "/health", "The server is up, and its engine not dead.", plain=lambda s: s.health, answer=Probe),
     _open(
         "GET",
         "/ready",
         "The engine runs: it has generated a token, and neither rebuilds nor drains.",
         plain=lambda s: s.ready,
-        answer=Probe,
+        answer=status.Probe,
     ),
     _operations(
         "GET",
         "/health_generate",
         "Generate one token now.",
-        _of_model(health_generate),
-        answer=Healthy,
+        status.health_generate,
+        answer=status.Healthy,
         errors=(*_ENDPOINT, 409),
     ),
     _watched("GET", "/version", "The version.", plain=lambda s: s.version, answer=Version, errors=_ANY),
-    _watched("GET", "/server_info", "What this replica is.", _of_model(server_info), answer=ServerInfo),
-    _watched("GET", "/v1/loads", "What this replica does.", _of_model(loads), answer=Loads),
+    _watched("GET", "/server_info", "What this replica is.", status.server_info, answer=status.ServerInfo),
+    _watched("GET", "/v1/loads", "What this replica does.", status.loads, answer=status.Loads),
     _operations(
         "GET",
         "/v1/timelines/{request_id}",
         "What happened to a request that has ended, in the Trace Event Format.",
-        _of_model(request_timeline),
+        status.request_timeline,
         answer=Timeline,
         errors=_MODEL,
     ),
-    _watched("GET", "/load", "How many requests run or wait.", _of_model(server_load), answer=ServerLoad),
-    _watched("GET", "/live", "What the engine does, twice a second.", lambda s: s.live.live, event=LiveView),
+    _watched("GET", "/load", "How many requests run or wait.", status.server_load, answer=status.ServerLoad),
+    _watched("GET", "/live", "What the engine does, twice a second.", serving=lambda s: s.live.live, event=LiveView),
     _operations(
         "GET",
         "/metrics",
@@ -403,37 +363,25 @@ ROUTES: tuple[Route, ...] = (
     _admin(
         "POST",
         "/abort_request",
-        "End running requests. Needs an admin key.",
-        lambda s: partial(abort_request, s.requests),
-        request=AbortRequest,
-        answer=Aborted,
+        "End running requests.",
+        serving=lambda s: partial(admin.abort_request, s.requests),
+        request=admin.AbortRequest,
+        answer=admin.Aborted,
+    ),
+    _admin("POST", "/flush_cache", "Forget cached prompts that nobody uses.", admin.flush_cache, answer=admin.Flushed),
+    _admin(
+        "POST", "/sleep", "Free the devices.", partial(admin.sleep, wakes=False), answer=admin.Slept, errors=_GENERATES
     ),
     _admin(
-        "POST",
-        "/flush_cache",
-        "Forget cached prompts that nobody uses. Needs an admin key.",
-        _of_model(flush_cache),
-        answer=Flushed,
+        "POST", "/wake_up", "Go on after that.", partial(admin.sleep, wakes=True), answer=admin.Slept, errors=_GENERATES
     ),
-    _admin(
-        "POST", "/sleep", "Free the devices. Needs an admin key.", _of_model(sleep), answer=Slept, errors=_GENERATES
-    ),
-    _admin(
-        "POST", "/wake_up", "Go on after that. Needs an admin key.", _of_model(wake_up), answer=Slept, errors=_GENERATES
-    ),
-    _admin(
-        "GET",
-        "/is_sleeping",
-        "Whether the devices are free. Needs an admin key.",
-        _of_model(is_sleeping),
-        answer=Sleeping,
-    ),
+    _admin("GET", "/is_sleeping", "Whether the devices are free.", admin.is_sleeping, answer=admin.Sleeping),
     _admin(
         "POST",
         "/v1/admin/weights",
-        "Serve other weights of the same shape. Needs an admin key.",
-        _of_model(change_weights),
-        request=WeightsRequest,
+        "Serve other weights of the same shape.",
+        admin.change_weights,
+        request=admin.WeightsRequest,
         answer=WeightsChanged,
         errors=_GENERATES,
     ),

@@ -128,10 +128,8 @@ def _feed_forwards(fields: Fields, family: Family, num_layers: int) -> list[Feed
     """Each layer's."""
     if family.feed_forwards is not None:
         return family.feed_forwards(fields)
-    if family.experts is None:
-        return [_mlp(fields, family)] * num_layers
-    experts = _experts(fields, family.experts)
-    if experts is None:
+    experts = None if family.experts is None else _experts(fields, family.experts)
+    if family.experts is None or experts is None:
         return [_mlp(fields, family)] * num_layers
     dense = set[int]()
     if family.experts.mixes_dense_layers:

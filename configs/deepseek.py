@@ -8,6 +8,7 @@ from configs.errors import CheckpointError
 from configs.fields import MOST_PARTS, Fields
 from configs.latent_attention import LatentAttention
 from configs.layers import DenseMLP, FeedForward, LayerSpec, MixtureOfExperts
+from configs.model_config import layers_of
 from configs.rope import RopeConfig, yarn_mscale
 
 _GREEDY, _GROUP_LIMITED, _NOAUX_TC = "greedy", "group_limited_greedy", "noaux_tc"
@@ -26,11 +27,8 @@ def deepseek_v3_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...
 
 def deepseek_v3_feed_forwards(fields: Fields) -> list[FeedForward]:
     """Each layer's: experts that are chosen by sigmoids with a bias (noaux_tc), after a few dense layers."""
-    for key, value, supported in (
-        ("scoring_func", fields.text("scoring_func", "sigmoid"), "sigmoid"),
-        ("topk_method", fields.text("topk_method", _NOAUX_TC), _NOAUX_TC),
-    ):
-        _check(fields, key, value, supported)
+    _check(fields, "scoring_func", fields.text("scoring_func", "sigmoid"), "sigmoid")
+    _check(fields, "topk_method", fields.text("topk_method", _NOAUX_TC), _NOAUX_TC)
     experts = _experts(fields, _NOAUX_TC)
     if experts.num_experts // experts.num_groups < 2:
         raise CheckpointError(
@@ -42,9 +40,7 @@ def deepseek_v3_feed_forwards(fields: Fields) -> list[FeedForward]:
 
 
 def _layers(fields: Fields, rope: RopeConfig, feed_forwards: list[FeedForward]) -> tuple[LayerSpec, ...]:
-    hidden_size, attention = fields.count("hidden_size"), _attention(fields, rope)
-    made = {it: LayerSpec(hidden_size, attention, it) for it in dict.fromkeys(feed_forwards)}
-    return tuple(made[it] for it in feed_forwards)
+    return layers_of([_attention(fields, rope)] * len(feed_forwards), feed_forwards, fields.count("hidden_size"))
 
 
 def _feed_forwards(fields: Fields, experts: MixtureOfExperts) -> list[FeedForward]:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 
 from configs.load import AppConfig, all_settings
 
@@ -58,7 +59,7 @@ def changes(before: AppConfig, after: AppConfig) -> list[Change]:
     found = [
         Change(name, old, new, Effect.REPLACES)
         for name in all_settings()
-        if (old := _setting(before, name)) != (new := _setting(after, name))
+        if (old := attrgetter(name)(before.engine)) != (new := attrgetter(name)(after.engine))
     ]
     old_leaves, new_leaves = _outside_args(before), _outside_args(after)
     if not found and _args(before) != _args(after):
@@ -69,13 +70,6 @@ def changes(before: AppConfig, after: AppConfig) -> list[Change]:
         if (old := old_leaves.get(key)) != (new := new_leaves.get(key)):
             found.append(Change(key, old, new, _effect(key, begins_or_ends_to_scale)))
     return found
-
-
-def _setting(app: AppConfig, name: str) -> object:
-    value: object = app.engine
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _args(app: AppConfig) -> str:

@@ -112,10 +112,9 @@ class MTPHead(DraftHead):
     @property
     def norms(self) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
         """Weights of enorm and hnorm, and of the norm before the LM head."""
-        enorm, hnorm, norm = (
-            self._norm(f"{self.layer_prefix}{name}.weight") for name in ("enorm", "hnorm", "shared_head.norm")
-        )
-        return enorm, hnorm, norm
+        prefix = self.layer_prefix
+        own = self._norm(f"{prefix}enorm.weight"), self._norm(f"{prefix}hnorm.weight")
+        return *own, self._norm(f"{prefix}shared_head.norm.weight")
 
     @property
     def unread(self) -> tuple[str, str]:

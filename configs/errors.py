@@ -130,11 +130,8 @@ class OutOfMemoryError(EngineError):
 
 
 class RankDiedError(EngineError):
-    """A rank's process ended or raised; the message carries the rank and its own error text.
-
-    Args:
-        rank: None: nobody knows which.
-    """
+    """A rank's process ended or raised; the message carries the rank and its own error text. `rank`: None: nobody knows
+    which."""
 
     def __init__(self, message: str, *, public_message: str | None = None, rank: int | None = None) -> None:
         super().__init__(message, public_message=public_message)

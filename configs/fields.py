@@ -22,10 +22,7 @@ class Fields:
         self.where = where
 
     def integer(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise CheckpointError(f"{self.where}: {key}={value!r} is not an integer")
-        return value
+        return self._typed(key, default, (int,), "an integer")
 
     def count(self, key: str, default: int | None = None, at_most: int | None = None) -> int:
         """An integer of at least 1."""
@@ -37,22 +34,13 @@ class Fields:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise CheckpointError(f"{self.where}: {key}={value!r} is not a number")
-        return float(value)
+        return float(self._typed(key, default, (int, float), "a number"))
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise CheckpointError(f"{self.where}: {key}={value!r} is not true or false")
-        return value
+        return self._typed(key, default, (bool,), "true or false")
 
     def text(self, key: str, default: str | None = None) -> str:
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise CheckpointError(f"{self.where}: {key}={value!r} is not a string")
-        return value
+        return self._typed(key, default, (str,), "a string")
 
     def ids(self, key: str) -> tuple[int, ...]:
         """A token id, a list of them, or nothing."""
@@ -62,12 +50,14 @@ class Fields:
             raise CheckpointError(f"{self.where}: {key}={value!r} is neither a token id nor a list of them")
         return tuple(many)
 
-    def _get(self, key: str, default: Any) -> Any:
+    def _typed(self, key: str, default: Any, types: tuple[type, ...], what: str) -> Any:
         value = self.values.get(key)
         if value is None:
             value = default
         if value is None:
             raise CheckpointError(f"{self.where} has no {key}; the checkpoint is incomplete")
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise CheckpointError(f"{self.where}: {key}={value!r} is not {what}")
         return value
 
 

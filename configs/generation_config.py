@@ -14,12 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 def read_generation_defaults(model_path: Path, setting: str | GenerationDefaults) -> GenerationDefaults:
-    """Values for requests that name none: each of the operator's, else the file's, else None.
-
-    Args:
-        model_path: a directory, or a .gguf file, which has no such values.
-        setting: `server.generation_config`.
-    """
+    """Values for requests that name none: each of the operator's (`server.generation_config`), else the file's, else
+    None. A `model_path` that is a .gguf file has none."""
     if setting == "off":
         return GenerationDefaults()
     path = model_path / "generation_config.json"

@@ -59,11 +59,8 @@ class GGUFHeader:
 
     @classmethod
     def read(cls, path: Path, *, arrays: Collection[str] = ()) -> GGUFHeader:
-        """Reads the header, and the arrays of these keys whatever their length.
-
-        Raises:
-            CheckpointError: another format or version, or a file that ends too early.
-        """
+        """Reads the header, and the arrays of these keys whatever their length. Raises CheckpointError for another
+        format or version, or a file that ends too early."""
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return _parse(_Cursor(content), path, arrays)

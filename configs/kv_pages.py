@@ -115,10 +115,8 @@ def num_kv_pages(
                 )
         return num_pages
     if kv_cache.memory_bytes is not None:
-        budgets, source = (
-            [kv_cache.memory_bytes] * len(bytes_per_page),
-            f"kv_cache.memory_bytes={kv_cache.memory_bytes}",
-        )
+        budgets = [kv_cache.memory_bytes] * len(bytes_per_page)
+        source = f"kv_cache.memory_bytes={kv_cache.memory_bytes}"
     else:
         budgets = [int(free * resolved(kv_cache.memory_fraction)) for free in free_bytes]
         source = f"kv_cache.memory_fraction={kv_cache.memory_fraction} of {min(free_bytes)} free bytes"
@@ -134,11 +132,8 @@ def num_kv_pages(
 
 
 def cut_max_model_len(config: EngineConfig, model: ModelConfig, num_pages: int) -> int:
-    """Longest prompt plus completion of a group whose pool has `num_pages`.
-
-    Raises:
-        ConfigError: `max_model_len` is set and the pool cannot hold one such request.
-    """
+    """Longest prompt plus completion of a group whose pool has `num_pages`. Raises ConfigError where `max_model_len` is
+    set and the pool cannot hold one such request."""
     capacity = num_pages * config.kv_cache.page_size
     if config.max_model_len is None:
         return min(model.max_context, capacity)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from configs.attention import Feature, LatentShape
 from configs.layers import Amounts, Axis, Cut, HeadGroups, Linear, Role, TensorSpec, tensors_of
@@ -31,6 +32,11 @@ class LatentAttention:
     rope: RopeConfig
     scale: float
     """Factor of the scores before the softmax."""
+
+    window: ClassVar = None
+    chunk: ClassVar = None
+    features: ClassVar = frozenset({Feature.LATENT})
+    kv_scales: ClassVar = ()
 
     @property
     def head_dim(self) -> int:
@@ -107,25 +113,9 @@ class LatentAttention:
         return self.qk_rope_head_dim
 
     @property
-    def window(self) -> int | None:
-        return None
-
-    @property
-    def chunk(self) -> int | None:
-        return None
-
-    @property
     def kept_dim(self) -> int:
         """Columns of what a token leaves in the KV pool."""
         return self.kv_lora_rank + self.qk_rope_head_dim
-
-    @property
-    def features(self) -> frozenset[Feature]:
-        return frozenset({Feature.LATENT})
-
-    @property
-    def kv_scales(self) -> tuple[tuple[str, ...], ...]:
-        return ()
 
     def _into_latent(self, name: str, gguf_name: str, width: int) -> Linear:
         return Linear(f"self_attn.{name}", gguf_name, width, self.hidden_size, Cut(Axis.LATENT, 0, width))

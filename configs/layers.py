@@ -408,9 +408,8 @@ class MixtureOfExperts:
     @property
     def router(self) -> TensorSpec:
         """[num_experts, hidden_size]; every rank has all of it."""
-        return TensorSpec(
-            f"{self.name}.{self.router_name}.weight", "", (self.num_experts, self.hidden_size), Role.MATRIX
-        )
+        name, shape = f"{self.name}.{self.router_name}.weight", (self.num_experts, self.hidden_size)
+        return TensorSpec(name, "", shape, Role.MATRIX)
 
     @property
     def choice_bias(self) -> TensorSpec | None:

@@ -20,9 +20,7 @@ from configs.errors import ConfigError
 from configs.schema import EngineConfig
 
 IMPORT_PATH = "cluster.app:build_app"
-_HTTP_PREFIX = "http_options."
-_DEFAULT_HOST = "127.0.0.1"
-_DEFAULT_PORT = 8000
+_HTTP_PREFIX, _ARGS_PREFIX = "http_options.", "applications.0.args."
 
 
 @dataclass(frozen=True)
@@ -72,23 +70,20 @@ def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:
             http[_http_option(key)] = value
         else:
             _assign(args, key, value)
-            lines.pop(_args_path(key), None)
+            lines.pop(_ARGS_PREFIX + key, None)
             given[key] = "--set"
     application = {**application, "args": args}
     document = {**document, "http_options": http, "applications": [application]}
-    places = {
-        key.removeprefix("applications.0.args."): f"{path}:{line}"
-        for key, line in lines.items()
-        if key.startswith("applications.0.args.")
-    }
-    port = http.get("port", _DEFAULT_PORT)
+    ours = (key for key in lines if key.startswith(_ARGS_PREFIX))
+    places = {key.removeprefix(_ARGS_PREFIX): f"{path}:{lines[key]}" for key in ours}
+    port = http.get("port", 8000)
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
         raise ConfigError(f"http_options.port={port!r}: must be an integer from 0 to 65535")
     route_prefix = application.get("route_prefix", "/")
     if not isinstance(route_prefix, str) or not route_prefix.startswith("/"):
         raise ConfigError(f"{path}: applications[0].route_prefix={route_prefix!r} must begin with /")
     engine = _parse(args, places)
-    host = http.get("host", _DEFAULT_HOST)
+    host = http.get("host", "127.0.0.1")
     if not isinstance(host, str):
         raise ConfigError(f'http_options.host={host!r}: must be an address or a name; put "::" in quotes')
     _check_exposure(host, engine)
@@ -225,10 +220,6 @@ def _assign(args: dict[str, Any], key: str, value: Any) -> None:
     args[name] = value
 
 
-def _args_path(key: str) -> str:
-    return f"applications.0.args.{key}"
-
-
 def _underscored(value: Any) -> Any:
     """A copy with `-` as `_` in every key of it and of the mappings inside."""
     if isinstance(value, Mapping):
@@ -270,14 +261,12 @@ def _nearest(key: str) -> str | None:
     settings = all_settings()
     names = [*settings, *dict.fromkeys(setting.rpartition(".")[0] for setting in settings if "." in setting)]
     last = key.rpartition(".")[2]
-    same_name = [name for name in names if name.rpartition(".")[2] == last]
-    if same_name:
-        return same_name[0]
+    by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
+    if last in by_last:
+        return by_last[last]
     prefix = key.removesuffix(last)
     siblings = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-    alike = difflib.get_close_matches(last, siblings, n=1) or difflib.get_close_matches(key, names, n=1)
-    if alike:
-        return siblings.get(alike[0], alike[0])
-    by_last = {name.rpartition(".")[2]: name for name in names}
-    close = difflib.get_close_matches(last, by_last, n=1)
-    return by_last[close[0]] if close else None
+    for text, among in ((last, siblings), (key, dict(zip(names, names, strict=True))), (last, by_last)):
+        if alike := difflib.get_close_matches(text, among, n=1):
+            return among[alike[0]]
+    return None

@@ -31,19 +31,11 @@ ONE_NODE_STRATEGY: dict[str, Literal["shared_memory", "symmetric_memory"]] = {
 """The strategy of `parallel.all_reduce` for the ranks of one node, by device."""
 ANY_NODES_STRATEGY: dict[str, Literal["gloo", "nccl"]] = {"cpu": "gloo", "cuda": "nccl"}
 """The strategy for ranks wherever they are, by device."""
-_SPIN_US = 1000
-_MAX_SEQS_ON_GPU = 256
-_MAX_SEQS_ON_CPU = 64
 _STEP_TOKENS_ON_CPU = 512
 _STEP_TOKENS_ON_GPU = range(2048, 8192 + 1, 512)
 # One rank's matrix products in a step take 45 ms of an H200. Whatever ends in a step, or runs beside it, waits for its
 # end, and prompts of so many tokens are computed no faster in longer ones.
 _STEP_FLOPS = 30e12
-_MEMORY_FRACTION_ON_GPU = 0.9
-_MEMORY_FRACTION_ON_CPU = 0.3
-_CPUS_ON_GPU_NODES = 1.0
-# Ranks on CPU ask for little: sharing cores costs them speed, never correctness.
-_CPUS_ON_CPU_NODES = 0.1
 
 
 @dataclass(frozen=True)
@@ -105,11 +97,8 @@ class _Resolver:
 
 
 def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> ResolvedConfig:
-    """Checks `config` against itself, `model` and `host`, and decides what it leaves open.
-
-    Raises:
-        ConfigError: settings contradict each other, or do not fit model or machine.
-    """
+    """Checks `config` against itself, `model` and `host`, and decides what it leaves open. Raises ConfigError where
+    settings contradict each other, or do not fit model or machine."""
     check_settings(config)
     check_tensor_parallel_size(model, config.tensor_parallel_size)
     if config.server.max_logprobs > model.vocab_size:
@@ -132,11 +121,11 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
     _decide_attention(resolver, config, model, needs, host.packages)
     decide("served_model_name", config.served_model_name, model_name(config.model), "from model")
     _decide_parallel(resolver, config, device, host)
-    cpus = _CPUS_ON_GPU_NODES if device == "cuda" else _CPUS_ON_CPU_NODES
+    # Ranks on CPU ask for little: sharing cores costs them speed, never correctness.
+    cpus, fraction = (1.0, 0.9) if device == "cuda" else (0.1, 0.3)
     decide("placement.cpus_per_rank", config.placement.cpus_per_rank, cpus, device)
     decide("placement.cpus_for_engine", config.placement.cpus_for_engine, cpus, device)
     decide("recovery.warm_spares", config.recovery.warm_spares, int(device == "cuda"), device)
-    fraction = _MEMORY_FRACTION_ON_GPU if device == "cuda" else _MEMORY_FRACTION_ON_CPU
     if config.kv_cache.num_tokens is None and config.kv_cache.memory_bytes is None:
         decide("kv_cache.memory_fraction", config.kv_cache.memory_fraction, fraction, device)
     _decide_step_size(resolver, config, model, device)
@@ -195,7 +184,7 @@ def asks_for_gpus(config: EngineConfig) -> bool:
 
 def default_max_num_seqs(*, on_gpu: bool) -> int:
     """Requests that run at once where `scheduler.max_num_seqs` is None."""
-    return _MAX_SEQS_ON_GPU if on_gpu else _MAX_SEQS_ON_CPU
+    return 256 if on_gpu else 64
 
 
 def _step_tokens(model: ModelConfig, tensor_parallel_size: int) -> int:
@@ -223,10 +212,7 @@ def attention_needs(
     config: EngineConfig, model: ModelConfig, compute_capability: tuple[int, int] | None = None
 ) -> AttentionNeeds:
     """Needs that `model` has of the backends of `config`, whose device and dtype are decided, in its numerics.
-
-    Args:
-        compute_capability: as in HostFacts.
-    """
+    `compute_capability`: as in HostFacts."""
     mixers = [layer.mixer for layer in model.all_layers]
     of_settings = {Feature.FP8_KV: config.kv_cache.dtype != "auto", Feature.EXACT: config.is_exact}
     asked = {feature for feature, is_asked in of_settings.items() if is_asked}
@@ -291,7 +277,7 @@ def _decide_parallel(resolver: _Resolver, config: EngineConfig, device: str, hos
     threads = max(1, host.num_cores // ranks)
     cores = f"{host.num_cores} cores, {ranks} ranks a node"
     resolver.decide("parallel.threads_per_rank", parallel.threads_per_rank, threads, cores)
-    resolver.decide("parallel.spin_us", parallel.spin_us, _SPIN_US if host.num_cores >= ranks else 0, cores)
+    resolver.decide("parallel.spin_us", parallel.spin_us, 1000 if host.num_cores >= ranks else 0, cores)
 
 
 def _decide_length(resolver: _Resolver, config: EngineConfig, model: ModelConfig) -> None:

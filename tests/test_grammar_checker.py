@@ -14,7 +14,7 @@ import pytest
 from cluster.structured.checker import GrammarChecker
 from cluster.structured.checker_messages import Setup
 from cluster.structured.grammar_limits import MAX_GRAMMAR_BYTES
-from cluster.structured.spec import compiled_grammar, lark_grammar
+from cluster.structured.spec import GrammarKind, text_grammar
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import RequestError
 from tests.chats import read_grammar
@@ -239,15 +239,16 @@ def test_a_tokenizer_that_cannot_be_used_is_said_to_the_caller() -> None:
 
 def test_grammars_of_the_servers_own_are_checked_as_well(run: Callable[[Scenario], None]) -> None:
     async def scenario(checker: GrammarChecker) -> None:
-        inner = await checker.check(lark_grammar('start: "a"', "tools"))
+        inner = await checker.check(text_grammar(GrammarKind.GRAMMAR, 'start: "a"', "tools"))
         grammars = [
             {"lark_grammar": 'start: "<" @inner ">"'},
             {"name": "inner", **msgspec.json.decode(inner)["grammars"][0]},
         ]
         whole = msgspec.json.encode({"grammars": grammars}).decode()
-        assert await checker.check(compiled_grammar(whole, "tools")) == whole
+        assert await checker.check(text_grammar(GrammarKind.COMPILED, whole, "tools")) == whole
+        missing = '{"grammars":[{"lark_grammar":"start: missing"}]}'
         with pytest.raises(RequestError, match="missing") as caught:
-            await checker.check(compiled_grammar('{"grammars":[{"lark_grammar":"start: missing"}]}', "tools"))
+            await checker.check(text_grammar(GrammarKind.COMPILED, missing, "tools"))
         assert caught.value.param == "tools"
 
     run(scenario)

@@ -86,9 +86,12 @@ class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
 
+BlockDelta = TextDelta | ThinkingDelta | InputJsonDelta
+
+
 class ContentBlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextDelta | ThinkingDelta | InputJsonDelta
+    delta: BlockDelta
 
 
 class ContentBlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):

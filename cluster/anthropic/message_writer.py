@@ -6,28 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from cluster.anthropic.message_objects import (
-    AnthropicError,
-    AnthropicMessage,
-    ContentBlock,
-    ContentBlockDelta,
-    ContentBlockStart,
-    ContentBlockStop,
-    InputJsonDelta,
-    MessageDelta,
-    MessageEvent,
-    MessageStart,
-    MessageStop,
-    MessageUsage,
-    Ping,
-    Stop,
-    StopReason,
-    TextBlock,
-    TextDelta,
-    ThinkingBlock,
-    ThinkingDelta,
-    ToolUseBlock,
-)
+from cluster.anthropic import message_objects as objects
+from cluster.anthropic.message_objects import ContentBlock, MessageUsage, StopReason, TextBlock, ThinkingBlock
 from cluster.engine.messages import FinishReason
 from cluster.requests.answer import AnswerWriter
 from cluster.requests.blocks import BlockBuilder
@@ -37,14 +17,14 @@ from cluster.text.tools.events import CallStarted, Content, Reasoning
 from configs.errors import RequestError
 
 _encode = msgspec.json.Encoder().encode
-_DELTAS: Mapping[type[ContentBlock], Callable[[str], TextDelta | ThinkingDelta | InputJsonDelta]] = {
-    TextBlock: TextDelta,
-    ThinkingBlock: ThinkingDelta,
-    ToolUseBlock: InputJsonDelta,
+_DELTAS: Mapping[type[ContentBlock], Callable[[str], objects.BlockDelta]] = {
+    TextBlock: objects.TextDelta,
+    ThinkingBlock: objects.ThinkingDelta,
+    objects.ToolUseBlock: objects.InputJsonDelta,
 }
 
 
-def sse(event: MessageEvent) -> bytes:
+def sse(event: objects.MessageEvent) -> bytes:
     """`event` as a server-sent event with its name."""
     return b"event: %s\ndata: %s\n\n" % (str(type(event).__struct_config__.tag).encode(), _encode(event))
 
@@ -60,12 +40,12 @@ class MessageBuilder(BlockBuilder):
 
     def __init__(self, message_id: str, model_name: str) -> None:
         super().__init__()
-        self.message = AnthropicMessage(id=message_id, model=model_name, usage=MessageUsage(0, 0, 0))
+        self.message = objects.AnthropicMessage(id=message_id, model=model_name, usage=MessageUsage(0, 0, 0))
 
     def begin(self, usage: Usage) -> bytes:
         """The message begins; `usage` counts the prompt."""
         self.message.usage = message_usage(usage)
-        return sse(MessageStart(self.message)) + sse(Ping())
+        return sse(objects.MessageStart(self.message)) + sse(objects.Ping())
 
     def finish(self, reason: StopReason, stop_sequence: str | None, usage: Usage) -> bytes:
         """The model has ended."""
@@ -73,7 +53,8 @@ class MessageBuilder(BlockBuilder):
         message = self.message
         message.usage = message_usage(usage)
         message.stop_reason, message.stop_sequence = reason, stop_sequence
-        return events + sse(MessageDelta(Stop(reason, stop_sequence), message.usage)) + sse(MessageStop())
+        delta = objects.MessageDelta(objects.Stop(reason, stop_sequence), message.usage)
+        return events + sse(delta) + sse(objects.MessageStop())
 
     def encoded(self) -> bytes:
         """The finished message."""
@@ -91,12 +72,12 @@ class MessageBuilder(BlockBuilder):
             case Content():
                 block = TextBlock()
             case CallStarted(_, call_id, name):
-                block = ToolUseBlock(call_id, name)
+                block = objects.ToolUseBlock(call_id, name)
         self.message.content.append(block)
-        return sse(ContentBlockStart(self._index, block))
+        return sse(objects.ContentBlockStart(self._index, block))
 
     def _grown(self, text: str) -> bytes:
-        return sse(ContentBlockDelta(self._index, _DELTAS[type(self.message.content[-1])](text)))
+        return sse(objects.ContentBlockDelta(self._index, _DELTAS[type(self.message.content[-1])](text)))
 
     def _close(self) -> Iterator[bytes]:
         if self._open is None:
@@ -109,7 +90,7 @@ class MessageBuilder(BlockBuilder):
         else:
             block.input = _object(text)
         self._open = None
-        yield sse(ContentBlockStop(self._index))
+        yield sse(objects.ContentBlockStop(self._index))
 
 
 class MessageWriter(AnswerWriter):
@@ -140,7 +121,7 @@ class MessageWriter(AnswerWriter):
         return (self._builder.encoded(),)
 
     def failed(self, error: RequestError) -> bytes:
-        return sse(AnthropicError.of(error, self._request_id))
+        return sse(objects.AnthropicError.of(error, self._request_id))
 
     def _stop(self) -> tuple[StopReason, str | None]:
         """Why the model stopped, and the stop sequence that made it."""

@@ -11,15 +11,7 @@ from cluster.commands.endpoint_client import EndpointClient
 
 def run_chat(url: str, model: str | None, *, temperature: float | None, max_tokens: int | None) -> None:
     """Reads lines, streams answers; ends at an empty line or end of input. Ctrl-C ends an answer, at the prompt it all.
-
-    Args:
-        url: of the endpoint; the scheme may be left out, and `/v1` where there is no path.
-        temperature, max_tokens: of an answer. None: what the endpoint has and allows.
-
-    Raises:
-        ConfigError: `url` is none.
-        EngineError: the endpoint cannot be reached or answers with an error.
-    """
+    `temperature` and `max_tokens`: None: what the endpoint has and allows. Raises what EndpointClient raises."""
     console = Console(highlight=False, soft_wrap=True)
     with EndpointClient(url) as endpoint:
         model = model or endpoint.first_model()

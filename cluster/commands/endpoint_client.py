@@ -23,12 +23,8 @@ class EndpointClient:
     """Every method raises EngineError when the endpoint does not answer, or answers with an error."""
 
     def __init__(self, url: str) -> None:
-        """Args:
-            url: the scheme may be left out, and `/v1` where there is no path.
-
-        Raises:
-            ConfigError: `url` is none.
-        """
+        """`url`: the scheme may be left out, and `/v1` where there is no path. Raises ConfigError where it is no
+        URL."""
         self.url = _base_url(url)
         """Base URL, `/v1` included."""
         key = os.environ.get(API_KEY_VARIABLE)
@@ -60,7 +56,7 @@ class EndpointClient:
     def json(self, path: str) -> Any:
         """The body of a GET; `path` is relative to `/v1`, or from the host's root with a slash before it."""
         with self._answering():
-            response = self._client.get(path if not path.startswith("/") else self._root(path))
+            response = self._client.get(self._place(path))
             _check(response)
             return response.json()
 
@@ -75,10 +71,7 @@ class EndpointClient:
 
     def events(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[Any]:
         """The JSON of each server-sent event, as it comes; `path` as for `json`."""
-        with (
-            self._answering(),
-            self._client.stream(method, path if not path.startswith("/") else self._root(path), json=body) as response,
-        ):
+        with self._answering(), self._client.stream(method, self._place(path), json=body) as response:
             if not response.is_success:
                 response.read()
             _check(response)
@@ -89,8 +82,8 @@ class EndpointClient:
                         raise EngineError(event["error"]["message"])
                     yield event
 
-    def _root(self, path: str) -> str:
-        return self.url.removesuffix("/v1") + path
+    def _place(self, path: str) -> str:
+        return self.url.removesuffix("/v1") + path if path.startswith("/") else path
 
     @contextmanager
     def _answering(self) -> Iterator[None]:

@@ -60,11 +60,7 @@ def sizes_to_show(model: ModelConfig, configured: int) -> list[int]:
 
 
 def fits(model: ModelConfig, config: EngineConfig, sizes: Iterable[int], memory_bytes: int) -> list[Fit]:
-    """The fit of each number of GPUs with `memory_bytes` each.
-
-    Args:
-        config: resolved for CUDA.
-    """
+    """The fit of each number of GPUs with `memory_bytes` each; `config` is resolved for CUDA."""
     scheduler = config.scheduler
     activations = _ACTIVATIONS_PER_TOKEN * model.hidden_size + _routed_outputs(model)
     used = _FIXED_BYTES + activations * resolved(scheduler.max_num_batched_tokens) * dtype_bytes(config.dtype)

@@ -21,18 +21,10 @@ from configs.schema import EngineConfig
 
 
 def generate_text(
-    file: Path,
-    overrides: list[str],
-    prompt: str,
-    sampling: Mapping[str, Any],
-    *,
-    chat: bool,
-    address: str | None,
+    file: Path, overrides: list[str], prompt: str, sampling: Mapping[str, Any], *, chat: bool, address: str | None
 ) -> None:
-    """Prints the continuation of `prompt` as it is generated. Raises ConfigError, RequestError, EngineError.
-
-    `sampling`: as ServedModel.stream_text takes it.
-    """
+    """Prints the continuation of `prompt` as it is generated; `sampling`: as ServedModel.stream_text takes it. Raises
+    ConfigError, RequestError, EngineError."""
     config = load_app_config(file, overrides).engine
     cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=False))
     # Ray prints what it has to say on standard output, where the text alone belongs.

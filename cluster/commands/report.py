@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from fractions import Fraction
+from operator import attrgetter
 from pathlib import Path
 
 from jinja2.exceptions import TemplateError
@@ -70,11 +71,6 @@ def print_plan(
         f"{resolved.config.served_model_name}: {model.model_type}, {model.num_hidden_layers} layers, "
         f"{_heads(model)}, {resolved.config.dtype}, {resolved.config.numerics}",
         f"  from {model_path}",
-        *(
-            [f"  without its {model.num_mtp_layers} layer(s) of MTP, which are not read"]
-            if model.num_mtp_layers and config.speculation.method != "mtp"
-            else []
-        ),
         "",
         _rank_table(plan, resolved.config),
         "",
@@ -84,6 +80,8 @@ def print_plan(
         f"endpoint   http://{host_and_port(app.host, app.port)}{app.route_prefix.rstrip('/')}/v1",
         "",
     ]
+    if model.num_mtp_layers and config.speculation.method != "mtp":
+        lines.insert(2, f"  without its {model.num_mtp_layers} layer(s) of MTP, which are not read")
     if gpu_memory_bytes is not None:
         lines += [_fit_table(model, resolved.config, gpu_memory_bytes), ""]
     if settings:
@@ -130,13 +128,8 @@ def _settings_lines(app: AppConfig, resolved: ResolvedConfig) -> list[str]:
     rows = []
     decided: dict[str, Decision] = {decision.key: decision for decision in resolved.decisions}
     for name in all_settings():
-        value: object = resolved.config
-        for part in name.split("."):
-            value = getattr(value, part)
-        if name in decided:
-            source = f"decided: {decided[name].why}"
-        else:
-            source = app.places.get(name, "default")
+        value = attrgetter(name)(resolved.config)
+        source = f"decided: {decided[name].why}" if name in decided else app.places.get(name, "default")
         shown = "open until the weights are loaded" if value is None and name in _OPEN else str(value)
         rows.append((name, shown, source))
     widths = [max(len(row[i]) for row in rows if len(row[i]) <= _WIDEST) for i in (0, 1)]
@@ -190,9 +183,7 @@ def _memory_lines(plan: ShardPlan, config: EngineConfig) -> list[str]:
         is_fp8, is_mxfp4 = kept.fp8 and it.may_be_fp8, kept.mxfp4 and it.may_be_mxfp4
         unused += int((1 - it.share) * it.elements * (MXFP4_BYTES if is_mxfp4 else 1 if is_fp8 else plain_bytes))
     active = f"; a token uses {(sum(weights) - unused) / _MIB:.0f} MiB of them" if unused else ""
-    lines = [
-        f"weights    {sum(weights) / _MIB:.0f} MiB in all, {max(weights) / _MIB:.0f} MiB on the fullest rank{active}"
-    ]
+    line = f"weights    {sum(weights) / _MIB:.0f} MiB in all, {max(weights) / _MIB:.0f} MiB on the fullest rank{active}"
     if kv.num_tokens is not None:
         taken = pool_bytes(-(-kv.num_tokens // kv.page_size), fullest, window_pool)
         pool = f"{kv.num_tokens} tokens, {taken / _MIB:.0f} MiB on the fullest rank"
@@ -204,7 +195,7 @@ def _memory_lines(plan: ShardPlan, config: EngineConfig) -> list[str]:
             f"{max(_kv_bytes_per_token(plan, config)) / 1024:.1f} KiB a token on the fullest rank; the pool takes "
             f"{resolved(kv.memory_fraction):g} of what is free after loading"
         )
-    return [*lines, f"KV pool    {pool}"]
+    return [line, f"KV pool    {pool}"]
 
 
 def _placement_line(config: EngineConfig, *, gpus: bool) -> str:

@@ -25,12 +25,9 @@ def coordinators(app: str) -> dict[str, Any]:
 
 
 def resize_app(size: int, app: str, address: str | None) -> None:
-    """Resizes every replica of `app`, one after the other, and prints how long requests waited.
-
-    Raises:
-        ConfigError: there is no such cluster or app, or it cannot have that size.
-        EngineError: it failed. The replicas not yet resized stay as they were.
-    """
+    """Resizes every replica of `app`, one after the other, and prints how long requests waited. Raises ConfigError
+    where there is no such cluster or app, or it cannot have that size; EngineError where it failed: the replicas not
+    yet resized stay as they were."""
     joined = cluster_address(address)
     if joined is None:
         raise ConfigError("no Ray cluster runs on this machine; say where it is with --address host:port")

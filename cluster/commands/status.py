@@ -14,15 +14,8 @@ _WINDOW_S = 10
 
 
 def print_status(url: str, *, as_json: bool) -> None:
-    """Prints model, requests, speed, KV pages and ranks.
-
-    Args:
-        as_json: the endpoint's own figures, for a script.
-
-    Raises:
-        ConfigError: `url` is none.
-        EngineError: the endpoint does not answer, or has not heard of its engine yet.
-    """
+    """Prints model, requests, speed, KV pages and ranks; `as_json`: the endpoint's own figures, for a script. Raises
+    ConfigError where `url` is none, EngineError where it does not answer or has not heard of its engine yet."""
     console = Console(highlight=False, soft_wrap=True)
     with EndpointClient(url) as endpoint:
         version = endpoint.json("/version")["version"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from starlette.types import Scope
@@ -20,56 +21,42 @@ USERS: Set[Role] = frozenset({Role.USER, Role.ADMIN})
 """Every path of which nothing else is said, also those that do not exist."""
 
 
+@dataclass(frozen=True, slots=True)
 class Access:
-    """Lets requests pass, or refuses them.
+    """Lets requests pass, or refuses them."""
 
-    Args:
-        keys: None: nobody is asked for one.
-        roles: by path, the roles of the keys that may call it.
-        anyone: without keys, whether requests from other machines are answered.
-    """
-
-    def __init__(
-        self, keys: KeyRing | None, roles: Mapping[str, Set[Role]] | None = None, *, anyone: bool = False
-    ) -> None:
-        self._keys = keys
-        self._roles = roles or {}
-        self._anyone = anyone
+    keys: KeyRing | None
+    """None: nobody is asked for one."""
+    roles: Mapping[str, Set[Role]] = field(default_factory=dict)
+    """The roles of the keys that may call it, by path."""
+    anyone: bool = False
+    """Whether requests from other machines are answered where there are no keys."""
 
     def admit(self, scope: Scope, request_id: str) -> tuple[RequestContext, ApiKey | None]:
-        """The context of a request, and the key it came with.
-
-        Raises:
-            RequestError: 401 without a good key, 403 where the key's role or the caller's place does not allow it, 404
-                for what is absent.
-        """
-        roles = self._roles.get(route_path(scope), USERS)
+        """The context of a request, and the key it came with. Raises RequestError: 401 without a good key, 403 where
+        the key's role or the caller's place does not allow it, 404 for what is absent."""
+        roles = self.roles.get(route_path(scope), USERS)
         if roles == ANYONE:
             return RequestContext(request_id=request_id), None
-        if self._keys is None:
-            if not self._anyone:
+        if self.keys is None:
+            if not self.anyone:
                 _check_local(scope)
             if roles == ADMINS:
                 raise _absent()
             return RequestContext(request_id=request_id), None
-        key = self._key(scope, self._keys)
-        if roles == ADMINS and not self._keys.has_admin:
-            raise _absent()
-        if key.role not in roles:
-            raise RequestError(f"Keys of the role {key.role} may not call this.", code="permission_denied", status=403)
-        salt = self._keys.salt(key.id)
-        return RequestContext(request_id=request_id, client=key.id, role=key.role, salt=salt), key
-
-    def _key(self, scope: Scope, keys: KeyRing) -> ApiKey:
         presented = _presented(scope)
         if presented is None:
             raise RequestError(
                 "An API key is needed; send it as `Authorization: Bearer KEY`.", code="missing_api_key", status=401
             )
-        key = keys.find(presented)
-        if key is None:
+        if (key := self.keys.find(presented)) is None:
             raise RequestError("The API key is not known here.", code="invalid_api_key", status=401)
-        return key
+        if roles == ADMINS and not self.keys.has_admin:
+            raise _absent()
+        if key.role not in roles:
+            raise RequestError(f"Keys of the role {key.role} may not call this.", code="permission_denied", status=403)
+        salt = self.keys.salt(key.id)
+        return RequestContext(request_id=request_id, client=key.id, role=key.role, salt=salt), key
 
 
 def route_path(scope: Scope) -> str:

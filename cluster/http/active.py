@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from cluster.engine.state import EngineLife, EngineState
 from cluster.http.context import RequestContext
@@ -19,18 +20,16 @@ _STOPPING = "The server is stopping; try again."
 _LAST_WORDS_S = 1.0
 
 
+@dataclass(slots=True, eq=False)
 class ActiveRequest:
     """One request being answered."""
 
-    __slots__ = ("context", "error", "stuck_since", "task")
-
-    def __init__(self, context: RequestContext, task: asyncio.Task[None]) -> None:
-        self.context = context
-        self.task = task
-        self.error: RequestError | None = None
-        """Why it was ended from outside."""
-        self.stuck_since: float | None = None
-        """Event loop's clock: since when its client takes nothing. None: it does, or has nothing to take."""
+    context: RequestContext
+    task: asyncio.Task[None]
+    error: RequestError | None = None
+    """Why it was ended from outside."""
+    stuck_since: float | None = None
+    """Event loop's clock: since when its client takes nothing. None: it does, or has nothing to take."""
 
     def end(self, error: RequestError) -> None:
         """Ends it with `error`, which its client is told where it still can be."""
@@ -90,27 +89,22 @@ class ActiveRequests:
         return len(chosen)
 
     async def drain(self, timeout_s: float) -> None:
-        """Admits no more requests, and returns when the last one has ended.
-
-        Args:
-            timeout_s: after that long, those left are ended with an error that says to try again.
-        """
+        """Admits no more requests, and returns when the last one has ended; after `timeout_s`, those left are ended
+        with an error that says to try again."""
         self._life.enter(EngineState.DRAINING)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._wait_idle()
+        await self._wait_idle(timeout_s)
         if self._requests:
             logger.warning("%d requests are ended after server.shutdown_timeout_s=%g", len(self._requests), timeout_s)
         for request in list(self._requests):
             request.end(OverloadedError(_STOPPING))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_S):
-                await self._wait_idle()
+        await self._wait_idle(_LAST_WORDS_S)
 
-    async def _wait_idle(self) -> None:
-        while self._requests:
-            await asyncio.wait([request.task for request in self._requests])
-            await asyncio.sleep(0)  # the tasks are done; whoever tracks them has yet to say so
+    async def _wait_idle(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._requests:
+                    await asyncio.wait([request.task for request in self._requests])
+                    await asyncio.sleep(0)  # the tasks are done; whoever tracks them has yet to say so
 
     def _schedule(self) -> None:
         self._sweep = asyncio.get_running_loop().call_later(self._send_timeout_s / 4, self._end_stuck)

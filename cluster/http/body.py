@@ -19,12 +19,9 @@ class ClientDisconnect(Exception):
 
 
 async def read_body(scope: Scope, receive: Receive, server: ServerConfig) -> bytes:
-    """The JSON of a request, not yet parsed. Holds no more of it than `server.max_body_bytes`.
-
-    Raises:
-        RequestError: 415 for another or a compressed type, 413 for too many bytes, 408 for too slow a client.
-        ClientDisconnect: nobody is left to be answered.
-    """
+    """The JSON of a request, not yet parsed. Holds no more of it than `server.max_body_bytes`. Raises RequestError (415
+    for another or a compressed type, 413 for too many bytes, 408 for too slow a client), and ClientDisconnect where
+    nobody is left to be answered."""
     headers = dict(scope["headers"])
     content_type = headers.get(b"content-type", b"application/json").split(b";")[0].strip().lower()
     if content_type != b"application/json":

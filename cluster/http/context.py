@@ -62,10 +62,7 @@ class RequestContext:
 
     def cache_salt(self, asked: str | None = None) -> bytes:
         """The salt that keeps cached prompts apart: clients never share one, and one client does where it asks alike.
-
-        Args:
-            asked: the request's own `cache_salt`.
-        """
+        `asked`: the request's own `cache_salt`."""
         if asked is None:
             return self.salt
         # Keyed by the client's secret, so that no client can ask for another's salt.
@@ -92,11 +89,7 @@ def serving(scope: Scope, context: RequestContext) -> Iterator[None]:
 
 
 def with_url(context: RequestContext, scope: Scope) -> RequestContext:
-    """`context` with what a routed request's URL says.
-
-    Raises:
-        RequestError: a query of too many parameters.
-    """
+    """`context` with what a routed request's URL says. Raises RequestError for a query of too many parameters."""
     try:
         fields = parse_qsl(
             scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_QUERY

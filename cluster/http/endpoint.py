@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +21,7 @@ from configs.schema import ServerConfig
 Handler = Callable[[bytes, RequestContext], Awaitable[HttpResponse]]
 
 
+@dataclass(frozen=True, slots=True)
 class Endpoint:
     """Answers one route.
 
@@ -31,36 +33,25 @@ class Endpoint:
     cut any other answer off.
     """
 
-    def __init__(
-        self,
-        handle: Handler,
-        server: ServerConfig,
-        active: ActiveRequests,
-        turns: LoopTurns,
-        engine_is_there: Callable[[], bool],
-        on_stream_error: Callable[[RequestError], None] | None = None,
-    ) -> None:
-        """Args:
-        turns: shared by all endpoints of an event loop.
-        on_stream_error: is told of every error that ends a stream which had begun.
-        """
-        self._handle = handle
-        self._server = server
-        self._active = active
-        self._turns = turns
-        self._engine_is_there = engine_is_there
-        self._on_stream_error = on_stream_error
+    handle: Handler
+    server: ServerConfig
+    active: ActiveRequests
+    turns: LoopTurns
+    """Shared by all endpoints of an event loop."""
+    engine_is_there: Callable[[], bool]
+    on_stream_error: Callable[[RequestError], None]
+    """Told of every error that ends a stream which had begun."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._active.check_admits()
+        self.active.check_admits()
         context = with_url(request_context(scope), scope)
         try:
-            body = await read_body(scope, receive, self._server)
+            body = await read_body(scope, receive, self.server)
         except ClientDisconnect:
             return
-        delivery = Delivery(send, self._turns)
+        delivery = Delivery(send, self.turns)
         answering = asyncio.create_task(self._answer(body, context, delivery))
-        with self._active.track(context, answering) as request:
+        with self.active.track(context, answering) as request:
             delivery.request = request
             watching = asyncio.create_task(_client_gone(receive))
             try:
@@ -75,7 +66,7 @@ class Endpoint:
 
     async def _answer(self, body: bytes, context: RequestContext, delivery: Delivery) -> None:
         try:
-            response = await self._handle(body, context)
+            response = await self.handle(body, context)
             async with aclosing(response.chunks) as chunks:
                 if response.streamed:
                     delivery.keep_alive(response)
@@ -95,11 +86,10 @@ class Endpoint:
             delivery.close()
 
     async def _fail(self, error: Exception, context: RequestContext, delivery: Delivery) -> None:
-        failure = as_request_error(error, context.request_id, engine_is_there=self._engine_is_there())
+        failure = as_request_error(error, context.request_id, engine_is_there=self.engine_is_there())
         if not delivery.streaming:
             raise failure  # an answer that has begun and is no stream is cut: nothing can be said in it
-        if self._on_stream_error is not None:
-            self._on_stream_error(failure)
+        self.on_stream_error(failure)
         await delivery.fail(failure)
 
 

@@ -108,7 +108,7 @@ class Guard:
             self._on_error(error)
         shape = self._error_shape(scope)
         body = error_body(error) if shape is None else shape(error, request_id)
-        await send_error(response.send, error, headers, body=body)
+        await send_error(response.send, error, body, headers or {})
 
     def _error_shape(self, scope: Scope) -> ErrorShape | None:
         path: str = scope["path"]

@@ -13,7 +13,6 @@ from configs.errors import DeadlineError, EngineError, NotANumberError, Overload
 
 logger = logging.getLogger(__name__)
 
-_RETRY_AFTER_S = 1.0
 _RETRIED = frozenset({408, 409, 429, 503})
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "overloaded_error"}
 _encode = msgspec.json.Encoder().encode
@@ -69,7 +68,7 @@ def as_request_error(error: BaseException, request_id: str, *, engine_is_there: 
         return RequestError(str(error), code="not_a_number", status=500)
     if isinstance(error, EngineError):
         if not engine_is_there and error.public_message is None:
-            return OverloadedError("The engine is not available; try again later.", retry_after_s=_RETRY_AFTER_S)
+            return OverloadedError("The engine is not available; try again later.")
         logger.error("request %s: engine error: %s", request_id, error)
         message = error.public_message or "The engine failed while running this request."
         return RequestError(message, code="engine_error", status=500)
@@ -95,9 +94,6 @@ ErrorShape = Callable[[RequestError, str], msgspec.Struct]
 """Makes the body of an error from the error and the request's id."""
 
 
-async def send_error(
-    send: Send, error: RequestError, headers: Mapping[str, str] | None = None, *, body: msgspec.Struct | None = None
-) -> None:
-    """Sends `error` as a whole response, by default as `error_body`."""
-    shown = error_body(error) if body is None else body
-    await send_json(send, error.status, _encode(shown), {**error_headers(error), **(headers or {})})
+async def send_error(send: Send, error: RequestError, body: msgspec.Struct, headers: Mapping[str, str]) -> None:
+    """Sends `error` as a whole response with that body, and `headers` beside its own."""
+    await send_json(send, error.status, _encode(body), {**error_headers(error), **headers})

@@ -61,11 +61,8 @@ def parse_role(name: str, place: str = "") -> Role:
 
 
 def parse_keys(text: str, name: str) -> tuple[ApiKey, ...]:
-    """The keys of a file's text; blank lines and lines that begin with `#` are skipped.
-
-    Raises:
-        ConfigError: a line is not of the form, two keys are the same, or there is none. Carries no part of a digest.
-    """
+    """The keys of a file's text; blank lines and lines that begin with `#` are skipped. Raises ConfigError, without any
+    part of a digest, where a line is not of the form, two keys are the same, or there is none."""
     keys: dict[bytes, ApiKey] = {}
     for number, line in enumerate(text.splitlines(), 1):
         line = line.strip()
@@ -105,11 +102,7 @@ class KeyRing:
     """The keys of a file, read again when it changes."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Reads the file.
-
-        Raises:
-            ConfigError: it cannot be read, or a line of it is wrong.
-        """
+        """Reads the file. Raises ConfigError where it cannot be read, or a line of it is wrong."""
         self._path = path
         self._clock = clock
         # This process alone has it: salts are for its own caches, and must not be found out from the file.

@@ -32,11 +32,8 @@ class Quotas:
 
     @contextlib.contextmanager
     def take(self, key: ApiKey | None) -> Iterator[KeepSlot]:
-        """Counts one request for the time of the block; yields how to count on for what outlives it.
-
-        Raises:
-            RequestError: 429, with the time after which one more is allowed.
-        """
+        """Counts one request for the time of the block; yields how to count on for what outlives it. Raises
+        RequestError (429), with the time after which one more is allowed."""
         if key is None or (key.rpm is None and key.concurrency is None):
             yield no_slot
             return

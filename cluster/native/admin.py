@@ -89,12 +89,9 @@ async def abort_request(requests: ActiveRequests, body: bytes, context: RequestC
 
 
 async def change_weights(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
-    """POST /v1/admin/weights: has other weights serve, of the same shape; answers when they do.
-
-    Raises:
-        RequestError: they cannot be had. Those there are go on.
-        EngineError: it failed. They go on as well, unless a rank failed in the exchange.
-    """
+    """POST /v1/admin/weights: has other weights serve, of the same shape; answers when they do. Raises RequestError
+    where they cannot be had, and EngineError where it failed: those there are go on, unless a rank failed in the
+    exchange."""
     request = await prepared(body, partial(validated, WeightsRequest))
     assert model.update_weights is not None, "an engine behind a socket alone has no ranks to tell"
     try:
@@ -111,30 +108,14 @@ async def flush_cache(model: ServedModel, body: bytes, context: RequestContext) 
     return json_response(Flushed())
 
 
-async def sleep(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
-    """POST /sleep: frees the memory of the devices; requests wait until /wake_up. Answers when it is free.
-
-    Raises:
-        RequestError: it sleeps, or cannot.
-    """
-    return await _sleep(model, wakes=False)
-
-
-async def wake_up(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
-    """POST /wake_up: has the weights come back, and requests go on. Answers when they do.
-
-    Raises:
-        RequestError: it is awake.
-    """
-    return await _sleep(model, wakes=True)
-
-
 async def is_sleeping(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """GET /is_sleeping."""
     return json_response(Sleeping(model.state is EngineState.SLEEPING))
 
 
-async def _sleep(model: ServedModel, *, wakes: bool) -> HttpResponse:
+async def sleep(model: ServedModel, body: bytes, context: RequestContext, *, wakes: bool) -> HttpResponse:
+    """POST /sleep, which frees the memory of the devices while requests wait, or /wake_up, which has the weights come
+    back and requests go on. Answers when that is done. Raises RequestError where it is so already, or cannot be."""
     if model.sleep is None:
         raise RequestError("This engine has no ranks that could sleep.", code="no_change")
     try:

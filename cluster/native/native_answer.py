@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -93,16 +93,13 @@ class NativeWriter(AnswerWriter):
         as_list: bool,
         with_text: bool,
     ) -> None:
-        """Args:
-        options, ids: for each prompt.
-        as_list: whole answers are a list, and streamed ones say which sequence they are of.
-        with_text: log probabilities come with their tokens' text.
-        """
+        """`options` and `ids`: for each prompt. `as_list`: whole answers are a list, and streamed ones say which
+        sequence they are of. `with_text`: log probabilities come with their tokens' text."""
         super().__init__(run)
         self._as_list = as_list
         prompts = [index // run.job.num_choices for index in range(run.job.num_outputs)]
         self._outputs = [
-            _Output(run, index, tokenizer, ids[prompt], options[prompt], with_text=with_text)
+            _Output(run, index, tokenizer, ids[prompt], options[prompt], with_text)
             for index, prompt in enumerate(prompts)
         ]
 
@@ -125,103 +122,101 @@ class NativeWriter(AnswerWriter):
         return (DONE,)
 
 
+@dataclass(slots=True)
 class _Output:
     """One sequence so far."""
 
-    def __init__(
-        self, run: Run, index: int, tokenizer: Tokenizer, name: str, options: LogprobOptions, *, with_text: bool
-    ) -> None:
-        self._run = run
-        self._index = index
-        self._tokenizer = tokenizer
-        self._name = name
-        self._options = options
-        self._with_text = with_text
-        self._begin = time.monotonic()
-        self._text = ""
-        self._ids: list[int] = []
-        self._finish_reason: MatchedStop | ReachedLength | WasAborted | None = None
-        self._logprobs: list[Entry] = []
-        self._rows: list[TokenLogprobs] = []
-        self._prompt_logprobs: WholePromptLogprobs | None = None
-        self._prompt: list[Entry] = []
+    run: Run
+    index: int
+    tokenizer: Tokenizer
+    name: str
+    options: LogprobOptions
+    with_text: bool
+    begin: float = field(default_factory=time.monotonic)
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    finish_reason: MatchedStop | ReachedLength | WasAborted | None = None
+    logprobs: list[Entry] = field(default_factory=list)
+    rows: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: WholePromptLogprobs | None = None
+    prompt: list[Entry] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         """Takes what a step brought."""
-        self._text += delta.text
-        self._ids += delta.token_ids
-        self._rows += delta.logprobs
+        self.text += delta.text
+        self.ids += delta.token_ids
+        self.rows += delta.logprobs
         for token, row in zip(delta.token_ids, delta.logprobs, strict=False):
-            self._logprobs.append(self._entry(row.logprob, token))
+            self.logprobs.append(self._entry(row.logprob, token))
         if delta.prompt_logprobs is not None:
-            self._prompt_logprobs = delta.prompt_logprobs
+            self.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
-            self._finish_reason = self._reason(delta)
+            self.finish_reason = self._reason(delta)
 
     def shown(self) -> NativeAnswer:
         """The sequence as clients read it."""
-        output, options = self._run.output(self._index), self._options
-        has_ended = self._finish_reason is not None
+        output, options = self.run.output(self.index), self.options
+        has_ended = self.finish_reason is not None
         meta = MetaInfo(
-            id=self._name,
-            finish_reason=self._finish_reason,
-            prompt_tokens=len(self._run.job.prompt_of(self._index)),
+            id=self.name,
+            finish_reason=self.finish_reason,
+            prompt_tokens=len(self.run.job.prompt_of(self.index)),
             completion_tokens=output.num_tokens,
             cached_tokens=0 if output.prefilled is None else output.prefilled.num_cached_tokens,
         )
         if has_ended:
-            meta.e2e_latency = round(time.monotonic() - self._begin, 6)
+            meta.e2e_latency = round(time.monotonic() - self.begin, 6)
         if options.logprobs:
             meta.input_token_logprobs = long_list(self._prompt_entries())
-            meta.output_token_logprobs = long_list(self._logprobs)
+            meta.output_token_logprobs = long_list(self.logprobs)
             if options.num_top and has_ended:
                 meta.output_top_logprobs = long_list(self._likeliest(slice(options.num_top)))
                 if options.start >= 0:
                     meta.input_top_logprobs = long_list(self._prompt_top_logprobs())
             if options.token_ids and has_ended:
                 meta.output_token_ids_logprobs = long_list(self._likeliest(slice(options.num_top, None)))
-        return NativeAnswer(self._text, self._ids, meta)
+        return NativeAnswer(self.text, self.ids, meta)
 
     def _entry(self, logprob: float | None, token: int) -> Entry:
-        text = self._tokenizer.token_text(token) if self._with_text else None
+        text = self.tokenizer.token_text(token) if self.with_text else None
         return None if logprob is None else finite(logprob), token, text
 
     def _likeliest(self, places: slice) -> Iterator[list[Entry]]:
         """The engine's log probabilities that stand at `places`, for each token."""
-        for row in self._rows:
+        for row in self.rows:
             yield [self._entry(logprob, id_) for id_, logprob in row.top[places]]
 
     def _prompt_entries(self) -> Iterator[Entry]:
         """The prompt's tokens from `start` on, kept for all objects of a stream; the first of all has no log
         probability."""
-        yield from self._prompt
-        if self._prompt_logprobs is None:
+        yield from self.prompt
+        if self.prompt_logprobs is None:
             return
-        prompt, logprobs = self._run.job.prompt_of(self._index), self._prompt_logprobs.logprobs
-        for position in range(self._options.start + len(self._prompt), len(prompt)):
+        prompt, logprobs = self.run.job.prompt_of(self.index), self.prompt_logprobs.logprobs
+        for position in range(self.options.start + len(self.prompt), len(prompt)):
             entry = self._entry(float(logprobs[position - 1]) if position else None, prompt[position])
-            self._prompt.append(entry)
+            self.prompt.append(entry)
             yield entry
 
     def _prompt_top_logprobs(self) -> Iterator[list[Entry] | None]:
         """The likeliest tokens in the places of those."""
-        if self._prompt_logprobs is None:
+        if self.prompt_logprobs is None:
             return
-        start = self._options.start
+        start = self.options.start
         if start == 0:
             yield None
         first = max(start - 1, 0)
         for ids, logprobs in zip(
-            self._prompt_logprobs.top_ids[first:], self._prompt_logprobs.top_logprobs[first:], strict=True
+            self.prompt_logprobs.top_ids[first:], self.prompt_logprobs.top_logprobs[first:], strict=True
         ):
             yield [self._entry(value, id_) for value, id_ in zip(logprobs.tolist(), ids.tolist(), strict=True)]
 
     def _reason(self, delta: Delta) -> MatchedStop | ReachedLength | WasAborted:
         if delta.finish_reason is FinishReason.LENGTH:
-            return ReachedLength(len(self._ids))
+            return ReachedLength(len(self.ids))
         if delta.finish_reason is FinishReason.STOP:
             matched = delta.stop_reason
-            if matched is None and self._ids:
-                matched = self._ids[-1]  # the end of sequence
+            if matched is None and self.ids:
+                matched = self.ids[-1]  # the end of sequence
             return MatchedStop(matched)
         return WasAborted("The request was cancelled.")

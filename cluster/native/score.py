@@ -158,12 +158,9 @@ def grouped(prompts: Sequence[list[int]], max_item_tokens: int, max_model_len: i
         parts[-1].append(item)
         left -= len(item)
     query = prompts[0][:shared]
-    return [Group([*query, *itertools.chain(*items)], _item_lens(items)) for items in parts]
-
-
-def _item_lens(items: Sequence[list[int]]) -> tuple[int, ...]:
-    """Lengths of several items; one alone has none, as it is the end of a prompt like any other."""
-    return tuple(map(len, items)) if len(items) > 1 else ()
+    # One item alone is the end of a prompt like any other.
+    lens = [tuple(map(len, items)) if len(items) > 1 else () for items in parts]
+    return [Group([*query, *itertools.chain(*items)], of_items) for items, of_items in zip(parts, lens, strict=True)]
 
 
 class _ScoreWriter(AnswerWriter):

@@ -18,7 +18,6 @@ from cluster.requests.served_model import ServedModel
 from configs.errors import DeadlineError, OverloadedError, RequestError
 
 _PROBE_TIMEOUT_S = 20.0
-_RETRY_AFTER_S = 1.0
 _RATE_OVER_S = 10
 
 
@@ -101,20 +100,9 @@ async def server_info(model: ServedModel, body: bytes, context: RequestContext) 
     server, info, stats = model.server, model.info, model.engine.board.latest
     if info is not None and stats is not None and stats.devices:
         info = msgspec.structs.replace(info, tensor_parallel_size=len(stats.devices))
-    limits = ServerLimits(
-        server.max_body_bytes, server.max_n, server.max_logprobs, server.max_stop, server.request_timeout_s
-    )
-    return json_response(
-        ServerInfo(
-            model.version,
-            model.model_name,
-            model.weights_version,
-            model.max_model_len,
-            model.vocab_size,
-            info,
-            limits,
-        )
-    )
+    sizes = server.max_body_bytes, server.max_n, server.max_logprobs, server.max_stop
+    facts = model.version, model.model_name, model.weights_version, model.max_model_len, model.vocab_size
+    return json_response(ServerInfo(*facts, info, ServerLimits(*sizes, server.request_timeout_s)))
 
 
 async def loads(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
@@ -130,28 +118,19 @@ async def server_load(model: ServedModel, body: bytes, context: RequestContext) 
 
 
 async def health_generate(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
-    """GET /health_generate: generates one token, ahead of what waits.
-
-    Raises:
-        OverloadedError: none came in time.
-        EngineError: the engine failed.
-    """
+    """GET /health_generate: generates one token, ahead of what waits. Raises OverloadedError where none came in time,
+    and EngineError where the engine failed."""
     begin = time.monotonic()
     try:
         await model.generate_one(_PROBE_TIMEOUT_S)
     except DeadlineError:
-        raise OverloadedError(
-            f"No token was generated within {_PROBE_TIMEOUT_S:g} seconds.", retry_after_s=_RETRY_AFTER_S
-        ) from None
+        raise OverloadedError(f"No token was generated within {_PROBE_TIMEOUT_S:g} seconds.") from None
     return json_response(Healthy(round(time.monotonic() - begin, 4)))
 
 
 async def request_timeline(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
-    """GET /v1/timelines/{request_id}: of a request that has ended; of others' to an admin alone.
-
-    Raises:
-        RequestError: 404, there is none of that id among the last.
-    """
+    """GET /v1/timelines/{request_id}: of a request that has ended; of others' to an admin alone. Raises RequestError
+    (404) where none of that id is among the last."""
     request_id = context.path_params["request_id"]
     telemetry = model.engine.telemetry
     record = telemetry.recent.find(request_id, None if context.role is Role.ADMIN else context.client)

@@ -27,8 +27,6 @@ class StepCounts:
     num_steps: int = 0
     step_s: float = 0.0
     """Spent in steps."""
-    gap_s: float = 0.0
-    """Spent between steps though there was work."""
     num_prefill_tokens: int = 0
     num_generated_tokens: int = 0
     flops: float = 0.0
@@ -40,7 +38,6 @@ class StepCounts:
         """Counts `steps`, [num_steps] of STEP_DTYPE."""
         self.num_steps += len(steps)
         self.step_s += float(steps["duration_s"].sum())
-        self.gap_s += float(steps["gap_s"].sum())
         self.num_prefill_tokens += int(steps["num_prefill_tokens"].sum())
         self.num_generated_tokens += int(steps["num_sampled"].sum())
         self.flops += float(steps["flops"].sum(dtype=np.float64))
@@ -53,7 +50,7 @@ class StepCounts:
 
 @dataclass(slots=True)
 class Second(StepCounts):
-    """One second of the engine's life: counts of what ended in it, gauges as they were last."""
+    """One second of the engine's life: counts of what ended in it."""
 
     time_s: int = field(kw_only=True)
     """CLOCK_MONOTONIC of the host, whole seconds."""
@@ -61,10 +58,6 @@ class Second(StepCounts):
     """Requests whose answer began."""
     ttft_s: float = 0.0
     """Sum of their times to the first token."""
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_tokens: int = 0
-    kv_usage: float = 0.0
 
 
 class StatsBoard:
@@ -72,7 +65,8 @@ class StatsBoard:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._latest: EngineStats | None = None
+        self.latest: EngineStats | None = None
+        """The engine's last report; None before its first."""
         self._received_at = clock()
         self._seconds: deque[Second] = deque(maxlen=_HISTORY_S)
         self._steps = np.zeros(_KEPT_STEPS, STEP_DTYPE)
@@ -85,14 +79,9 @@ class StatsBoard:
         """Bytes per second that all ranks together copy in memory; 0 before the engine has started."""
 
     @property
-    def latest(self) -> EngineStats | None:
-        """The engine's last report; None before its first."""
-        return self._latest
-
-    @property
     def weights(self) -> Weights | None:
         """The weights that serve; None: those of the start."""
-        return None if self._latest is None else self._latest.weights
+        return None if self.latest is None else self.latest.weights
 
     @property
     def age_s(self) -> float:
@@ -102,11 +91,15 @@ class StatsBoard:
     @property
     def kv_usage(self) -> float:
         """Share of the KV pages that running requests hold, 0 to 1; cached pages that nobody uses count as free."""
-        return 0.0 if self._latest is None else _kv_usage(self._latest)
+        if self.latest is None:
+            return 0.0
+        pages = self.latest.scheduler
+        num_pages = pages.num_free_pages + pages.num_cached_pages + pages.num_owned_pages
+        return (num_pages - pages.num_free_pages - pages.num_evictable_pages) / num_pages if num_pages else 0.0
 
     def update(self, stats: EngineStats) -> npt.NDArray[np.void]:
         """Takes a report; returns its steps, [num_steps] of STEP_DTYPE."""
-        self._latest = stats
+        self.latest = stats
         self._received_at = self._clock()
         steps = np.frombuffer(stats.steps, STEP_DTYPE)
         second = self._second()
@@ -114,11 +107,6 @@ class StatsBoard:
             self._keep(steps)
             second.add(steps)
             self.totals.add(steps)
-        scheduler = stats.scheduler
-        second.num_running = scheduler.num_running
-        second.num_waiting = scheduler.num_waiting
-        second.num_waiting_tokens = scheduler.num_waiting_tokens
-        second.kv_usage = _kv_usage(stats)
         return steps
 
     def first_token(self, ttft_s: float) -> None:
@@ -152,9 +140,3 @@ class StatsBoard:
         steps = steps[-_KEPT_STEPS:]
         self._steps[np.arange(self._num_steps, self._num_steps + len(steps)) % _KEPT_STEPS] = steps
         self._num_steps += len(steps)
-
-
-def _kv_usage(stats: EngineStats) -> float:
-    pages = stats.scheduler
-    num_pages = pages.num_free_pages + pages.num_cached_pages + pages.num_owned_pages
-    return (num_pages - pages.num_free_pages - pages.num_evictable_pages) / num_pages if num_pages else 0.0

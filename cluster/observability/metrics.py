@@ -5,7 +5,7 @@ Values are only added and set here; who wants rates or quantiles computes them e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,6 @@ class Distribution:
     """The values of one histogram."""
 
     def __init__(self, metric: Metric) -> None:
-        self.metric = metric
         self.counts = np.zeros(len(metric.buckets) + 1, np.int64)
         """[num_buckets + 1] values by bucket, not cumulated; the last has no upper bound."""
         self.sum = 0.0
@@ -38,45 +37,31 @@ class Distribution:
         if len(self.pending) > _MAX_PENDING:
             del self.pending[:-_MAX_PENDING]
 
-    @property
-    def count(self) -> int:
-        return int(self.counts.sum())
-
 
 class Metrics:
     """All metrics of one replica. One thread writes."""
 
     def __init__(self) -> None:
-        self._values: dict[Metric, dict[tuple[str, ...], float]] = {
+        self.values: dict[Metric, dict[tuple[str, ...], float]] = {
             metric: {} if metric.labels else {(): 0.0} for metric in METRICS if metric.kind is not Kind.HISTOGRAM
         }
-        self._distributions = {metric: Distribution(metric) for metric in METRICS if metric.kind is Kind.HISTOGRAM}
+        """Values of counters and gauges, by those of their labels."""
+        self.distributions = {metric: Distribution(metric) for metric in METRICS if metric.kind is Kind.HISTOGRAM}
+        """Distributions of histograms."""
 
     def add(self, metric: Metric, amount: float, *labels: str) -> None:
         """Lets a counter grow; `labels` are the values of `metric.labels`."""
-        values = self._values[metric]
+        values = self.values[metric]
         values[labels] = values.get(labels, 0.0) + amount
 
     def set(self, metric: Metric, value: float, *labels: str) -> None:
         """Sets a gauge, or a counter to what it has grown to elsewhere."""
-        self._values[metric][labels] = value
+        self.values[metric][labels] = value
 
     def observe(self, metric: Metric, values: float | Sequence[float] | npt.NDArray[np.floating]) -> None:
         """Counts one value or several in a histogram."""
-        self._distributions[metric].add(values)
+        self.distributions[metric].add(values)
 
     def value(self, metric: Metric, *labels: str) -> float:
         """The value of a counter or a gauge; 0 if it was never set."""
-        return self._values[metric].get(labels, 0.0)
-
-    def distribution(self, metric: Metric) -> Distribution:
-        """The distribution of a histogram."""
-        return self._distributions[metric]
-
-    def values(self) -> Iterator[tuple[Metric, dict[tuple[str, ...], float]]]:
-        """Counters and gauges, by the values of their labels."""
-        yield from self._values.items()
-
-    def distributions(self) -> Iterator[Distribution]:
-        """Histograms."""
-        yield from self._distributions.values()
+        return self.values[metric].get(labels, 0.0)

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from cluster.observability.metrics import Metrics
 from cluster.observability.table import Kind
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
-
 
 def exposition(metrics: Metrics, labels: dict[str, str]) -> bytes:
-    """The text that Prometheus scrapes.
-
-    Args:
-        labels: of every sample.
-    """
+    """The text that Prometheus scrapes; every sample has `labels`."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(metrics, labels))
     return generate_latest(registry)
@@ -37,14 +27,13 @@ class _Collector(Collector):
         self._common = tuple(labels.values())
 
     def collect(self) -> Iterable[Family]:
-        for metric, values in self._metrics.values():
+        for metric, values in self._metrics.values.items():
             make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
             family = make(metric.full_name, metric.help, labels=(*self._names, *metric.labels))
             for labels, value in values.items():
                 family.add_metric((*self._common, *labels), value)
             yield family
-        for distribution in self._metrics.distributions():
-            metric = distribution.metric
+        for metric, distribution in self._metrics.distributions.items():
             histogram = HistogramMetricFamily(metric.full_name, metric.help, labels=self._names)
             bounds = [*map(str, metric.buckets), "+Inf"]
             cumulated = distribution.counts.cumsum().tolist()

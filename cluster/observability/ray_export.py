@@ -32,16 +32,16 @@ class RayExport:
 
     def flush(self) -> None:
         """Takes what came since the last call; to be called some ten times a second."""
-        for distribution in self._metrics.distributions():
+        for metric, distribution in self._metrics.distributions.items():
             values, distribution.pending = distribution.pending, []
             if len(values) > _MAX_VALUES_AT_ONCE:
                 values = random.sample(values, _MAX_VALUES_AT_ONCE)
             for value in values:
-                self._instruments[distribution.metric].observe(value)
+                self._instruments[metric].observe(value)
         now = time.monotonic()
         if now - self._values_at >= _VALUES_INTERVAL_S:
             self._values_at = now
-            for metric, by_label in self._metrics.values():
+            for metric, by_label in self._metrics.values.items():
                 for labels, value in by_label.items():
                     self._export(metric, labels, value)
 

@@ -13,11 +13,8 @@ from configs.schema import EngineConfig, resolved
 
 
 def replica_telemetry(config: EngineConfig, context: ReplicaContext, life: EngineLife) -> Telemetry:
-    """The telemetry of the replica of `context`, which runs with the resolved `config`.
-
-    Raises:
-        ConfigError: `observability.otlp_traces_endpoint` is set and cannot be used.
-    """
+    """The telemetry of the replica of `context`, which runs with the resolved `config`. Raises ConfigError where
+    `observability.otlp_traces_endpoint` is set and cannot be used."""
     settings = config.observability
     identity = Identity(
         model_name=resolved(config.served_model_name),

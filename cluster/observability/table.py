@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 PREFIX = "lockstep_"
 
@@ -57,14 +58,11 @@ def _histogram(name: str, about: str, buckets: tuple[float, ...]) -> Metric:
     return Metric(name=name, kind=Kind.HISTOGRAM, help=about, buckets=buckets)
 
 
-def _counter(name: str, about: str, *labels: str) -> Metric:
-    return Metric(name=name, kind=Kind.COUNTER, help=about, labels=labels)
+def _plain(kind: Kind, name: str, about: str, *labels: str) -> Metric:
+    return Metric(name=name, kind=kind, help=about, labels=labels)
 
 
-def _gauge(name: str, about: str, *labels: str) -> Metric:
-    return Metric(name=name, kind=Kind.GAUGE, help=about, labels=labels)
-
-
+_counter, _gauge = partial(_plain, Kind.COUNTER), partial(_plain, Kind.GAUGE)
 _SECONDS = _bounds(0.001, 300.0)
 _SHORT_SECONDS = _bounds(0.0001, 10.0)
 _TOKENS = tuple(float(1 << power) for power in range(18))

@@ -227,11 +227,8 @@ class Telemetry:
 
 
 def _log_request(record: RequestRecord, pause_s: float) -> None:
-    """One line per request, with the seed it ran under: enough to run it again.
-
-    Args:
-        pause_s: of its life, what no step ran in.
-    """
+    """One line per request, with the seed it ran under: enough to run it again. In `pause_s` of its life no step
+    ran."""
     fields: dict[str, object] = {"request_id": record.context.request_id, "id": record.id}
     if record.context.client:
         fields["client"] = record.context.client

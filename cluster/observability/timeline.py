@@ -65,11 +65,7 @@ class RecentRequests:
             del self._records[next(iter(self._records))]
 
     def find(self, request_id: str, client: str | None) -> RequestRecord | None:
-        """The last request of that id.
-
-        Args:
-            client: whose requests are looked at. None: everybody's.
-        """
+        """The last request of that id, among those of `client`. None: everybody's."""
         for record in reversed(self._records.values()):
             if request_id in (record.id, record.context.request_id) and client in (None, record.context.client):
                 return record

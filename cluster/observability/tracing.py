@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, StatusCode, TracerProvider
+from opentelemetry.trace import SpanKind, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from cluster.http.context import RequestContext
 from cluster.observability.record import Identity, RequestRecord
 from configs.errors import ConfigError
 
@@ -47,6 +46,7 @@ class RequestTracer:
         sampling = record.sampling
         operation = "chat" if record.chat else "text_completion"
         attributes: dict[str, AttributeValue] = {
+            "lockstep.request.id": record.context.request_id,
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": _NAME,
             "gen_ai.request.model": self._model_name,
@@ -65,39 +65,25 @@ class RequestTracer:
         }
         if record.ttft_s is not None:
             attributes["gen_ai.response.time_to_first_chunk"] = record.ttft_s
-        span = self._start(f"{operation} {self._model_name}", record.context, attributes)
+        span = self._tracer.start_span(
+            f"{operation} {self._model_name}",
+            _PROPAGATOR.extract(record.context.trace, Context()),
+            SpanKind.SERVER,
+            attributes,
+            start_time=_epoch_ns(record.context.arrived_s),
+        )
         if record.error is not None:
             span.set_attribute("error.type", record.error)
             span.set_status(StatusCode.ERROR)
-        self._phases(span, record)
-        span.end(_epoch_ns(record.ended_s))
-
-    def _start(self, name: str, context: RequestContext, attributes: dict[str, AttributeValue]) -> Span:
-        return self._tracer.start_span(
-            name,
-            _PROPAGATOR.extract(context.trace, Context()),
-            SpanKind.SERVER,
-            {**attributes, "lockstep.request.id": context.request_id},
-            start_time=_epoch_ns(context.arrived_s),
-        )
-
-    def _phases(self, parent: Span, record: RequestRecord) -> None:
-        if not parent.is_recording():
-            return
-        within = trace.set_span_in_context(parent, Context())
-        for name, (begin_s, end_s) in record.phases.items():
+        within = trace.set_span_in_context(span, Context())
+        for name, (begin_s, end_s) in record.phases.items() if span.is_recording() else ():
             self._tracer.start_span(name, within, start_time=_epoch_ns(begin_s)).end(_epoch_ns(end_s))
+        span.end(_epoch_ns(record.ended_s))
 
 
 def open_tracer(endpoint: str | None, identity: Identity) -> RequestTracer | None:
-    """The tracer of a replica; None where nobody takes spans.
-
-    Args:
-        endpoint: `observability.otlp_traces_endpoint`. None: the provider that the process has, if it has one.
-
-    Raises:
-        ConfigError: there is no exporter for the endpoint.
-    """
+    """The tracer of a replica; None where nobody takes spans. `endpoint`: `observability.otlp_traces_endpoint`; None:
+    the provider that the process has, if it has one. Raises ConfigError where there is no exporter for the endpoint."""
     if endpoint is None:
         provider = trace.get_tracer_provider()
         if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):

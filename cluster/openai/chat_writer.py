@@ -5,22 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cluster.engine.messages import FinishReason, TokenLogprobs
+from cluster.openai import wire
 from cluster.openai.openai_request import ChatRequest
 from cluster.openai.openai_writer import REASONS, OpenAIWriter, token_logprobs
-from cluster.openai.wire import (
-    AssistantMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatLogprobs,
-    FunctionCall,
-    FunctionDelta,
-    Reason,
-    ToolCall,
-    ToolCallDelta,
-)
+from cluster.openai.wire import ChatChunkChoice, ChatDelta
 from cluster.requests.generation import Delta
 from cluster.requests.job import Run
 from cluster.requests.json_parts import json_parts, long_list
@@ -31,7 +19,7 @@ from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Re
 class ChatWriter(OpenAIWriter):
     """Answers of /v1/chat/completions."""
 
-    _chunk = ChatChunk
+    _chunk = wire.ChatChunk
 
     def __init__(self, run: Run, request: ChatRequest, model: ServedModel) -> None:
         super().__init__(run, request, model)
@@ -74,16 +62,13 @@ class ChatWriter(OpenAIWriter):
 
     def whole(self) -> Iterator[bytes]:
         choices = long_list(self._choice(index) for index in range(self._job.num_outputs))
-        more = {
-            "prompt_token_ids": self._token_ids(self._job.prompts[0]),
-            "prompt_logprobs": self._prompt_logprobs(0),
-        }
-        return json_parts(self._headed(ChatCompletion, choices, self.run.usage(), **more))
+        more = {"prompt_token_ids": self._token_ids(self._job.prompts[0]), "prompt_logprobs": self._prompt_logprobs(0)}
+        return json_parts(self._headed(wire.ChatCompletion, choices, self.run.usage(), **more))
 
-    def _choice(self, index: int) -> ChatChoice:
+    def _choice(self, index: int) -> wire.ChatChoice:
         got = self._collected[index]
         message = self._message(got.events)
-        return ChatChoice(
+        return wire.ChatChoice(
             index,
             message,
             self._logprobs(got.token_ids, got.logprobs),
@@ -103,29 +88,29 @@ class ChatWriter(OpenAIWriter):
             case Reasoning(text):
                 return ChatDelta(reasoning_content=text, reasoning=text) if self._shows_reasoning else None
             case CallStarted(index, id_, name):
-                return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta("", name), id_, "function")])
+                return ChatDelta(tool_calls=[wire.ToolCallDelta(index, wire.FunctionDelta("", name), id_, "function")])
             case Arguments(index, fragment):
-                return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(fragment))])
+                return ChatDelta(tool_calls=[wire.ToolCallDelta(index, wire.FunctionDelta(fragment))])
 
-    def _message(self, events: Sequence[Event]) -> AssistantMessage:
+    def _message(self, events: Sequence[Event]) -> wire.AssistantMessage:
         parsed = collect(events)
-        message = AssistantMessage(parsed.content)
+        message = wire.AssistantMessage(parsed.content)
         if parsed.reasoning and self._shows_reasoning:
             message.reasoning_content = message.reasoning = parsed.reasoning
         if parsed.calls:
-            message.tool_calls = [ToolCall(call.id, FunctionCall(call.name, call.arguments)) for call in parsed.calls]
+            message.tool_calls = [wire.ToolCall(it.id, wire.FunctionCall(it.name, it.arguments)) for it in parsed.calls]
             message.content = parsed.content or None
         return message
 
-    def _reason(self, reason: FinishReason, *, called: bool) -> Reason:
+    def _reason(self, reason: FinishReason, *, called: bool) -> wire.Reason:
         # OpenAI says `stop` of a call it was told to make.
         form = self._job.form
         if called and reason is FinishReason.STOP and form is not None and not form.call_is_named:
             return "tool_calls"
         return REASONS[reason]
 
-    def _logprobs(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+    def _logprobs(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs]) -> wire.ChatLogprobs | None:
         if self._num_logprobs < 0:
             return None
         sampling = self._job.sampling[0][0]
-        return ChatLogprobs(long_list(token_logprobs(sampling, token_ids, logprobs, self._tokenizer, self._name)))
+        return wire.ChatLogprobs(long_list(token_logprobs(sampling, token_ids, logprobs, self._tokenizer, self._name)))

@@ -29,12 +29,8 @@ class Echo:
     async def of(
         cls, prompt: str | Sequence[int], ids: Sequence[int], tokenizer: Tokenizer, *, skip_special_tokens: bool
     ) -> Echo:
-        """The echo of one prompt; the event loop has its turn meanwhile.
-
-        Args:
-            prompt: as the request has it. Text comes back as it is; token ids are decoded.
-            ids: its tokens.
-        """
+        """The echo of one prompt, whose tokens are `ids`; the event loop has its turn meanwhile. `prompt`: as the
+        request has it; text comes back as it is, token ids are decoded."""
         given = prompt if isinstance(prompt, str) else None
         detokenizer = tokenizer.detokenizer((), skip_special_tokens=skip_special_tokens and given is None)
         starts = []

@@ -312,11 +312,8 @@ _FIELDS = FieldPolicy(UNSUPPORTED, WITHOUT_EFFECT, STYLING, {"stream_options": S
 
 
 def check_request(kind: type[_Request], raw: Mapping[str, Any], server: ServerConfig) -> tuple[_Request, list[str]]:
-    """A checked request of decoded JSON, and the names of its fields that are ignored.
-
-    Raises:
-        RequestError: with the path of the field at fault.
-    """
+    """A checked request of decoded JSON, and the names of its fields that are ignored. Raises RequestError with the
+    path of the field at fault."""
     asked = {name: value for name, value in raw.items() if name != "best_of" or value != raw.get("n")}
     ignored = _FIELDS.check(kind, asked, strict=server.strict_fields)
     request = validated(kind, raw)

@@ -156,12 +156,7 @@ def token_logprobs(
     tokenizer: Tokenizer,
     name: Callable[[int], str],
 ) -> Iterator[TokenLogprob]:
-    """Each of `token_ids` as the answers of chats show it.
-
-    Args:
-        rows: one for each token.
-        name: what a token is called.
-    """
+    """Each of `token_ids`, with its one of `rows`, as the answers of chats show it; `name`: what a token is called."""
     raw = tokenizer.token_bytes
     for token, row in zip(token_ids, rows, strict=True):
         top = [TopLogprob(name(id_), logprob, tuple(raw(id_))) for id_, logprob in top_logprobs(sampling, row, token)]

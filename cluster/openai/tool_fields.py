@@ -15,14 +15,9 @@ def parse_tools(
     *,
     nested: bool = True,
 ) -> ToolUse | None:
-    """The tools of a request, whose shape is checked; None when it has none.
-
-    Args:
-        nested: as chat completions have it, a function below `function`. False: as responses do, in its place.
-
-    Raises:
-        RequestError: with the path of the field at fault, e.g. `tools[0].function.name`.
-    """
+    """The tools of a request, whose shape is checked; None when it has none. `nested`: a function lies below
+    `function`, as in chat completions; False: in its place, as in responses. Raises RequestError with the path of the
+    field at fault, e.g. `tools[0].function.name`."""
     functions = [
         function_tool(tool["function"], f"tools[{i}].function")
         if nested

@@ -12,7 +12,7 @@ from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.observability.board import StatsBoard
-from cluster.requests.json_parts import event
+from cluster.requests.json_parts import event_parts
 from cluster.requests.served_model import ServedModel
 from configs.errors import OverloadedError
 
@@ -119,7 +119,7 @@ class LiveServing:
             # A reader is no reason for a stopping server to wait.
             while not self._requests.stopping:
                 if (view := stream.view()) is not None:
-                    yield event(view)
+                    yield b"".join(event_parts(view))
                 if self._model.state is EngineState.DEAD:
                     break
                 await asyncio.sleep(_INTERVAL_S)

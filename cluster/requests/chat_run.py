@@ -10,7 +10,7 @@ from cluster.requests.fields import ignored_header
 from cluster.requests.job import JobOptions, Run
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.served_model import ServedModel
-from cluster.structured.spec import GrammarSpec, compiled_grammar, schema_grammar
+from cluster.structured.spec import GrammarKind, GrammarSpec, schema_grammar, text_grammar
 from cluster.text.answer_parser import AnswerFormat
 from cluster.text.conversation import Conversation
 from cluster.text.tools.grammar import after_reasoning
@@ -70,12 +70,8 @@ async def chat_run(
 async def _grammar(
     model: ServedModel, asked: GrammarSpec | None, use: ToolUse | None, form: AnswerFormat
 ) -> str | None:
-    """The grammar of an answer, checked: what is asked of it, its calls, and the thinking before either.
-
-    Args:
-        use: the request's tools.
-        form: how its answers are read.
-    """
+    """The grammar of an answer to a request with the tools `use`, which is read as `form`, checked: what is asked of
+    it, its calls, and the thinking before either."""
     answer = None if asked is None else await model.grammars.check(asked)
     special_id = model.tokenizer.special_id
     grammar = answer
@@ -90,4 +86,5 @@ async def _grammar(
         )
     if grammar is None or grammar == answer:
         return grammar
-    return await model.grammars.check(compiled_grammar(grammar, "tools" if asked is None else asked.param))
+    param = "tools" if asked is None else asked.param
+    return await model.grammars.check(text_grammar(GrammarKind.COMPILED, grammar, param))

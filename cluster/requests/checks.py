@@ -24,11 +24,8 @@ def stops(given: str | list[str] | None, param: str, server: ServerConfig) -> di
 
 
 def logit_bias(given: Mapping[str, float] | None, vocab_size: int) -> dict[int, float]:
-    """Token id to what is added to its logit, from -100 to 100; entries without effect are left out.
-
-    Raises:
-        RequestError: an id outside the vocabulary.
-    """
+    """Token id to what is added to its logit, from -100 to 100; entries without effect are left out. Raises
+    RequestError for an id outside the vocabulary."""
     for key in given or ():
         if int(key) >= vocab_size:
             param = f"logit_bias.{key}"

@@ -30,11 +30,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: EngineConfig, num_pages: int) -> EngineInfo:
-        """The facts of a group that runs with `config`, which is resolved.
-
-        Args:
-            num_pages: of its KV pool.
-        """
+        """The facts of a group that runs with `config`, which is resolved, and whose KV pool has `num_pages`."""
         scheduler = config.scheduler
         return cls(
             dtype=config.dtype,

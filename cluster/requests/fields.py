@@ -47,36 +47,25 @@ class FieldPolicy:
     options: Mapping[str, type[BaseModel]] = field(default_factory=dict)
     """Fields that are objects, whose own fields are looked at too."""
 
-    def refuse(self, kind: type[BaseModel], raw: Mapping[str, Any]) -> None:
-        """Raises RequestError for a field that would ask this server for what it does not do."""
-        for name in self.unsupported.keys() & raw.keys():
-            if name not in field_names(kind) and not self.unsupported[name](raw[name]):
-                raise RequestError(f"{name} is not supported by this server.", code="unsupported_parameter", param=name)
-
-    def unknown(self, kind: type[BaseModel], raw: Mapping[str, Any]) -> list[str]:
-        """Names in `raw` that nobody here knows."""
-        known = field_names(kind) | self.unsupported.keys() | self.without_effect
-        asks_nothing = {name for name, is_neutral in self.styling.items() if name in raw and is_neutral(raw[name])}
-        unknown = [name for name in raw if name not in known and name not in asks_nothing]
-        for name, options in self.options.items():
-            if isinstance(given := raw.get(name), dict):
-                unknown += [f"{name}.{option}" for option in given if option not in field_names(options)]
-        return unknown
-
     def check(self, kind: type[BaseModel], raw: Mapping[str, Any], *, strict: bool) -> list[str]:
-        """The fields of `raw` that are ignored.
-
-        Args:
-            strict: none may be (`server.strict_fields`).
-
-        Raises:
-            RequestError: a field is not supported, or unknown where none may be.
-        """
-        self.refuse(kind, raw)
-        ignored = self.unknown(kind, raw)
+        """The fields of `raw` that are ignored; `strict`: none may be (`server.strict_fields`). Raises RequestError
+        where a field is not supported, or unknown where none may be."""
+        own = field_names(kind)
+        for name in self.unsupported.keys() & raw.keys():
+            if name not in own and not self.unsupported[name](raw[name]):
+                raise RequestError(f"{name} is not supported by this server.", code="unsupported_parameter", param=name)
+        asks_nothing = {name for name, is_neutral in self.styling.items() if name in raw and is_neutral(raw[name])}
+        passed = own | self.unsupported.keys() | self.without_effect | asks_nothing
+        options = {f"{name}.{it}" for name, kind in self.options.items() for it in field_names(kind)}
+        ignored = [name for name in raw if name not in passed]
+        for name in self.options:
+            if isinstance(given := raw.get(name), dict):
+                ignored += [path for option in given if (path := f"{name}.{option}") not in options]
         if strict and ignored:
-            options = {f"{name}.{it}" for name, kind in self.options.items() for it in field_names(kind)}
-            raise unknown_field(ignored[0], field_names(kind) | options)
+            near = difflib.get_close_matches(ignored[0], own | options, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            shown = ignored[0][:_MAX_NAME_CHARS]
+            raise RequestError(f"There is no field {shown!r}.{hint}", code="unknown_parameter", param=shown)
         return ignored
 
 
@@ -116,14 +105,6 @@ STYLING: Mapping[str, Callable[[object], bool]] = {"prediction": neutral(), "ver
 
 OWN_FIELDS = FieldPolicy({}, frozenset({"user"}))
 """For routes whose model has all that their API knows."""
-
-
-def unknown_field(name: str, known: Sequence[str] | set[str]) -> RequestError:
-    """The error for a field nobody knows, with the nearest one that is known."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    shown = name[:_MAX_NAME_CHARS]
-    return RequestError(f"There is no field {shown!r}.{hint}", code="unknown_parameter", param=shown)
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:

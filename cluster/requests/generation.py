@@ -77,13 +77,8 @@ class Output:
         return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def advance(self) -> Delta:
-        """Reads as text what has arrived since the last call.
-
-        Raises:
-            OverloadedError: a queue limit refused the request.
-            DeadlineError: its deadline passed in the engine.
-            EngineError: the engine failed.
-        """
+        """Reads as text what has arrived since the last call. Raises OverloadedError where a queue limit refused the
+        request, DeadlineError where its deadline passed in the engine, EngineError where the engine failed."""
         chunk = self.stream.take()
         self.prefilled = chunk.prefilled
         end = chunk.finished
@@ -139,16 +134,13 @@ class Output:
 def engine_failure(end: Finished) -> LockstepError:
     """The exception for a request that ended with `FinishReason.ERROR`."""
     message = end.error or "the engine failed"
-    if end.error_code == "engine_overloaded":
-        return (
-            OverloadedError(message)
-            if end.retry_after_s is None
-            else OverloadedError(message, retry_after_s=end.retry_after_s)
-        )
-    if end.error_code == "deadline_exceeded":
-        return DeadlineError(message)
-    if end.error_code == "grammar_error":
-        return GuideError(message)
-    if end.error_code == "not_a_number":
-        return NotANumberError(message)
+    match end.error_code:
+        case "engine_overloaded":
+            return OverloadedError(message, retry_after_s=end.retry_after_s or 1.0)
+        case "deadline_exceeded":
+            return DeadlineError(message)
+        case "grammar_error":
+            return GuideError(message)
+        case "not_a_number":
+            return NotANumberError(message)
     return EngineError(message, public_message=end.public_message)

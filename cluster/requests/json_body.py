@@ -45,12 +45,8 @@ _LONE_SURROGATE = re.compile(
 
 
 def decode_body(body: bytes) -> dict[str, Any]:
-    """The JSON object of a request body.
-
-    Raises:
-        RequestError: not strict JSON (NaN and lone surrogates included), nested too deep, not an object, or (413) of
-            too many parts.
-    """
+    """The JSON object of a request body. Raises RequestError where it is not strict JSON (NaN and lone surrogates
+    included), nested too deep, not an object, or (413) of too many parts."""
     if sum(body.count(mark) for mark in (b"[", b"{", b":")) > _MAX_PARTS and _has_too_many_parts(body):
         message = f"The body has more than {_MAX_PARTS} lists, objects and fields."
         raise RequestError(message, code="request_too_large", status=413)
@@ -66,11 +62,8 @@ def decode_body(body: bytes) -> dict[str, Any]:
 
 
 async def prepared(body: bytes, prepare: Callable[[dict[str, Any]], _Checked]) -> _Checked:
-    """`prepare` of a body's JSON: checks it and encodes its texts, beside the event loop where the body is long.
-
-    Raises:
-        RequestError: what `decode_body` and `prepare` raise.
-    """
+    """`prepare` of a body's JSON: checks it and encodes its texts, beside the event loop where the body is long. Raises
+    what `decode_body` and `prepare` raise."""
     return await off_loop(len(body), lambda: prepare(decode_body(body)))
 
 
@@ -102,11 +95,7 @@ def _reason(error: ValueError, body: bytes) -> str:
 
 
 def validated(kind: type[_Model], raw: object) -> _Model:
-    """`raw` as a `kind`, by its field types alone.
-
-    Raises:
-        RequestError: with the path of the field at fault.
-    """
+    """`raw` as a `kind`, by its field types alone. Raises RequestError with the path of the field at fault."""
     try:
         return kind.model_validate(raw)
     except pydantic.ValidationError as error:

@@ -85,11 +85,6 @@ def gathered(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(short)
 
 
-def event(message: msgspec.Struct) -> bytes:
-    """`message` as one server-sent event."""
-    return b"".join(event_parts(message))
-
-
 def event_parts(message: msgspec.Struct) -> Iterator[bytes]:
     """`message` as one server-sent event that may be long."""
     yield b"data: "

@@ -23,15 +23,7 @@ from configs.schema import GenerationDefaults, ServerConfig
 
 _MAX_BAD_WORD_TOKENS = 1024
 _T = TypeVar("_T")
-_DEFAULTED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
+_DEFAULTED = [name for name in GenerationDefaults.model_fields if name in SamplingParams.__struct_fields__]
 """Fields that the model's makers or the operator may give a value; without any the engine's own is neutral."""
 
 
@@ -106,7 +98,7 @@ def sampling_params(
         return msgspec.structs.replace(
             base,
             max_tokens=limit,
-            seed=next_seed() if fields.seed is None else _wrap_int64(fields.seed + choice),
+            seed=next_seed() if fields.seed is None else (fields.seed + choice + 2**63) % 2**64 - 2**63,
             prompt_logprobs=-1 if choice else options.num_prompt_logprobs,
         )
 
@@ -130,11 +122,7 @@ def text_options(
 
 def bad_words(words: Sequence[str], vocabulary: Vocabulary) -> list[tuple[int, ...]]:
     """Token ids of each word as it begins a text and as it follows a space: each sequence once, and none with a token
-    that the model cannot write.
-
-    Raises:
-        RequestError: they are too many tokens.
-    """
+    that the model cannot write. Raises RequestError where they are too many tokens."""
     tokenizer = vocabulary.tokenizer
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -162,7 +150,3 @@ def _check_choice_left(allowed: Sequence[int], bias: dict[int, float], ends: set
 
 def _given(value: _T | None, default: _T | None) -> _T | None:
     return default if value is None else value
-
-
-def _wrap_int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63

@@ -178,12 +178,6 @@ class SamplingFields(Shape):
     """SGLang's form of a schema."""
 
     def grammar(self, own: GrammarSpec | None = None) -> GrammarSpec | None:
-        """The grammar that the answer must match; None: any text.
-
-        Args:
-            own: of a field that one API alone has, in place of `response_format`.
-
-        Raises:
-            RequestError: a field has the wrong shape, or two of them ask for something.
-        """
+        """The grammar that the answer must match; None: any text. `own`: of a field that one API alone has, in place of
+        `response_format`. Raises RequestError where a field has the wrong shape, or two of them ask for something."""
         return read_grammar(own, **{name: getattr(self, name) for name in GRAMMAR_FIELDS})

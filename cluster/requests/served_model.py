@@ -40,10 +40,6 @@ _FIRST = -(1 << 62)  # a priority that no request has
 _SHOWN_CHARS = 40  # most of a token that a message shows
 
 
-def _random_seed() -> int:
-    return secrets.randbits(63)
-
-
 class ServedModel:
     """One model that requests can be put to."""
 
@@ -62,7 +58,7 @@ class ServedModel:
         system_fingerprint: str | None = None,
         info: EngineInfo | None = None,
         max_item_tokens: int = 0,
-        next_seed: Callable[[], int] = _random_seed,
+        next_seed: Callable[[], int] = lambda: secrets.randbits(63),
         update_weights: Callable[..., Awaitable[WeightsChanged | None]] | None = None,
         sleep: Callable[..., Awaitable[float]] | None = None,
     ) -> None:
@@ -115,26 +111,13 @@ class ServedModel:
         return self._system_fingerprint if weights is None else weights.fingerprint
 
     async def warm_up(self, timeout_s: float | None = None) -> None:
-        """Generates one token; the server is ready after it.
-
-        Args:
-            timeout_s: None: `server.request_timeout_s`.
-
-        Raises:
-            EngineError: the engine failed or did not answer in time.
-        """
+        """Generates one token; the server is ready after it. Arguments and errors are those of `generate_one`."""
         await self.generate_one(timeout_s)
         self.engine.telemetry.life.enter(EngineState.RUNNING)
 
     async def generate_one(self, timeout_s: float | None = None) -> None:
-        """Generates one token, ahead of what waits: the proof that the engine works.
-
-        Args:
-            timeout_s: None: `server.request_timeout_s`.
-
-        Raises:
-            EngineError: the engine failed or did not answer in time.
-        """
+        """Generates one token, ahead of what waits: the proof that the engine works. Raises EngineError where it failed
+        or did not answer within `timeout_s`; None: `server.request_timeout_s`."""
         prompt = [*self._known(self.tokenizer.bos_token_id), *self._known(self.tokenizer.eos_token_id), 0][:1]
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         job = Job(id="probe", prompts=[prompt], sampling=[[sampling]], priority=_FIRST)
@@ -151,15 +134,9 @@ class ServedModel:
     def checked(
         self, kind: type[_Request], raw: Mapping[str, Any], policy: FieldPolicy, known: type[BaseModel] | None = None
     ) -> tuple[_Request, list[str]]:
-        """A request to this model, and the names of its fields that are ignored.
-
-        Args:
-            raw: its JSON.
-            known: has the fields that it may hold. None: `kind`.
-
-        Raises:
-            RequestError: with the path of the field at fault; 404 for another model.
-        """
+        """A request to this model, of its JSON `raw`, and the names of its fields that are ignored; `known` has the
+        fields that it may hold (None: `kind`). Raises RequestError with the path of the field at fault; 404 for another
+        model."""
         ignored = policy.check(known or kind, raw, strict=self.server.strict_fields)
         request = validated(kind, raw)
         self.check_name(getattr(request, "model", None))
@@ -224,12 +201,8 @@ class ServedModel:
         return max_tokens
 
     async def grammar(self, fields: SamplingFields) -> str | None:
-        """The checked grammar that the answer must match; None: anything.
-
-        Raises:
-            RequestError: the grammar is wrong or too complex, or two are asked for.
-            OverloadedError: too many grammars wait to be checked.
-        """
+        """The checked grammar that the answer must match; None: anything. Raises RequestError where it is wrong or too
+        complex or two are asked for, OverloadedError where too many wait to be checked."""
         spec = fields.grammar()
         return None if spec is None else await self.grammars.check(spec)
 
@@ -285,11 +258,8 @@ class ServedModel:
         )
 
     def run(self, job: Job, *, timeout_s: float | None = None) -> Run:
-        """`job` in this model's engine; it starts with the first delta that is read.
-
-        Args:
-            timeout_s: None: `server.request_timeout_s`.
-        """
+        """`job` in this model's engine; it starts with the first delta that is read. `timeout_s`: None:
+        `server.request_timeout_s`."""
         timeout_s = self.server.request_timeout_s if timeout_s is None else timeout_s
         return Run(job, self.engine, self.tokenizer, timeout_s=timeout_s)
 
@@ -302,12 +272,8 @@ class ServedModel:
         temperature: float | None = None,
         seed: int | None = None,
     ) -> AsyncGenerator[str, None]:
-        """The continuation of `prompt` (or the reply to it, with `chat`) as text, without any HTTP or JSON.
-
-        Raises:
-            RequestError: the prompt is empty or does not fit.
-            EngineError: the engine failed.
-        """
+        """The continuation of `prompt` (or the reply to it, with `chat`) as text, without any HTTP or JSON. Raises
+        RequestError where the prompt is empty or does not fit, EngineError where the engine failed."""
         turns = Conversation(turns=[Turn(role="user", text=prompt)])
         ids = await self.prompts.encode_chat(turns) if chat else self.prompts.encode(prompt)
         limit = self.checked_max_tokens(ids, max_tokens, default=self.room(ids), param="prompt")

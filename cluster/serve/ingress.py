@@ -14,7 +14,7 @@ from starlette import routing
 from cluster.anthropic.message_objects import AnthropicError
 from cluster.http.access import Access
 from cluster.http.active import ActiveRequests
-from cluster.http.endpoint import Endpoint
+from cluster.http.endpoint import Endpoint, Handler
 from cluster.http.guard import Guard
 from cluster.http.keys import KeyRing
 from cluster.http.response import LoopTurns
@@ -46,10 +46,13 @@ def create_app(
         return model.engine.connected
 
     def served(route: Route) -> routing.Route:
-        if route.handler is None:
-            assert route.plain is not None, "a route has a handler of one of two kinds"
+        if route.plain is not None:
             return routing.Route(route.path, route.plain(servings), methods=[route.method])
-        handle = route.handler(servings)
+        if route.handler is not None:
+            handle: Handler = functools.partial(route.handler, model)
+        else:
+            assert route.serving is not None, "a route has a handler of one of three kinds"
+            handle = route.serving(servings)
         endpoint = Endpoint(handle, model.server, requests, turns, engine_is_there, telemetry.refused)
         return routing.Route(route.path, endpoint, methods=[route.method])
 

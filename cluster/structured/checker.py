@@ -56,20 +56,13 @@ class GrammarChecker:
         self._socket: socket.socket | None = None
 
     async def start(self) -> None:
-        """Starts the process unless it runs: then the first check need not wait for it.
-
-        Raises:
-            OverloadedError: it cannot be started now; the next call tries again.
-        """
+        """Starts the process unless it runs: then the first check need not wait for it. Raises OverloadedError where it
+        cannot be started now; the next call tries again."""
         await self._ask(None)
 
     async def check(self, spec: GrammarSpec) -> str:
-        """The checked grammar.
-
-        Raises:
-            RequestError: it is wrong, or too complex.
-            OverloadedError: too many grammars wait for their check, or the process does not answer.
-        """
+        """The checked grammar. Raises RequestError where it is wrong or too complex, OverloadedError where too many
+        wait for their check or the process does not answer."""
         key = msgspec.msgpack.encode(spec)
         known = self._cache.get(key)
         if known is not None:

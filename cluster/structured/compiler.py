@@ -28,11 +28,8 @@ class GrammarCompiler:
         self._text = LarkText(special_tokens)
 
     def compile(self, spec: GrammarSpec) -> str:
-        """The grammar, not yet known to be one that llguidance can run.
-
-        Raises:
-            RequestError: it cannot be compiled; names the field and, where it can, the place in it.
-        """
+        """The grammar, not yet known to be one that llguidance can run. Raises RequestError where it cannot be
+        compiled, with the field and, where it can, the place in it."""
         match spec.kind:
             case GrammarKind.JSON_SCHEMA:
                 return _grammars([{"json_schema": _schema(_json(spec), spec, spec.param)}])

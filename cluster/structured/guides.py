@@ -162,11 +162,8 @@ class RequestGuides:
         self._enough_bytes = 0
 
     def set_tokenizer(self, tokenizer: str) -> None:
-        """Makes grammars possible. `tokenizer`: text of a tokenizer.json.
-
-        Holds the GIL for as long as it takes to read it: before there are requests, or their first grammar would stop
-        all of them.
-        """
+        """Makes grammars possible. `tokenizer`: text of a tokenizer.json. Holds the GIL for as long as it takes to read
+        it: before there are requests, or their first grammar would stop all of them."""
         try:
             self.matchers = Matchers(Setup(tokenizer, self._vocab_size, self._eos_token_ids))
         except ValueError as error:
@@ -178,11 +175,8 @@ class RequestGuides:
             self._threads[-1].start()
 
     def make(self, request: GenerateRequest) -> Guide | None:
-        """A guide for `request`, if it needs one: for its grammar, for its bad words, or for both.
-
-        Raises:
-            GuideError: there is no tokenizer, or a bad word has an id outside the vocabulary.
-        """
+        """A guide for `request`, if it needs one: for its grammar, for its bad words, or for both. Raises GuideError
+        where there is no tokenizer, or a bad word has an id outside the vocabulary."""
         words = [word for word in request.sampling.bad_words if len(word) > 1]
         if any(not 0 <= token < self._vocab_size for word in words for token in word):
             raise GuideError(f"bad_words has an id outside 0 to {self._vocab_size - 1}")

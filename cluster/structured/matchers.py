@@ -37,11 +37,8 @@ class Matchers:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
 
     def mask(self, matcher: LLMatcher) -> UInt32Array | None:
-        """[mask_words(vocab_size)] of the tokens that may come next; None: nothing but end of sequence may.
-
-        Raises:
-            MatchError: `matcher` is in its state of error.
-        """
+        """[mask_words(vocab_size)] of the tokens that may come next; None: nothing but end of sequence may. Raises
+        MatchError where `matcher` is in its state of error."""
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: len(self._ids)] & self._ids
         if matcher.is_error():
             raise MatchError(clean_message(matcher.get_error()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -75,26 +76,16 @@ def object_grammar(param: str) -> GrammarSpec:
     return _spec(GrammarKind.JSON_SCHEMA, b'{"type":"object"}', param)
 
 
-def lark_grammar(text: str, param: str) -> GrammarSpec:
-    """A grammar in Lark's syntax or in GBNF. Raises RequestError when it is too long."""
-    return _spec(GrammarKind.GRAMMAR, text.encode(), param)
-
-
-def compiled_grammar(grammar: str, param: str) -> GrammarSpec:
-    """A grammar made of checked ones. Raises RequestError when it is too long."""
-    return _spec(GrammarKind.COMPILED, grammar.encode(), param)
+def text_grammar(kind: GrammarKind, text: str, param: str) -> GrammarSpec:
+    """A grammar of a `kind` that is text. Raises RequestError when it is too long."""
+    return _spec(kind, text.encode(), param)
 
 
 def read_grammar(own: GrammarSpec | None = None, **fields: Any) -> GrammarSpec | None:
-    """The grammar that the fields of a request ask for; None: any text.
-
-    Args:
-        own: of another field, read already; it takes the place of `response_format`.
-        fields: by name, each one of `GRAMMAR_FIELDS`, of the shape that `SamplingFields` describes.
-
-    Raises:
-        RequestError: two of them ask for something, one is too long, or `structured_outputs` has not one form.
-    """
+    """The grammar that the fields of a request ask for, each one of `GRAMMAR_FIELDS`, of the shape that
+    `SamplingFields` describes; None: any text. `own`, of another field and read already, takes the place of
+    `response_format`. Raises RequestError where two of them ask for something, one is too long, or `structured_outputs`
+    has not one form."""
     if own is not None:
         fields.pop("response_format", None)
     read = [_READERS[name](value, name) for name, value in fields.items() if value is not None]
@@ -141,10 +132,6 @@ def _structured_outputs(given: Mapping[str, Any], param: str) -> GrammarSpec | N
     return msgspec.structs.replace(spec, compact=compact) if spec is not None and compact else spec
 
 
-def _regex(value: Any, param: str) -> GrammarSpec:
-    return _spec(GrammarKind.REGEX, value.encode(), param)
-
-
 def _structural_tag(value: Any, param: str) -> GrammarSpec:
     try:
         if isinstance(value, str):
@@ -170,9 +157,9 @@ def _spec(kind: GrammarKind, body: bytes, param: str, *, strict: bool = True) ->
 
 _STRUCTURED_OUTPUTS: Mapping[str, Callable[[Any, str], GrammarSpec | None]] = {
     "json": schema_grammar,
-    "regex": _regex,
+    "regex": partial(text_grammar, GrammarKind.REGEX),
     "choice": lambda value, param: _spec(GrammarKind.CHOICE, msgspec.json.encode(value), param),
-    "grammar": lark_grammar,
+    "grammar": partial(text_grammar, GrammarKind.GRAMMAR),
     "json_object": lambda _, param: object_grammar(param),
     "structural_tag": _structural_tag,
 }
@@ -181,5 +168,5 @@ _READERS: Mapping[str, Callable[[Any, str], GrammarSpec | None]] = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
     "json_schema": schema_grammar,
-    "ebnf": lark_grammar,
+    "ebnf": partial(text_grammar, GrammarKind.GRAMMAR),
 }

@@ -37,16 +37,9 @@ _OURS = frozenset(
 
 
 def template_sources(path: Path) -> str | dict[str, str] | None:
-    """The chat template, or several by name, in the files of a model or tokenizer; None where there is none.
-
-    For whoever needs no tokenizer: the tokenizer's own reader finds the same.
-
-    Args:
-        path: a directory or a .gguf file.
-
-    Raises:
-        CheckpointError: a file there is none of its kind.
-    """
+    """The chat template, or several by name, in the files of a model or tokenizer (a directory or a .gguf file); None
+    where there is none. For whoever needs no tokenizer: the tokenizer's own reader finds the same. Raises
+    CheckpointError for a file that is none of its kind."""
     if path.suffix == ".gguf":
         source = GGUFHeader.read(path).metadata.get("tokenizer.chat_template")
         return source if isinstance(source, str) else None
@@ -71,14 +64,8 @@ class ChatTemplate:
     """One model's chat template, or several by name. `render` may be called from any thread."""
 
     def __init__(self, sources: str | Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
-        """
-        Args:
-            sources: the template, or templates by name: `default`, and where there are `tool_use` and `rag`.
-            special_tokens: variables such as `bos_token`.
-
-        Raises:
-            jinja2.TemplateSyntaxError: a template is not Jinja.
-        """
+        """`sources`: the template, or templates by name: `default`, and where there are `tool_use` and `rag`;
+        `special_tokens`: variables such as `bos_token`. Raises jinja2.TemplateSyntaxError for what is not Jinja."""
         named = {"default": sources} if isinstance(sources, str) else dict(sources)
         self.source = "\n".join(named.values())
         """The text of all of them, to look for what they know."""

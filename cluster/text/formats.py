@@ -77,11 +77,8 @@ class ModelFormats:
         return "own" if self.takes_tools else "none"
 
     def shown_tools(self, use: ToolUse | None) -> list[Mapping[str, Any]] | None:
-        """The `tools` that the template is given; nothing where the `generic` form tells of them.
-
-        Raises:
-            RequestError: the model would not see the tools, or its calls could not be told from text.
-        """
+        """The `tools` that the template is given; nothing where the `generic` form tells of them. Raises RequestError
+        where the model would not see the tools, or its calls could not be told from text."""
         if use is None or not is_told_of(use) or self.generic is not None:
             return None
         reason = advice = ""
@@ -136,14 +133,9 @@ class ModelFormats:
         return calls.in_text() if answer is None else calls.or_answer(answer, parallel=use.parallel)
 
     def needs_grammar(self, use: ToolUse | None, *, has_grammar: bool) -> bool:
-        """Whether the tools of a request make a grammar of their own necessary.
-
-        That is so where a call is required; where a tool is strict; and where the request `has_grammar`, which would
-        not let the model call.
-
-        Raises:
-            RequestError: an answer with a grammar cannot be told from calls in this model's format.
-        """
+        """Whether the tools of a request make a grammar of their own necessary: where a call is required; where a tool
+        is strict; and where the request `has_grammar`, which would not let the model call. Raises RequestError where an
+        answer with a grammar cannot be told from calls in this model's format."""
         if use is None or use.mode is ToolMode.NONE:
             return False
         if use.is_forced:

@@ -31,20 +31,14 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 def check_gguf_tokenizer(path: Path) -> None:
-    """Looks at the kind of the tokenizer inside `path`, which takes milliseconds.
-
-    Raises:
-        CheckpointError: it is of a kind that `read_gguf_tokenizer` does not know; the message names it.
-    """
+    """Looks at the kind of the tokenizer inside `path`, which takes milliseconds. Raises CheckpointError, which names
+    it, where `read_gguf_tokenizer` does not know that kind."""
     _split(path, GGUFHeader.read(path).metadata)
 
 
 def read_gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer inside `path` with its chat template; takes 0.2 s for 49k tokens and as many merges.
-
-    Raises:
-        CheckpointError: it is of an unknown kind, or its parts do not fit together.
-    """
+    """The tokenizer inside `path` with its chat template; takes 0.2 s for 49k tokens and as many merges. Raises
+    CheckpointError where it is of an unknown kind, or its parts do not fit together."""
     # Imported late: half a second.
     from transformers import PreTrainedTokenizerFast
 

@@ -40,12 +40,8 @@ class PromptEncoder:
 
     async def encode_chat(self, conversation: Conversation) -> list[int]:
         """Token ids of the chat template's text, with one BOS however often the template writes it; the event loop goes
-        on meanwhile.
-
-        Raises:
-            RequestError: there is no template, it cannot show all of this, or it refuses these messages.
-            OverloadedError: too many templates wait to be rendered.
-        """
+        on meanwhile. Raises RequestError where there is no template, it cannot show all of this, or it refuses these
+        messages, and OverloadedError where too many templates wait to be rendered."""
         template, formats = self._tokenizer.template, self._formats
         check(conversation, template, formats)
         if self._num_rendering >= _MAX_RENDERING:

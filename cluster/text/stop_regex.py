@@ -19,10 +19,8 @@ class StopRegex:
     __slots__ = ("_at_end", "_pattern", "source")
 
     def __init__(self, source: str, param: str) -> None:
-        """
-        Raises:
-            RequestError: naming `param`; the pattern is invalid, too large, matches nothing at all, or asserts.
-        """
+        """Raises RequestError, naming `param`: the pattern is invalid, too large, matches nothing at all, or
+        asserts."""
         self.source = source
         if not 0 < len(source) <= _MAX_CHARS:
             raise RequestError(f"{param} must have 1 to {_MAX_CHARS} characters.", param=param)
@@ -45,10 +43,7 @@ class StopRegex:
 
     def first_end(self, before: str, text: str) -> int | None:
         """The number of characters of `text` up to the end of the first match that ends in it; None without one.
-
-        Args:
-            before: the text before, at least its last `window` characters.
-        """
+        `before`: the text before, at least the last characters of it that a match may have."""
         before = before[-_WINDOW_CHARS:]
         if self._pattern.search(before + text) is None:
             return None

@@ -45,11 +45,8 @@ class TextEnd:
         self._tail = ""  # the end of the text so far, for patterns
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
-        """(text that is certain, the stop string or pattern met or None). After a match the rest is dropped.
-
-        Args:
-            may_end: False: a match that ends in `text` does not count.
-        """
+        """(text that is certain, the stop string or pattern met or None). After a match the rest is dropped. Without
+        `may_end` a match that ends in `text` does not count."""
         end, source = len(text), None
         if self._options.patterns:
             for pattern in self._options.patterns if may_end else ():

@@ -40,7 +40,8 @@ class Tokenizer:
         # A tokenizer.json may carry the truncation and padding it was trained with.
         self._rust.no_truncation()
         self._rust.no_padding()
-        self._vocab_size = max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        """One more than the largest id, added tokens included."""
         added = self._rust.get_added_tokens_decoder()
         self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._byte_level = isinstance(self._rust.decoder, decoders.ByteLevel)
@@ -52,15 +53,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, *, chat_template: str | None = None) -> Tokenizer:
-        """Reads a directory with tokenizer.json, or the tokenizer inside a .gguf file.
-
-        Args:
-            chat_template: a Jinja file used in place of the model's own template.
-
-        Raises:
-            CheckpointError: there is no tokenizer at `path`, or it is of a kind that is not known.
-            ConfigError: `chat_template` cannot be read, or is not Jinja.
-        """
+        """Reads a directory with tokenizer.json, or the tokenizer inside a .gguf file; a Jinja file `chat_template` is
+        used in place of the model's own. Raises CheckpointError where there is no tokenizer at `path`, or one of a kind
+        that is not known, and ConfigError where `chat_template` cannot be read, or is not Jinja."""
         source = Path(path).expanduser()
         fast = read_gguf_tokenizer(source) if source.suffix == ".gguf" else _load_directory(source)
         try:
@@ -71,11 +66,6 @@ class Tokenizer:
             raise CheckpointError(
                 f"the chat template in {source} is not Jinja ({error}); set server.chat_template to one that is"
             ) from None
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included."""
-        return self._vocab_size
 
     @property
     def bos_token_id(self) -> int | None:
@@ -108,11 +98,7 @@ class Tokenizer:
     def detokenizer(
         self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()
     ) -> Detokenizer:
-        """A decoder for the tokens that follow `prompt_ids`.
-
-        Args:
-            shown: special tokens that are not skipped.
-        """
+        """A decoder for the tokens that follow `prompt_ids`; of special tokens, those `shown` are not skipped."""
         hidden: frozenset[int] = frozenset()
         if skip_special_tokens:
             hidden = self._special_ids.difference(map(self.special_id, shown)) if shown else self._special_ids
@@ -124,8 +110,7 @@ class Tokenizer:
         """The raw bytes one token stands for: half an emoji stays half an emoji. Empty for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._token_bytes(token_id)
-            self._bytes[token_id] = known
+            known = self._bytes[token_id] = self._token_bytes(token_id)
         return known
 
     def token_text(self, token_id: int) -> str:

@@ -28,17 +28,9 @@ def run_bench(
     output_tokens: int,
     json_path: Path | None,
 ) -> bool:
-    """Measures and prints each level, then the table of all; returns whether every request succeeded.
-
-    Args:
-        clients: of each level.
-        requests: of each level; None: two for each client, at least 8.
-        json_path: written after every level: what was measured outlives a run cut short.
-
-    Raises:
-        ConfigError: `url` is none.
-        EngineError: the endpoint does not answer.
-    """
+    """Measures and prints each level of `clients`, then the table of all; returns whether every request succeeded.
+    `requests`: of each level; None: two for each client, at least 8. `json_path` is written after every level: what was
+    measured outlives a run cut short. Raises ConfigError where `url` is none, EngineError where it does not answer."""
     console = Console(highlight=False, soft_wrap=True)
     with EndpointClient(url) as endpoint:
         model = model or endpoint.first_model()

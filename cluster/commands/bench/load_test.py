@@ -78,11 +78,8 @@ def takes_ids(endpoint: EndpointClient, model: str) -> bool:
 
 
 def run_levels(traffic: Traffic, levels: Sequence[int], requests: int | None = None) -> Iterator[dict[str, Any]]:
-    """Figures of each number of clients, one after the other, each after a warm-up of as many requests.
-
-    Args:
-        requests: of each level; None: two for each client, at least 8.
-    """
+    """Figures of each number of clients, one after the other, each after a warm-up of as many requests. `requests`: of
+    each level; None: two for each client, at least 8."""
     with contextlib.ExitStack() as stack:
         most = -(-max(levels) // _CLIENTS_PER_PROCESS)
         spawn = multiprocessing.get_context("spawn")
@@ -100,12 +97,8 @@ def run_levels(traffic: Traffic, levels: Sequence[int], requests: int | None = N
 def measure_level(
     lanes: Sequence[Executor], traffic: Traffic, level: str, clients: int, requests: int
 ) -> dict[str, Any]:
-    """Figures of `clients` clients that take `requests` requests between them.
-
-    Args:
-        lanes: executors of one process each; as many as the clients need are used.
-        level: names the prompts; each level of a run has its own.
-    """
+    """Figures of `clients` clients that take `requests` requests between them, with as many of `lanes`, executors of
+    one process each, as they need. `level` names the prompts; each level of a run has its own."""
     processes = min(len(lanes), -(-clients // _CLIENTS_PER_PROCESS))
     bodies = traffic.bodies(level, requests)
     begin = time.perf_counter() + _START_DELAY_S

@@ -75,31 +75,18 @@ class ResponseStore:
         self._limits = limits or StoreLimits()
         self._clock = clock
         self._shelves: OrderedDict[str, _Shelf] = OrderedDict()
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """Size of all that is kept."""
 
     def __len__(self) -> int:
         return sum(len(shelf.entries) for shelf in self._shelves.values())
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of all that is kept."""
-        return self._num_bytes
-
     def put(self, client: str, stored: StoredResponse) -> None:
-        """Keeps `stored`; what has ended and was used longest ago makes room.
-
-        Raises:
-            OverloadedError: what still runs leaves no room.
-        """
+        """Keeps `stored`; what has ended and was used longest ago makes room. Raises OverloadedError where what still
+        runs leaves none."""
         self._expire()
-        limits = self._limits
         shelf = self._shelves.setdefault(client, _Shelf())
-        self._make_room(client, 1, stored.num_bytes)
-        if (
-            len(shelf.entries) >= limits.responses_per_client
-            or shelf.num_bytes + stored.num_bytes > limits.bytes_per_client
-            or self._num_bytes + stored.num_bytes > limits.bytes_in_all
-        ):
+        if not self._make_room(client, 1, stored.num_bytes):
             raise OverloadedError("Too many stored responses are in progress; use store: false, or try again later.")
         shelf.entries[stored.id] = (stored, self._clock())
         self._count(shelf, stored.num_bytes)
@@ -151,20 +138,22 @@ class ResponseStore:
             if not entries:
                 del self._shelves[client]
 
-    def _make_room(self, client: str, num_more: int, num_bytes: int) -> None:
-        """Forgets ended responses until as many more of as many bytes fit, where that is possible."""
-        limits = self._limits
-        shelf = self._shelves[client]
-        while (
-            len(shelf.entries) + num_more > limits.responses_per_client
-            or shelf.num_bytes + num_bytes > limits.bytes_per_client
-        ) and self._forget_one(client):
+    def _make_room(self, client: str, num_more: int, num_bytes: int) -> bool:
+        """Forgets ended responses until as many more of as many bytes fit; whether they do."""
+        limits, shelf = self._limits, self._shelves[client]
+
+        def has_room() -> bool:
+            count, size = len(shelf.entries) + num_more, shelf.num_bytes + num_bytes
+            return count <= limits.responses_per_client and size <= limits.bytes_per_client
+
+        while not has_room() and self._forget_one(client):
             pass
-        while self._num_bytes + num_bytes > limits.bytes_in_all:
+        while self.num_bytes + num_bytes > limits.bytes_in_all:
             # Clients that keep most make room first.
             by_size = sorted(self._shelves, key=lambda other: -self._shelves[other].num_bytes)
             if not any(self._forget_one(other) for other in by_size):
-                return
+                return False
+        return has_room()
 
     def _forget_one(self, client: str) -> bool:
         entries = self._shelves[client].entries
@@ -181,4 +170,4 @@ class ResponseStore:
 
     def _count(self, shelf: _Shelf, num_bytes: int) -> None:
         shelf.num_bytes += num_bytes
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes

@@ -24,15 +24,8 @@ _BEGINS_TURN: Mapping[str, frozenset[str]] = {
 
 
 def conversation(request: InputTokensRequest, items: Sequence[Mapping[str, Any]], num_earlier: int) -> Conversation:
-    """The conversation that the model goes on with.
-
-    Args:
-        items: checked by `input_items`, or made by an earlier response.
-        num_earlier: of `items`, how many are not of this request.
-
-    Raises:
-        RequestError: with the path of the field at fault.
-    """
+    """The conversation that the model goes on with. `items` are checked by `input_items`, or made by earlier responses;
+    the first `num_earlier` are not of this request. Raises RequestError with the path of the field at fault."""
     effort = None if request.reasoning is None else request.reasoning.effort
     return Conversation(
         turns=turns(items, request.instructions, num_earlier),
@@ -66,14 +59,8 @@ def _named(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def turns(items: Sequence[Mapping[str, Any]], instructions: str | None, num_earlier: int = 0) -> list[Turn]:
-    """The turns of a response's input.
-
-    Args:
-        items, num_earlier: as in `conversation`.
-
-    Raises:
-        RequestError: an output belongs to no call, or the arguments of a call are JSON that is no object.
-    """
+    """The turns of a response's input; arguments as of `conversation`. Raises RequestError where an output belongs to
+    no call, or the arguments of a call are JSON that is no object."""
     made = [Turn(role="system", text=instructions)] if instructions else []
     called: set[str] = set()
     said: set[str] = set()  # kinds of what the last turn holds, if it is the assistant's

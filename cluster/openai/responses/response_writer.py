@@ -10,17 +10,6 @@ from typing import Any
 from cluster.engine.messages import FinishReason
 from cluster.openai.openai_writer import token_logprobs
 from cluster.openai.responses import response_objects as objects
-from cluster.openai.responses.response_objects import (
-    CallItem,
-    ItemStatus,
-    OutputItem,
-    OutputMessage,
-    OutputText,
-    ReasoningItem,
-    ReasoningText,
-    Response,
-    StreamEvent,
-)
 from cluster.openai.wire import TokenLogprob
 from cluster.requests.answer import AnswerWriter
 from cluster.requests.blocks import BlockBuilder
@@ -34,7 +23,7 @@ from configs.errors import RequestError
 _LOGPROB_BYTES = 128  # bytes of memory, about
 
 
-def sse_parts(event: StreamEvent) -> Iterator[bytes]:
+def sse_parts(event: objects.StreamEvent) -> Iterator[bytes]:
     """`event` as a server-sent event with its name."""
     yield b"event: %s\ndata: " % str(type(event).__struct_config__.tag).encode()
     yield from json_parts(event)
@@ -45,7 +34,7 @@ class ResponseBuilder(BlockBuilder):
     """One response as it grows: `begin`, any number of `tell`, then one of `finish`, `cancel` and `fail`. The last
     events, which may be long, are made as they are read."""
 
-    def __init__(self, response: Response) -> None:
+    def __init__(self, response: objects.Response) -> None:
         """`response` has no output yet; it is this object's from here on."""
         super().__init__()
         self.response = response
@@ -87,11 +76,7 @@ class ResponseBuilder(BlockBuilder):
         return super().tell(event)
 
     def finish(self, usage: Usage, *, cut: bool) -> Iterator[bytes]:
-        """The model has ended.
-
-        Args:
-            cut: by `max_output_tokens` or the context, and not by itself.
-        """
+        """The model has ended; `cut`: by `max_output_tokens` or the context, and not by itself."""
         self._count(usage)
         yield from self._close("incomplete" if cut else "completed")
         if cut:
@@ -136,17 +121,17 @@ class ResponseBuilder(BlockBuilder):
     def _begun(self, event: Content | Reasoning | CallStarted) -> bytes:
         self._logprobs = []
         name = uuid.uuid4().hex
-        item: OutputItem
+        item: objects.OutputItem
         match event:
             case Reasoning():
-                item = ReasoningItem(f"rs_{name}")
+                item = objects.ReasoningItem(f"rs_{name}")
             case Content():
-                item = OutputMessage(f"msg_{name}")
+                item = objects.OutputMessage(f"msg_{name}")
             case CallStarted(_, call_id, function):
-                item = CallItem(f"fc_{name}", call_id, function)
+                item = objects.CallItem(f"fc_{name}", call_id, function)
         self.response.output.append(item)
         events = self._event(objects.OutputItemAdded, output_index=self._index, item=item)
-        if isinstance(item, CallItem):
+        if isinstance(item, objects.CallItem):
             return events
         # Only now: the part comes with an event of its own.
         self._settle()
@@ -168,32 +153,32 @@ class ResponseBuilder(BlockBuilder):
             return ""
         item, text = self.response.output[-1], "".join(self._texts)
         self._texts = [text]
-        if isinstance(item, CallItem):
+        if isinstance(item, objects.CallItem):
             item.arguments = text
-        elif isinstance(item, OutputMessage):
-            item.content = [OutputText(text, logprobs=long_list(self._logprobs))]
+        elif isinstance(item, objects.OutputMessage):
+            item.content = [objects.OutputText(text, logprobs=long_list(self._logprobs))]
         else:
-            item.content = [ReasoningText(text)]
+            item.content = [objects.ReasoningText(text)]
         return text
 
-    def _close(self, status: ItemStatus = "completed") -> Iterator[bytes]:
+    def _close(self, status: objects.ItemStatus = "completed") -> Iterator[bytes]:
         if self._open is None:
             return
         item, text, place = self.response.output[-1], self._settle(), self._place
         self._open = None
         item.status = status
-        if isinstance(item, CallItem):
+        if isinstance(item, objects.CallItem):
             yield self._event(objects.FunctionCallArgumentsDone, **place, arguments=text, name=item.name)
         else:
             [part] = item.content
-            if isinstance(part, OutputText):
+            if isinstance(part, objects.OutputText):
                 yield from self._parts(objects.OutputTextDone, **place, text=text, logprobs=part.logprobs)
             else:
                 yield self._event(objects.ReasoningTextDone, **place, text=text)
             yield from self._parts(objects.ContentPartDone, **place, part=part)
         yield from self._parts(objects.OutputItemDone, output_index=self._index, item=item)
 
-    def _end(self, status: objects.Status, kind: Callable[..., StreamEvent]) -> Iterator[bytes]:
+    def _end(self, status: objects.Status, kind: Callable[..., objects.StreamEvent]) -> Iterator[bytes]:
         self.response.status = status
         return self._parts(kind, response=self.response)
 
@@ -206,10 +191,10 @@ class ResponseBuilder(BlockBuilder):
             usage.total_tokens,
         )
 
-    def _event(self, kind: Callable[..., StreamEvent], **fields: object) -> bytes:
+    def _event(self, kind: Callable[..., objects.StreamEvent], **fields: object) -> bytes:
         return b"".join(self._parts(kind, **fields))
 
-    def _parts(self, kind: Callable[..., StreamEvent], **fields: object) -> Iterator[bytes]:
+    def _parts(self, kind: Callable[..., objects.StreamEvent], **fields: object) -> Iterator[bytes]:
         number, self._next_number = self._next_number, self._next_number + 1
         return sse_parts(kind(sequence_number=number, **fields))
 

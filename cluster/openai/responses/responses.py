@@ -19,20 +19,15 @@ from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
 from cluster.http.http_errors import as_request_error, error_event
 from cluster.http.response import HttpResponse
+from cluster.openai.responses import response_objects as objects
 from cluster.openai.responses.event_log import EventLog
-from cluster.openai.responses.response_objects import (
-    DeletedResponse,
-    InputTokens,
-    ItemList,
-    ReasoningSettings,
-    Response,
-)
 from cluster.openai.responses.response_store import ResponseStore, StoredResponse
 from cluster.openai.responses.response_turns import conversation, input_items, text_grammar
 from cluster.openai.responses.response_writer import ResponseBuilder, ResponseWriter
 from cluster.openai.responses.responses_request import (
     FIELDS,
     InputTokensRequest,
+    ReasoningOptions,
     ResponsesRequest,
     check_options,
     ignored_options,
@@ -106,11 +101,8 @@ class ResponsesServing:
         return HttpResponse(chunks, bool(request.stream), headers, failure)
 
     async def retrieve(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """GET /v1/responses/{response_id}; with `stream=true`, the events of a background stream.
-
-        Raises:
-            RequestError: 404 for a response that is not kept.
-        """
+        """GET /v1/responses/{response_id}; with `stream=true`, the events of a background stream. Raises RequestError
+        (404) for a response that is not kept."""
         stored = self._store.get(context.client, context.path_params["response_id"])
         if context.query.get("stream", "false") != "true":
             return HttpResponse(in_parts(stored.builder.encoded()), streamed=False)
@@ -122,22 +114,16 @@ class ResponsesServing:
         return HttpResponse(stored.log.follow(max(int(after) + 1, 0)), streamed=True)
 
     async def items(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """GET /v1/responses/{response_id}/input_items: what it was made from, a page at a time.
-
-        Raises:
-            RequestError: 404 for a response that is not kept, 400 for a page that there is not.
-        """
+        """GET /v1/responses/{response_id}/input_items: what it was made from, a page at a time. Raises RequestError:
+        404 for a response that is not kept, 400 for a page that there is not."""
         stored = self._store.get(context.client, context.path_params["response_id"])
         listed, has_more = _page(stored.items, context.query)
         first, last = (listed[0]["id"], listed[-1]["id"]) if listed else (None, None)
-        return json_response(ItemList(data=long_list(listed), first_id=first, last_id=last, has_more=has_more))
+        return json_response(objects.ItemList(data=long_list(listed), first_id=first, last_id=last, has_more=has_more))
 
     async def input_tokens(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /v1/responses/input_tokens: how many tokens the prompt of a response would have.
-
-        Raises:
-            RequestError: for a bad request.
-        """
+        """POST /v1/responses/input_tokens: how many tokens the prompt of a response would have. Raises RequestError for
+        a bad request."""
         model = self._model
         # Whoever counts may send the whole request.
         check_fields = partial(model.checked, InputTokensRequest, policy=FIELDS, known=ResponsesRequest)
@@ -151,15 +137,12 @@ class ResponsesServing:
             return conversation(request, earlier + new_items, len(earlier))
 
         chat = await off_loop(num_bytes + len(body), check)
-        count = InputTokens(len(await model.prompts.encode_chat(chat)))
+        count = objects.InputTokens(len(await model.prompts.encode_chat(chat)))
         return json_response(count, ignored_header(ignored))
 
     async def cancel(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /v1/responses/{response_id}/cancel: ends one that is on its way; again, it changes nothing.
-
-        Raises:
-            RequestError: 404 for a response that is not kept, 400 for one that has ended by itself.
-        """
+        """POST /v1/responses/{response_id}/cancel: ends one that is on its way; again, it changes nothing. Raises
+        RequestError: 404 for a response that is not kept, 400 for one that has ended by itself."""
         stored = self._store.get(context.client, context.path_params["response_id"])
         status = stored.builder.response.status
         if stored.builder.ended and status != "cancelled":
@@ -171,15 +154,12 @@ class ResponsesServing:
         return HttpResponse(in_parts(stored.builder.encoded()), streamed=False)
 
     async def delete(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """DELETE /v1/responses/{response_id}; one that is on its way is cancelled.
-
-        Raises:
-            RequestError: 404 for a response that is not kept.
-        """
+        """DELETE /v1/responses/{response_id}; one that is on its way is cancelled. Raises RequestError (404) for a
+        response that is not kept."""
         stored = self._store.delete(context.client, context.path_params["response_id"])
         if stored.run is not None:
             stored.run.abort()
-        return json_response(DeletedResponse(stored.id))
+        return json_response(objects.DeletedResponse(stored.id))
 
     def _earlier(self, response_id: str | None, context: RequestContext) -> tuple[list[dict[str, Any]], int]:
         """The conversation that a request goes on from, and its bytes."""
@@ -250,11 +230,8 @@ class ResponsesServing:
     async def _events(
         self, stored: StoredResponse, writer: ResponseWriter, context: RequestContext, headers: dict[str, str]
     ) -> AsyncGenerator[bytes, None]:
-        """Runs the request and builds its response; yields its events.
-
-        Raises:
-            RequestError: nothing of a response has been yielded, and nobody was told that there is one.
-        """
+        """Runs the request and builds its response; yields its events. Raises RequestError where nothing of a response
+        has been yielded, and nobody was told that there is one."""
         builder = stored.builder
         try:
             if builder.response.store and not builder.response.background:
@@ -278,11 +255,7 @@ class ResponsesServing:
 
 
 def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> tuple[Sequence[dict[str, Any]], bool]:
-    """The items that a query asks for, and whether more follow.
-
-    Raises:
-        RequestError: with the parameter at fault.
-    """
+    """The items that a query asks for, and whether more follow. Raises RequestError with the parameter at fault."""
     limit, order, after = query.get("limit", str(_LISTED_ITEMS)), query.get("order", "desc"), query.get("after")
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _MAX_LISTED_ITEMS):
         raise RequestError(f"limit must be a number from 1 to {_MAX_LISTED_ITEMS}.", param="limit")
@@ -297,14 +270,14 @@ def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> tuple[Se
     return ordered[: int(limit)], len(ordered) > int(limit)
 
 
-def _response(request: ResponsesRequest, response_id: str, sampling: SamplingParams, model_name: str) -> Response:
+def _response(request: ResponsesRequest, id_: str, sampling: SamplingParams, model_name: str) -> objects.Response:
     """The response to `request` before it has any output."""
     text = {"format": {"type": "text"}}
     if request.text is not None:
         text |= request.text.model_dump(by_alias=True, exclude_none=True)
-    reasoning = request.reasoning
-    return Response(
-        id=response_id,
+    reasoning = request.reasoning or ReasoningOptions()
+    return objects.Response(
+        id=id_,
         created_at=int(time.time()),
         status="in_progress",
         background=bool(request.background),
@@ -315,7 +288,7 @@ def _response(request: ResponsesRequest, response_id: str, sampling: SamplingPar
         model=model_name,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         previous_response_id=request.previous_response_id,
-        reasoning=ReasoningSettings() if reasoning is None else ReasoningSettings(reasoning.effort, reasoning.summary),
+        reasoning=objects.ReasoningSettings(reasoning.effort, reasoning.summary),
         store=request.kept,
         temperature=sampling.temperature,
         text=text,

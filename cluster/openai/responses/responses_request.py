@@ -10,14 +10,7 @@ from pydantic.json_schema import SkipJsonSchema
 from cluster.openai.openai_request import CalledName, FunctionParam
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, neutral
 from cluster.requests.sampling_fields import JsonObjectParam, SamplingFields, TextFormatParam
-from cluster.requests.shapes import (
-    MAX_TOKENS,
-    MAX_TOOLS,
-    Checked,
-    ReasoningEffort,
-    Shape,
-    filled,
-)
+from cluster.requests.shapes import MAX_TOKENS, MAX_TOOLS, Checked, ReasoningEffort, Shape, filled
 from configs.errors import RequestError
 
 _MAX_METADATA = 16
@@ -221,13 +214,7 @@ FIELDS = FieldPolicy(
         "prompt": neutral(),
     },
     frozenset(
-        {
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "safety_identifier",
-            "service_tier",
-        }
+        {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier"}
     ),
     STYLING,
 )

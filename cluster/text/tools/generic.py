@@ -26,14 +26,9 @@ class GenericTools:
     """The chat template shows a system message; else what it says begins the first user message."""
 
     def turns(self, given: Sequence[Turn], use: ToolUse | None) -> list[Turn]:
-        """`given` as turns of system, user and assistant that are text alone, no two of one role in a row.
-
-        Templates may want roles to alternate, and calls that follow one another have several results.
-
-        Args:
-            given: at least one.
-            use: the request's tools, which the first turn tells of.
-        """
+        """`given`, at least one, as turns of system, user and assistant that are text alone, no two of one role in a
+        row: templates may want roles to alternate, and calls that follow one another have several results. The first
+        turn tells of the tools `use`."""
         turns = list(given)
         if use is not None and is_told_of(use):
             if turns[0].role != "system":

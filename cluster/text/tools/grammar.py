@@ -23,11 +23,8 @@ class CallGrammar:
     """The form of calls of some tools, in one format."""
 
     def __init__(self, names: Sequence[str], arguments: Sequence[str], style: CallStyle, special_id: SpecialId) -> None:
-        """Args:
-        names: of the tools that may be called.
-        arguments: for each, the grammar of its arguments: a checked one, of a JSON schema.
-        style: one with a layout.
-        """
+        """`names`: of the tools that may be called; `arguments`: for each, the grammar of its arguments: a checked one,
+        of a JSON schema. `style` has a layout."""
         assert style.layout is not None, f"{style.name} has no layout"
         self._layout = style.layout
         self._write = _writer(style.tags, special_id)

@@ -14,13 +14,7 @@ import re
 from cluster.text.tools.sink import Sink
 from cluster.text.tools.text_stream import Reading, TextStream
 
-START, CHANNEL, CONSTRAIN, MESSAGE, END = TAGS = (
-    "<|start|>",
-    "<|channel|>",
-    "<|constrain|>",
-    "<|message|>",
-    "<|end|>",
-)
+START, CHANNEL, CONSTRAIN, MESSAGE, END = TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
 """The tags within an answer: special tokens. The model ends it with another."""
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 FINAL = f"{CHANNEL}final{MESSAGE}"

@@ -183,11 +183,5 @@ class TextStream:
 
 def _num_held(text: str, start: int, tags: tuple[str, ...]) -> int:
     """Length of the longest start of a tag that `text[start:]` ends with."""
-    available = len(text) - start
-    longest = 0
-    for tag in tags:
-        for length in range(min(len(tag) - 1, available), longest, -1):
-            if text.endswith(tag[:length]):
-                longest = length
-                break
-    return longest
+    lengths = (length for tag in tags for length in range(1, len(tag)) if text.endswith(tag[:length], start))
+    return max(lengths, default=0)

@@ -89,14 +89,8 @@ def function_tool(function: Mapping[str, Any], path: str, *, parameters_name: st
 
 
 def tool_use(tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> ToolUse | None:
-    """The tools of a request; None when it has none.
-
-    Args:
-        parallel: an answer may have several calls, where it need not be one of one tool.
-
-    Raises:
-        RequestError: with the path of the field at fault.
-    """
+    """The tools of a request; None when it has none. `parallel`: an answer may have several calls, where it need not be
+    one of one tool. Raises RequestError with the path of the field at fault."""
     if not tools:
         if choice.names is not None or choice.mode not in (ToolMode.NONE, ToolMode.AUTO):
             raise RequestError("tool_choice is only allowed with tools.", param="tool_choice")
