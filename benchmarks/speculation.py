@@ -11,15 +11,16 @@ share their steps without speculation alone. Rates have the prompts' time in the
 `cpu_ratio` that of the processor time of all processes, which other programs change less. `decode_ms` is the median
 time between the results of full batches of decodes, and `verify_ms` that of steps with drafts, `verified` of them a
 step. Greedy answers to random ids soon go round in circles, which drafts follow; those drawn at temperature 1 repeat
-nothing. With --accept the drafts of the latter are the answers
-without speculation, each token of them with that probability, as other engines' benchmarks force it; where the ranks
-draft, they are as many as the ranks made, whose passes run for them. Without speculation no pass of a head runs, but
-its weights are there, and steps leave the states that it reads.
+nothing. With --accept the drafts of the latter are the answers without speculation, each token of them with that
+probability, as other engines' benchmarks force it; where the ranks draft, theirs count as right with that probability,
+so that the answers are others and nothing is compared. Without speculation no pass of a head runs, but its weights are
+there, and steps leave the states that it reads.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -36,6 +37,7 @@ from typing import Any, cast
 from unittest import mock
 
 import numpy as np
+import numpy.typing as npt
 import psutil  # type: ignore[import-untyped]  # ships no types
 import torch
 from torch.distributed import TCPStore
@@ -57,6 +59,7 @@ from configs.schema import NO_SPECULATION, EngineConfig, resolved
 from parallel.channel import FrameReader, Ring
 from parallel.environment import RANK_ENVIRONMENT
 from worker.draft_passes import DraftPasses
+from worker.drafts import StepDrafts
 from worker.protocol import FrameKind, Int32Array, StepFrame, StepResult
 
 _TEXTS = (
@@ -106,9 +109,33 @@ class _Frames:
         self._passes.run = run  # type: ignore[method-assign]
 
 
+def _accept(rate: float) -> None:
+    """Has drafts of this process's steps count as right with that probability, on all ranks alike."""
+    kept, generators = StepDrafts.kept, dict[torch.device, torch.Generator]()
+
+    def forced(drafts: StepDrafts, tokens: torch.Tensor) -> torch.Tensor:
+        device = tokens.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(3)
+        is_right = torch.rand(len(tokens), generator=generators[device], device=device) < rate
+        tokens.copy_(torch.where(is_right & (drafts.tokens >= 0), drafts.tokens, tokens))
+        return kept(drafts, tokens)
+
+    StepDrafts.kept = forced  # type: ignore[method-assign]
+
+
 def _rank_main(
-    rank: int, config: EngineConfig, path: Path, port: int, num_pages: int, addresses: tuple[str, str], ready: Event
+    rank: int,
+    config: EngineConfig,
+    path: Path,
+    port: int,
+    num_pages: int,
+    rate: float | None,
+    addresses: tuple[str, str],
+    ready: Event,
 ) -> None:
+    if rate is not None and config.speculation.is_by_ranks:
+        _accept(rate)
     worker, group = start_worker(rank, config, path, port)
     worker.allocate(num_pages, _MAX_MODEL_LEN)
     frames, results = (Ring.attach(address) for address in addresses)
@@ -144,7 +171,7 @@ class _Foreseen:
 
 
 class Foreseeing(Drafter):
-    """A drafter of answers that are known; where the ranks draft, of as many tokens as they do."""
+    """A drafter of answers that are known; where the ranks draft, of as many tokens as they do, once these are here."""
 
     def __init__(self, *args: Any, wholes: dict[int, list[int]], rate: float) -> None:
         super().__init__(*args)
@@ -158,6 +185,9 @@ class Foreseeing(Drafter):
                 request.history = cast("NgramHistory", foreseen)
         super().take(rows)
 
+    def has_ahead(self, rows: Int32Array) -> npt.NDArray[np.bool_]:
+        return np.zeros(len(rows), np.bool_)
+
     def bring(self, rows: Int32Array, drafts: Int32Array) -> None:
         super().bring(rows, drafts)
         for row, count in zip(rows.tolist(), (drafts >= 0).sum(axis=1).tolist(), strict=True):
@@ -168,7 +198,7 @@ class Foreseeing(Drafter):
 class _Ranks:
     """The processes of the ranks, and a scheduler for each measurement."""
 
-    def __init__(self, config: EngineConfig, path: Path, most: int) -> None:
+    def __init__(self, config: EngineConfig, path: Path, most: int, rate: float | None) -> None:
         model = read_model_config(path)
         self.vocab_size = model.vocab_size
         self._limits = SchedulerLimits(
@@ -186,6 +216,7 @@ class _Ranks:
             eos_token_ids=(),
         )
         self._speculation = config.speculation
+        self.is_by_ranks = config.speculation.is_by_ranks
         self._last_step = 0
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context, size = multiprocessing.get_context("spawn"), config.tensor_parallel_size
@@ -194,7 +225,7 @@ class _Ranks:
 
         def attach(_: str, *addresses: str) -> None:
             for rank, event in enumerate(ready):
-                args = (rank, config, path, self._store.port, self._limits.num_pages, addresses, event)
+                args = (rank, config, path, self._store.port, self._limits.num_pages, rate, addresses, event)
                 self._processes.append(context.Process(target=_rank_main, args=args, daemon=True))
                 self._processes[-1].start()
 
@@ -278,12 +309,17 @@ def _measure(
         for index, length in enumerate(lengths.tolist())
     ]
     drafter: Callable[..., Drafter] = Drafter
-    if args.accept is not None:
+    is_forced = args.accept is not None and ranks.is_by_ranks
+    if args.accept is not None and not is_forced:
         known = ranks.answer(requests, batch, speculates=False, drafter=Drafter).tokens
         wholes = {it.id: [*np.frombuffer(it.prompt, np.int32).tolist(), *known[it.id]] for it in requests}
         drafter = partial(Foreseeing, wholes=wholes, rate=args.accept)
     order = (False, True, True, False) * args.rounds
-    runs = [(speculates, ranks.answer(requests, batch, speculates=speculates, drafter=drafter)) for speculates in order]
+    with contextlib.ExitStack() as patches:
+        if is_forced:  # what runs without speculation bring says nothing of drafts
+            rates = {"FIRST_RATES": (args.accept, args.accept), "learned": lambda rate, _: rate}
+            patches.enter_context(mock.patch.multiple("cluster.scheduling.draft_history", **rates))
+        runs = [(it, ranks.answer(requests, batch, speculates=it, drafter=drafter)) for it in order]
     without, with_ = ([run for speculates, run in runs if speculates is kind] for kind in (False, True))
     first, num_tokens = runs[0][1], int(lengths.sum())
     plain, drafting = (
@@ -301,10 +337,10 @@ def _measure(
         "verified": round(statistics.mean(count for _, count in drafting), 1) if drafting else 0.0,
         "drafted": sum(run.drafted for run in with_),
         "accepted": sum(run.accepted for run in with_),
-        "tokens_compared": (len(runs) - 1) * num_tokens,
+        "tokens_compared": 0 if is_forced else (len(runs) - 1) * num_tokens,
         "tokens_differing": sum(
             one != two
-            for _, run in runs[1:]
+            for _, run in runs[1 : 1 if is_forced else None]
             for key, tokens in run.tokens.items()
             for one, two in zip(first.tokens[key], tokens, strict=True)
         ),
@@ -328,7 +364,7 @@ def main() -> None:
     path = resolve_model_path(given.model, given.revision, weights=given.load_format != "dummy")
     host = HostFacts(num_cores=len(os.sched_getaffinity(0)), num_gpus=torch.cuda.device_count())
     config = resolve(given, with_draft_head(read_model_config(path), given), host).config
-    ranks = _Ranks(config, path, max(batches))
+    ranks = _Ranks(config, path, max(batches), args.accept)
     edits: list[list[int]] = []
     tokenizer = None if given.load_format == "dummy" else Tokenizer.load(path)
     for text, old, new in _TEXTS:

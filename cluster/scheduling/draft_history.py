@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cluster.scheduling.ngrams import learned
 from worker.protocol import Int32Array
 
-_FIRST_RATES = (0.6, 0.6)
+FIRST_RATES = (0.6, 0.6)
 
 
 class DraftHistory:
@@ -21,7 +21,7 @@ class DraftHistory:
         self._drafts: list[int] = []
         self._is_going = False  # whether a right draft was before them
         # The share of drafts that were right: of first ones, and of those behind right ones.
-        self._rates = list(_FIRST_RATES)
+        self._rates = list(FIRST_RATES)
 
     def __len__(self) -> int:
         return self._num_tokens

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cluster.scheduling.draft_history import DraftHistory
+from cluster.scheduling.draft_history import FIRST_RATES, DraftHistory
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.ngrams import NgramHistory
@@ -217,15 +217,14 @@ class Drafter:
         histories = [table.request(row).history for row in rows.tolist()]
         ahead = self.has_ahead(rows)
         chances = [
-            it.new_chances if is_ahead and isinstance(it, DraftHistory) else it.chances
+            it.new_chances if is_ahead and isinstance(it, DraftHistory) else it.chances if it is not None else None
             for it, is_ahead in zip(histories, ahead.tolist(), strict=True)
-            if it is not None
         ]
-        first, then = np.array(chances, np.float64).T
+        first, then = np.array([it or FIRST_RATES for it in chances], np.float64).T
         places = np.arange(most)
         is_behind = (table.in_flight[rows, None] > 0) & (not self._asks)
         room = table.max_total[rows] - table.num_computed[rows] - table.slack[rows] - 2
-        num_drafts = np.array([it.num_drafts for it in histories if it is not None])
+        num_drafts = np.array([0 if it is None else it.num_drafts for it in histories])
         room = np.minimum(room, np.where(ahead, table.num_drafts[rows], num_drafts))
         if table.num_guided:
             guided = table.guided[rows]
