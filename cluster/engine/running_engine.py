@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -36,7 +37,6 @@ from configs.schema import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-
 _CLOSE_TIMEOUT_S = 15.0
 # It reports once a second, also while a step hangs or ranks are replaced.
 _SILENCE_S = 30.0
@@ -59,19 +59,17 @@ def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> Engi
     return EngineSpec(resolved.config, model, model_path, find_tokenizer(config, model_path), config)
 
 
+@dataclass(eq=False)
 class RunningEngine:
     """A started group. `close` ends every process of it; so does the end of the process that started it."""
 
-    def __init__(
-        self, spec: EngineSpec, facts: EngineFacts, client: EngineClient, coordinator: Any, run: asyncio.Future[None]
-    ) -> None:
-        self.spec = spec
-        self.facts = facts
-        self.client = client
-        self.coordinator = coordinator
-        """Handle of the `CoordinatorActor`."""
-        self._run = run
-        self._stopped = StoppedClock()
+    spec: EngineSpec
+    facts: EngineFacts
+    client: EngineClient
+    coordinator: Any
+    """Handle of the `CoordinatorActor`."""
+    _run: asyncio.Future[None]
+    _stopped: StoppedClock = field(default_factory=StoppedClock)
 
     @classmethod
     async def start(
@@ -145,10 +143,7 @@ class RunningEngine:
             sleep=self.sleep,
             system_fingerprint=system_fingerprint(self.spec, (load.platform for load in self.facts.loads)),
         )
-        try:
-            await self.coordinator.set_tokenizer.remote(tokenizer.to_json())
-        except ray.exceptions.RayError as error:
-            raise _cause(error) from None
+        await _answer(self.coordinator.set_tokenizer.remote(tokenizer.to_json()))
         await served.warm_up(config.parallel.step_timeout_s)
         phases["warming up"] = time.monotonic() - began
         self.client.telemetry.started(
@@ -167,29 +162,17 @@ class RunningEngine:
 
     async def resize(self, size: int) -> Resized:
         """Makes `size` ranks of the group's, with its requests in flight. Raises as `cluster.ranks.resizing` has it."""
-        try:
-            resized: Resized = await self.coordinator.resize.remote(size)
-        except ray.exceptions.RayError as error:
-            raise _cause(error) from None
-        return resized
+        return await _answer(self.coordinator.resize.remote(size))
 
     async def sleep(self, *, wakes: bool = False) -> float:
         """Frees the memory of the devices, or ends that. Returns and raises as `CoordinatorActor.sleep` and `wake_up`
         do."""
-        try:
-            seconds: float = await (self.coordinator.wake_up if wakes else self.coordinator.sleep).remote()
-        except ray.exceptions.RayError as error:
-            raise _cause(error) from None
-        return seconds
+        return await _answer((self.coordinator.wake_up if wakes else self.coordinator.sleep).remote())
 
     async def update_weights(self, model: str | None = None, **how: Any) -> WeightsChanged | None:
         """Has another checkpoint serve, with the requests in flight. Further arguments and errors are those of
         `cluster.ranks.weight_change`."""
-        try:
-            changed: WeightsChanged | None = await self.coordinator.update_weights.remote(model, **how)
-        except ray.exceptions.RayError as error:
-            raise _cause(error) from None
-        return changed
+        return await _answer(self.coordinator.update_weights.remote(model, **how))
 
     async def close(self) -> None:
         """Ends requests, ranks and coordinator, in that order. Calling it again does nothing."""
@@ -202,6 +185,14 @@ class RunningEngine:
         elif (error := self._run.exception()) is not None:
             logger.warning("the engine had failed: %s", _cause(error))
         ray.kill(self.coordinator)
+
+
+async def _answer(call: Any) -> Any:
+    """The answer to a call of the coordinator; raises what it raised, or that its process died."""
+    try:
+        return await call
+    except ray.exceptions.RayError as error:
+        raise _cause(error) from None
 
 
 def _cause(error: BaseException) -> LockstepError:

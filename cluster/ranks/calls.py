@@ -51,24 +51,21 @@ def watch(
     runs: Mapping[int, Any], size: int, is_over: Callable[[], bool], on_failure: Callable[[LockstepError], None]
 ) -> None:
     """Calls `on_failure` when one of `runs`, by rank, ends, unless `is_over` by then; returns at once."""
-    args = (runs, size, is_over, on_failure)
-    threading.Thread(target=_watch, args=args, name="rank-watch", daemon=True).start()
 
+    def look() -> None:
+        try:
+            done: list[Any] = []
+            while not done and not is_over():
+                # A pending call fails within 25 ms of its process's death; the timeout only bounds the thread's end.
+                done, _ = ray.wait(list(runs.values()), num_returns=1, timeout=_WATCH_INTERVAL_S)
+            if not is_over():
+                on_failure(failure_of(runs, size))
+        except Exception as error:  # whatever stops the watch, the requests must not go on unwatched
+            logger.exception("the watch over the ranks failed")
+            if not is_over():
+                on_failure(EngineError(f"the watch over the ranks failed: {error!r}"))
 
-def _watch(
-    runs: Mapping[int, Any], size: int, is_over: Callable[[], bool], on_failure: Callable[[LockstepError], None]
-) -> None:
-    try:
-        done: list[Any] = []
-        while not done and not is_over():
-            # A pending call fails within 25 ms of its process's death; the timeout only bounds the thread's end.
-            done, _ = ray.wait(list(runs.values()), num_returns=1, timeout=_WATCH_INTERVAL_S)
-        if not is_over():
-            on_failure(failure_of(runs, size))
-    except Exception as error:  # whatever stops the watch, the requests must not go on unwatched
-        logger.exception("the watch over the ranks failed")
-        if not is_over():
-            on_failure(EngineError(f"the watch over the ranks failed: {error!r}"))
+    threading.Thread(target=look, name="rank-watch", daemon=True).start()
 
 
 def log_stacks(ranks: Iterable[Rank], step_age_s: float) -> None:

@@ -210,16 +210,15 @@ def end_stopped(processes: Callable[[], Mapping[str, int]], timeout_s: float, cl
     Args:
         processes: names for the log, and process ids; called several times a second, on a thread.
     """
-    args = (processes, timeout_s, closing)
-    threading.Thread(target=_end_stopped, args=args, name="stopped-processes", daemon=True).start()
-
-
-def _end_stopped(processes: Callable[[], Mapping[str, int]], timeout_s: float, closing: threading.Event) -> None:
     clock = StoppedClock()
-    while not closing.wait(min(LOOK_S, timeout_s / 4)):
-        names = {pid: name for name, pid in processes().items()}
-        for pid, stopped_s in clock.look(names).items():
-            if stopped_s >= timeout_s:
-                logger.warning("%s (pid %d) is stopped for %.1f s: it is ended", names[pid], pid, stopped_s)
-                with contextlib.suppress(OSError):  # it has ended
-                    os.kill(pid, signal.SIGKILL)
+
+    def look() -> None:
+        while not closing.wait(min(LOOK_S, timeout_s / 4)):
+            names = {pid: name for name, pid in processes().items()}
+            for pid, stopped_s in clock.look(names).items():
+                if stopped_s >= timeout_s:
+                    logger.warning("%s (pid %d) is stopped for %.1f s: it is ended", names[pid], pid, stopped_s)
+                    with contextlib.suppress(OSError):  # it has ended
+                        os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=look, name="stopped-processes", daemon=True).start()

@@ -128,11 +128,6 @@ class RankGroup:
         self._on(self._ranks, "give", list(tensors))
         return dataclasses.replace(self.starter, is_in_memory=True, weights=secrets.token_hex())
 
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether the weights came from another process, so that no rank can be started with them."""
-        return self.starter.is_in_memory
-
     def stage(self, starter: RankStarter) -> list[bool]:
         """Has every rank read the weights that `starter` starts with, while steps run, however long that takes; then
         each rank's answer as `Shard.stage` gives it."""
@@ -179,16 +174,6 @@ class RankGroup:
         return bundle
 
     @property
-    def num_bundles(self) -> int:
-        """Bundles for ranks that the placement group has."""
-        return self.starter.num_bundles
-
-    @property
-    def held(self) -> tuple[HeldGPU, ...]:
-        """GPUs of ranks beyond those bundles."""
-        return self.starter.held
-
-    @property
     def room_bytes(self) -> list[int]:
         """Bytes that were free on each rank's GPU before that was first used; 0 on CPU."""
         return [rank.room_bytes for rank in self._ranks]
@@ -221,7 +206,7 @@ class RankGroup:
         """Why these ranks are not replaced whatever happens to them; None: they may be. Known after `load`."""
         if self._closing.is_set():
             return "its ranks have ended"
-        if self.is_in_memory and not self.is_kept:
+        if self.starter.is_in_memory and not self.is_kept:
             return "its weights came from memory, so no new rank can read them; a change to weights of a path ends that"
         return recovery.reason_never(self.config, one_node=self.one_node)
 

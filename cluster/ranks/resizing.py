@@ -71,9 +71,9 @@ def resize(size: int, given: EngineConfig, coordinator: Coordinator) -> Resized:
         pause_s = coordinator.exchange(new).result()
     except LockstepError:
         new.close("the resize failed")
-        release(new.held[len(old.held) :])
+        release(new.starter.held[len(old.starter.held) :])
         raise
-    release(old.held[len(new.held) :])
+    release(old.starter.held[len(new.starter.held) :])
     logger.warning(
         "tensor_parallel_size is %d, it was %d: %.2f s beside the steps, requests waited %.2f s",
         new.size,
@@ -94,7 +94,7 @@ def fewer(given: EngineConfig, old: RankGroup) -> RankGroup | None:
     if size == old.size or least is None or size < least:
         return None
     try:
-        return old.resized(_resolved(size, given, old), old.held)
+        return old.resized(_resolved(size, given, old), old.starter.held)
     except ConfigError as error:
         logger.error("the group cannot go on with %d ranks: %s", size, error)
         return None
@@ -103,13 +103,14 @@ def fewer(given: EngineConfig, old: RankGroup) -> RankGroup | None:
 def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
     """The configuration for `size` ranks; raises ConfigError where there cannot be so many."""
     on_gpus = old.config.device == "cuda"
-    if old.is_in_memory:
+    if old.starter.is_in_memory:
         raise ConfigError("weights that came from memory cannot be read by new ranks; change to those of a path first")
     if not old.one_node:
         raise ConfigError("ranks on several nodes cannot be resized")
-    if not on_gpus and size > old.num_bundles and given.placement.cpus_per_rank is not None:
+    num_bundles = old.starter.num_bundles
+    if not on_gpus and size > num_bundles and given.placement.cpus_per_rank is not None:
         raise ConfigError(
-            f"placement.cpus_per_rank={given.placement.cpus_per_rank:g} is reserved for {old.num_bundles} ranks; leave "
+            f"placement.cpus_per_rank={given.placement.cpus_per_rank:g} is reserved for {num_bundles} ranks; leave "
             f"it out, or start with tensor_parallel_size={size}"
         )
     # The value that `auto` has become stays: streams go on in the numerics that they began in.
@@ -122,8 +123,8 @@ def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
 def _held(size: int, old: RankGroup) -> tuple[HeldGPU, ...]:
     """GPUs for the ranks of `size` that the placement group has no bundle for, those of `old` first; raises ConfigError
     where too few are free."""
-    count = max(0, size - old.num_bundles) if old.config.device == "cuda" else 0
-    held = old.held[:count]
+    count = max(0, size - old.starter.num_bundles) if old.config.device == "cuda" else 0
+    held = old.starter.held[:count]
     return held + (hold(old.bundle, count - len(held), CUDA_ENVIRONMENT) if count > len(held) else ())
 
 

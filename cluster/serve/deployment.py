@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -31,22 +32,16 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.02
 
 
+@dataclass(frozen=True, eq=False)
 class Deployment:
     """One application, checked against the cluster and ready to be handed to Ray Serve."""
 
-    def __init__(
-        self,
-        config: AppConfig,
-        declaration: dict[str, Any],
-        application: serve.Application,
-        client: ServeSubmissionClient | None,
-        environment: Mapping[str, str],
-    ) -> None:
-        self._config = config
-        self._declaration = declaration
-        self._application = application
-        self._client = client
-        self._environment = environment
+    config: AppConfig
+    declaration: dict[str, Any]
+    application: serve.Application
+    client: ServeSubmissionClient | None
+    """None: Ray Serve is told from this process."""
+    environment: Mapping[str, str]
 
     @classmethod
     def prepare(cls, config: AppConfig, session: Session) -> Deployment:
@@ -73,7 +68,7 @@ class Deployment:
             self._deploy()
             return
         with ThreadPoolExecutor(1) as pool:
-            starting = pool.submit(_start_serve, self._declaration, self._environment)
+            starting = pool.submit(_start_serve, self.declaration, self.environment)
             while not starting.done() and not serve_is_running():
                 time.sleep(_POLL_S)
             # Its controller takes the app, and starts the replicas, while its proxies start.
@@ -85,7 +80,7 @@ class Deployment:
 
     def status(self) -> tuple[ApplicationStatus, str]:
         """The app's status, and what Ray Serve says about it."""
-        overview = serve.status().applications.get(self._config.name)
+        overview = serve.status().applications.get(self.config.name)
         if overview is None:
             return ApplicationStatus.NOT_STARTED, ""
         details = [deployment.message for deployment in overview.deployments.values() if deployment.message]
@@ -93,12 +88,12 @@ class Deployment:
 
     def delete(self) -> None:
         """Asks Ray Serve to end the app; returns at once."""
-        serve.delete(self._config.name, _blocking=False)
+        serve.delete(self.config.name, _blocking=False)
 
     def _deploy(self) -> None:
-        if self._client is not None:
+        if self.client is not None:
             try:
-                self._client.deploy_applications(self._declaration)
+                self.client.deploy_applications(self.declaration)
             except (RuntimeError, OSError) as error:  # refused, or the dashboard is gone
                 hint = ""
                 if "No module named" in str(error):
@@ -108,7 +103,7 @@ class Deployment:
                     )
                 raise EngineError(f"Ray Serve refused the application: {error}{hint}") from None
             return
-        target = serve.RunTarget(self._application, name=self._config.name, route_prefix=self._config.route_prefix)
+        target = serve.RunTarget(self.application, name=self.config.name, route_prefix=self.config.route_prefix)
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
