@@ -7,6 +7,8 @@ attention/registry.py.
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -259,7 +261,7 @@ def choose_backend(
         if refusal is None and (unsure := sorted(needs.features & spec.by_build)):
             refusal = f"has {' and '.join(unsure)} in some builds only"
         if refusal is None and spec.package is not None and spec.package not in packages:
-            refusal = "is not installed" + (f", the fastest in {measured.what}" if i == 0 else "")
+            refusal = "is not installed, or nvcc is not" + (f", the fastest in {measured.what}" if i == 0 else "")
         if refusal is None and spec.plans_on_host and drafts and phase == "decode":
             refusal = "plans each pass of a draft on the host"
         if refusal is None:
@@ -274,8 +276,9 @@ def choose_backend(
 
 
 def installed_packages() -> frozenset[str]:
-    """The packages of `BackendSpec.package` that can be found here."""
-    named = (spec.package for spec in _SPECS if spec.package is not None)
+    """The packages of `BackendSpec.package` that can be found here, with a compiler for the kernels that they lack."""
+    compiles = bool(shutil.which("nvcc") or os.environ.get("CUDA_HOME") or os.path.exists("/usr/local/cuda/bin/nvcc"))
+    named = (spec.package for spec in _SPECS if spec.package is not None and compiles)
     return frozenset(name for name in named if importlib.util.find_spec(name) is not None)
 
 

@@ -59,8 +59,9 @@ def _attention() -> str:
         "`tests/test_attention_models.py`, and those of exact numerics in `tests/test_exact.py` and, on GPUs, "
         "`tests/test_gpu_engine.py`.",
         "",
-        "`auto` takes the first that has it all in every build and is installed, in the order of their times, which "
-        "`benchmarks.attention --times` wrote into `configs/attention_times.csv`. GPUs and numbers of heads that were "
+        "`auto` takes the first that has it all in every build and is installed (FlashInfer with `nvcc`, which "
+        "compiles its kernels), in the order of their times, which `benchmarks.attention --times` wrote into "
+        "`configs/attention_times.csv`. GPUs and numbers of heads that were "
         "not measured have the order of the nearest that were; keys in FP8, exact numerics and CPUs, which were not, "
         "that of this table's columns without `flashinfer`.",
         "",

@@ -20,7 +20,15 @@ from attention.kv_pool import FP8, ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer, LatentLayer
 from attention.registry import create_backend, needs_of
 from attention.step_shape import StepShape
-from configs.attention import BACKENDS, AttentionNeeds, Feature, LatentShape, check_backend, choose_backend
+from configs.attention import (
+    BACKENDS,
+    AttentionNeeds,
+    Feature,
+    LatentShape,
+    check_backend,
+    choose_backend,
+    installed_packages,
+)
 from configs.attention_times import LATENT, StepTimes, read_times, write_times
 from configs.errors import ConfigError
 from configs.schema import AttentionConfig
@@ -96,14 +104,25 @@ def test_auto_takes_the_fastest_that_can_and_is_there(asked: AttentionNeeds, pre
         assert choose_backend(phase, asked)[0] == names[-1]
 
 
+@pytest.mark.parametrize(("has_package", "compiler", "found"), [(1, 1, {"flashinfer"}), (1, 0, set()), (0, 1, set())])
+def test_a_package_counts_where_its_kernels_can_be_compiled(
+    has_package: bool, compiler: bool, found: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if has_package else None)
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/nvcc" if compiler else None)
+    monkeypatch.setattr("os.path.exists", lambda path: False)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    assert installed_packages() == found
+
+
 def test_auto_says_what_it_passed_over_and_why() -> None:
     _, why = choose_backend("prefill", needs(features=frozenset({Feature.MASK})))
-    assert why == "sm90, bfloat16; fa3 has no masks over new tokens; flashinfer is not installed"
+    assert why == "sm90, bfloat16; fa3 has no masks over new tokens; flashinfer is not installed, or nvcc is not"
     without = dataclasses.replace(BACKENDS["fa3"], features=frozenset())
     asked = needs(features=frozenset({Feature.SINKS, Feature.CHUNK}))
     assert without.refusal(asked) == "has no chunked local attention and no sinks"
     _, why = choose_backend("prefill", needs(features=frozenset({Feature.SOFTCAP})))
-    assert why == "sm90, bfloat16; fa3 has soft cap in some builds only; flashinfer is not installed"
+    assert why == "sm90, bfloat16; fa3 has soft cap in some builds only; flashinfer is not installed, or nvcc is not"
     _, why = choose_backend("prefill", needs(compute_capability=(8, 6)), FLASHINFER)
     compared = "triton takes 1.19 times as long in 27 steps measured on sm90"
     assert why == f"sm86, bfloat16; fa3 needs compute capability 9.0, and this is 8.6; {compared}"
@@ -113,7 +132,7 @@ def test_auto_says_what_it_passed_over_and_why() -> None:
     _, why = choose_backend("decode", latent(128), FLASHINFER)
     assert why == f"sm90, bfloat16; triton takes 2.13 times as long in {steps}"
     _, why = choose_backend("decode", latent(128))
-    assert why == f"sm90, bfloat16; flashinfer is not installed, the fastest in {steps}"
+    assert why == f"sm90, bfloat16; flashinfer is not installed, or nvcc is not, the fastest in {steps}"
     name, why = choose_backend("decode", latent(128), FLASHINFER, drafts=True)
     assert (name, why) == ("triton", "sm90, bfloat16; flashinfer plans each pass of a draft on the host")
     assert choose_backend("decode", CPU)[1] == "cpu, float32"
