@@ -64,18 +64,22 @@ def tile_of(head_dim: int, dtype: torch.dtype) -> int:
     return 64 if head_dim <= 128 else 32
 
 
-def choose(head_dim: int, dtype: torch.dtype, group: int, num_rows: int | None = None) -> Schedule:
+def choose(
+    head_dim: int, dtype: torch.dtype, group: int, num_rows: int | None = None, tokens: int = 1 << 10
+) -> Schedule:
     """A layout for H200s. Not measured.
 
     Args:
         group: query heads of a KV head.
         num_rows: of a step with one token a row, padding included, times this rank's KV heads; None: of other steps.
+        tokens: of a row of those, in the mean: a tile that few pairs fill takes as long as a full one.
     """
     is_wide = head_dim > 128
     most = 16 if dtype.itemsize > 2 else 64 if is_wide else 128
     num_stages = 2 if dtype.itemsize > 2 else 3
     if num_rows is None:
-        return Schedule(block_m=most, num_warps=4 if most == 16 else 8, num_stages=num_stages)
+        block_m = min(block_of(group * tokens), most)
+        return Schedule(block_m=block_m, num_warps=4 if block_m <= 32 else 8, num_stages=num_stages)
     block_m = min(block_of(group), most)
     num_runs = 1 if num_rows > 192 else (256 if num_rows <= 64 else 512) // num_rows
     num_warps = 8 if block_m > (32 if is_wide else 64) else 4
@@ -150,7 +154,8 @@ def paged_exact(
     window, chunk = layer.window or 0, layer.chunk or 0
     is_decode = paged.max_seqlen_q == 1
     if schedule is None:
-        schedule = choose(head_dim, q.dtype, group, num_rows * num_kv_heads if is_decode else None)
+        tokens = -(-num_tokens // max(num_rows, 1))
+        schedule = choose(head_dim, q.dtype, group, num_rows * num_kv_heads if is_decode else None, tokens)
     one_token = is_decode and group <= schedule.block_m
     most_seen = min(it for it in (paged.page_table.shape[1] * page_size, window, chunk) if it)
     # The place within a span where the keys that a query sees begin is not known.
