@@ -316,7 +316,7 @@ def _measure(
         drafter = partial(Foreseeing, wholes=wholes, rate=args.accept)
     order = (False, True, True, False) * args.rounds
     with contextlib.ExitStack() as patches:
-        if is_forced:  # what runs without speculation bring says nothing of drafts
+        if is_forced:  # answers without speculation say nothing of forced drafts
             rates = {"FIRST_RATES": (args.accept, args.accept), "learned": lambda rate, _: rate}
             patches.enter_context(mock.patch.multiple("cluster.scheduling.draft_history", **rates))
         runs = [(it, ranks.answer(requests, batch, speculates=it, drafter=drafter)) for it in order]

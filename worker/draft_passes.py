@@ -153,9 +153,7 @@ class DraftPasses:
             self._first(batch, _following(batch, tokens, batch.sample_indices), states, predicts=most > 0)
         if not most:
             return None
-        found = torch.stack(
-            [self._ids[: len(wanted)].clone(), *self._more(frame, wanted)], 1
-        )
+        found = torch.stack([self._ids[: len(wanted)].clone(), *self._more(frame, wanted)], 1)
         return found if is_sampled.all() else found.index_select(0, upload(np.flatnonzero(is_sampled), found.device))
 
     def _more(self, frame: StepFrame, wanted: Int32Array) -> Iterator[torch.Tensor]:
