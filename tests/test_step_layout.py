@@ -70,6 +70,14 @@ def test_steps_with_as_many_drafts_as_rows_may_have_are_captured_for_few_rows_to
     assert not any(shape.is_decode for shape in ladder)
 
 
+@pytest.mark.parametrize("max_sampled", [4, 8])
+@pytest.mark.parametrize("max_tokens", [4, 8, 13, 16])
+def test_the_largest_step_is_captured_however_small_it_is(max_tokens: int, max_sampled: int) -> None:
+    shape = smallest(prompt_shapes(4, max_tokens, LONGEST, max_sampled), StepShape(max_tokens, 1, 1))
+    assert shape is not None
+    assert shape.num_tokens == max_tokens
+
+
 @pytest.mark.parametrize("decodes", [True, False])
 @pytest.mark.parametrize("seed", range(20))
 def test_a_padded_step_says_of_its_own_rows_what_the_exact_one_says(seed: int, decodes: bool) -> None:

@@ -89,7 +89,8 @@ def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int, max_sample
     for num_tokens in sorted({size for size in sizes if size < most_tokens} | {most_tokens}):
         has_drafts, before = max_rows < max_sampled > before and num_tokens > 2, num_tokens
         few, many = (min(most, max_rows, num_tokens - 1) for most in (FEW_ROWS, max_rows))
-        if few and (few == many or num_tokens <= _FEW_ROWS_TOKENS) and num_tokens not in _DRAFT_SIZES:
+        is_for_drafts = num_tokens in _DRAFT_SIZES and num_tokens < most_tokens  # the end is also that of prompts
+        if few and (few == many or num_tokens <= _FEW_ROWS_TOKENS) and not is_for_drafts:
             shapes.append(StepShape(num_tokens, few + 1, few))
         if has_drafts:  # with fewer rows than tokens, or it would be decodes
             shapes.append(StepShape(num_tokens, min(many + 1, num_tokens - 1), min(num_tokens, max_sampled)))
