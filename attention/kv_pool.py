@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 from collections.abc import Callable, Sequence
 from math import prod
 
@@ -123,10 +124,13 @@ class TokenToKVPool:
         self._slots = [tuple(pages.flatten(0, 1).flatten(1) for pages in of_layer) for of_layer in self._pages]
 
     def _allocate(self, layer_id: int, num_bytes: int) -> torch.Tensor:
-        # No slot's values are used before they are written: on CPU memory is taken as pages fill. On CUDA whole pages
-        # may be loaded, and a NaN in an unused slot would come through its weight of zero.
-        new = torch.zeros if self.device.type == "cuda" else torch.empty
-        return new(num_bytes, dtype=torch.uint8, device=self.device)
+        # Every number is finite before it is written. On CUDA whole pages may be loaded, and a NaN in an unused slot
+        # would come through its weight of zero; a draft head that rested reads slots it never wrote.
+        if self.device.type != "cpu":
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        # The system's own zeros: memory is taken as pages fill, where torch would write all of it at once.
+        memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
     def pages(self, layer_id: int) -> tuple[torch.Tensor, ...]:
         """K and V of a layer, [its pages + 1, page_size, tp_k_head_num, head_dim] each, or what it keeps; writable."""
