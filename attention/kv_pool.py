@@ -92,7 +92,7 @@ class TokenToKVPool:
         num_window_pages: pages of the layers with a window, which have page ids of their own then: the window pool.
             None: as many as of the others, by the same ids.
         allocate: makes the memory of a layer, [num_bytes] uint8 on `device`, of finite numbers, by its index and how
-            many bytes it is. None: torch makes it.
+            many bytes it is. None: the pool makes it.
     """
 
     def __init__(

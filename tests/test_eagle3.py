@@ -152,7 +152,7 @@ def check_answers(group: LocalGroup, trained: Trained, num_drafts: int, num_page
     drafted = group.generate(known.requests, limits, at_once=True, make_guide=known.make_guide)
     same(drafted, known.plain)
     assert (drafted.stats.total_preemptions > 0) == (num_pages < 2048)
-    assert 0.1 < drafted.stats.total_accepted / drafted.stats.total_drafted < 0.95
+    assert 0.3 < drafted.stats.total_accepted / drafted.stats.total_drafted < 0.95
 
 
 @pytest.mark.parametrize("group", [1, 3], indirect=True)
