@@ -12,15 +12,14 @@ share their steps without speculation alone. Rates have the prompts' time in the
 time between the results of full batches of decodes, and `verify_ms` that of steps with drafts, `verified` of them a
 step. Greedy answers to random ids soon go round in circles, which drafts follow; those drawn at temperature 1 repeat
 nothing. With --accept the drafts of the latter are the answers without speculation, each token of them with that
-probability, as other engines' benchmarks force it; where the ranks draft, theirs count as right with that probability,
-so that the answers are others and nothing is compared. Without speculation no pass of a head runs, but its weights are
-there, and steps leave the states that it reads.
+probability, as other engines' benchmarks force it; where the ranks draft, they take the place of theirs on the device,
+as many as there are. Without speculation no pass of a head runs, but its weights are there, and steps leave the states
+that it reads.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import multiprocessing
@@ -59,8 +58,8 @@ from configs.schema import NO_SPECULATION, EngineConfig, resolved
 from parallel.channel import FrameReader, Ring
 from parallel.environment import RANK_ENVIRONMENT
 from worker.draft_passes import DraftPasses
-from worker.drafts import StepDrafts
 from worker.protocol import FrameKind, Int32Array, StepFrame, StepResult
+from worker.upload import upload
 
 _TEXTS = (
     ("The old lighthouse stood on the northern cliff, where the wind never rested. Every evening the keeper climbed "
@@ -87,55 +86,54 @@ _HEAD_RUNS, _HEAD_RESTS = b"the head runs", b"the head rests"
 
 
 class _Frames:
-    """A FrameSource over a channel, which also says whether the draft head runs behind the steps."""
+    """A FrameSource over a channel, which also says whether the draft head runs behind the steps, and what it is to
+    draft in place of what it does: [requests, positions] int32, by the first token of the prompt."""
 
     def __init__(self, frames: FrameReader, passes: DraftPasses) -> None:
         self._frames, self._passes, self._run = frames, passes, passes.run
+        self._known = torch.empty(0)
+        self._requests = np.zeros(passes._inputs._last_tokens.shape[0], np.int64)  # of the page table's rows
 
     def recv(self, timeout_s: float) -> bytes:
-        while (frame := self._frames.recv(timeout_s)) in (_HEAD_RUNS, _HEAD_RESTS):
+        while (frame := self._frames.recv(timeout_s)).startswith((_HEAD_RUNS, _HEAD_RESTS)):
             self._turn(frame)
         return frame
 
     def poll(self) -> bytes | None:
         frame = self._frames.poll()
-        if frame in (_HEAD_RUNS, _HEAD_RESTS):
+        if frame is not None and frame.startswith((_HEAD_RUNS, _HEAD_RESTS)):
             self._turn(frame)
             return None
         return frame
 
-    def _turn(self, how: bytes | None) -> None:
-        run = self._run if how == _HEAD_RUNS else lambda *_, **__: None
+    def _turn(self, how: bytes) -> None:
+        run: Callable[..., torch.Tensor | None] = self._run
+        if how == _HEAD_RESTS:
+            run = lambda *_, **__: None  # noqa: E731
+        elif known := how[len(_HEAD_RUNS) :]:
+            table = np.frombuffer(known, np.int32).reshape(-1, _MAX_MODEL_LEN).astype(np.int64)
+            self._known, run = torch.from_numpy(table).to(self._passes._tokens.device), self._run_forced
         self._passes.run = run  # type: ignore[method-assign]
 
-
-def _accept(rate: float) -> None:
-    """Has drafts of this process's steps count as right with that probability, on all ranks alike."""
-    kept, generators = StepDrafts.kept, dict[torch.device, torch.Generator]()
-
-    def forced(drafts: StepDrafts, tokens: torch.Tensor) -> torch.Tensor:
-        device = tokens.device
-        if device not in generators:
-            generators[device] = torch.Generator(device).manual_seed(3)
-        is_right = torch.rand(len(tokens), generator=generators[device], device=device) < rate
-        tokens.copy_(torch.where(is_right & (drafts.tokens >= 0), drafts.tokens, tokens))
-        return kept(drafts, tokens)
-
-    StepDrafts.kept = forced  # type: ignore[method-assign]
+    def _run_forced(self, frame: StepFrame, *args: Any) -> torch.Tensor | None:
+        begins = frame.starts[frame.has_tokens] == 0
+        offsets = np.cumsum(frame.lens[frame.has_tokens]) - frame.lens[frame.has_tokens]
+        self._requests[frame.rows[frame.has_tokens][begins]] = frame.token_ids[offsets[begins]]
+        drafts, rows = self._run(frame, *args), frame.rows[frame.draws > 0].astype(np.int64)
+        if drafts is None:
+            return None
+        starts = self._passes._inputs._next_starts
+        assert starts is not None, "drafts of ranks that do not know where rows are"
+        on_device, requests = upload(np.stack((rows, self._requests[rows])), drafts.device)
+        places = starts.index_select(0, on_device).unsqueeze(1) + torch.arange(
+            1, 1 + drafts.shape[1], device=starts.device
+        )
+        return self._known[requests.unsqueeze(1), places.clamp_(max=_MAX_MODEL_LEN - 1)]
 
 
 def _rank_main(
-    rank: int,
-    config: EngineConfig,
-    path: Path,
-    port: int,
-    num_pages: int,
-    rate: float | None,
-    addresses: tuple[str, str],
-    ready: Event,
+    rank: int, config: EngineConfig, path: Path, port: int, num_pages: int, addresses: tuple[str, str], ready: Event
 ) -> None:
-    if rate is not None and config.speculation.is_by_ranks:
-        _accept(rate)
     worker, group = start_worker(rank, config, path, port)
     worker.allocate(num_pages, _MAX_MODEL_LEN)
     frames, results = (Ring.attach(address) for address in addresses)
@@ -146,13 +144,18 @@ def _rank_main(
     group.barrier()
 
 
+def with_errors(tokens: list[int], rate: float, seed: int) -> Int32Array:
+    """`tokens`, each of them kept with probability `rate`."""
+    is_wrong = np.random.default_rng(seed).random(len(tokens)) >= rate
+    return np.where(is_wrong, 0, tokens).astype(np.int32)
+
+
 class _Foreseen:
     """In place of a request's history, one that knows the answer, and is wrong on purpose."""
 
     def __init__(self, whole: list[int], rate: float, num_drafts: int, seed: int) -> None:
         self._num_tokens, self._rate, self.num_drafts = 0, rate, num_drafts
-        wrong = np.random.default_rng(seed).random(len(whole)) >= rate  # now, since steps wait for drafts
-        self._drafts = np.where(wrong, 0, whole).tolist()
+        self._drafts = with_errors(whole, rate, seed).tolist()  # now, since steps wait for drafts
 
     def __len__(self) -> int:
         return self._num_tokens
@@ -198,7 +201,7 @@ class Foreseeing(Drafter):
 class _Ranks:
     """The processes of the ranks, and a scheduler for each measurement."""
 
-    def __init__(self, config: EngineConfig, path: Path, most: int, rate: float | None) -> None:
+    def __init__(self, config: EngineConfig, path: Path, most: int) -> None:
         model = read_model_config(path)
         self.vocab_size = model.vocab_size
         self._limits = SchedulerLimits(
@@ -225,7 +228,7 @@ class _Ranks:
 
         def attach(_: str, *addresses: str) -> None:
             for rank, event in enumerate(ready):
-                args = (rank, config, path, self._store.port, self._limits.num_pages, rate, addresses, event)
+                args = (rank, config, path, self._store.port, self._limits.num_pages, addresses, event)
                 self._processes.append(context.Process(target=_rank_main, args=args, daemon=True))
                 self._processes[-1].start()
 
@@ -234,16 +237,22 @@ class _Ranks:
             assert event.wait(_TIMEOUT_S), "a rank did not start"
 
     def answer(
-        self, requests: list[GenerateRequest], batch: int, *, speculates: bool, drafter: Callable[..., Drafter]
+        self,
+        requests: list[GenerateRequest],
+        batch: int,
+        *,
+        speculates: bool,
+        drafter: Callable[..., Drafter] = Drafter,
+        forced: bytes = b"",
     ) -> _Run:
-        """Has `requests` answered, `batch` at a time."""
+        """Has `requests` answered, `batch` at a time, with drafts as `_Frames` reads them in `forced`, if any."""
         speculation = self._speculation if speculates else NO_SPECULATION
         limits = replace(
             self._limits, max_num_seqs=batch, speculation=speculation, max_row_tokens=1 + speculation.num_drafts
         )
         with mock.patch("cluster.scheduling.scheduler.Drafter", drafter):
             scheduler = Scheduler(limits)
-        self._channel.frames.send(_HEAD_RUNS if speculates else _HEAD_RESTS, _TIMEOUT_S)
+        self._channel.frames.send(_HEAD_RUNS + forced if speculates else _HEAD_RESTS, _TIMEOUT_S)
         scheduler.last_step = self._last_step
         assert not scheduler.add(requests)
         tokens: dict[int, list[int]] = {request.id: [] for request in requests}
@@ -303,23 +312,25 @@ def _measure(
     requests = [
         GenerateRequest(
             id=index + 1,
-            prompt=np.array(prompts[index % len(prompts)], np.int32).tobytes(),
+            prompt=np.array(prompt if args.accept is None else [index + 1, *prompt[1:]], np.int32).tobytes(),
             sampling=SamplingParams(max_tokens=length, temperature=temperature, seed=index, ignore_eos=True),
         )
-        for index, length in enumerate(lengths.tolist())
+        for index, (length, prompt) in enumerate(zip(lengths.tolist(), itertools.cycle(prompts), strict=False))
     ]
     drafter: Callable[..., Drafter] = Drafter
-    is_forced = args.accept is not None and ranks.is_by_ranks
-    if args.accept is not None and not is_forced:
-        known = ranks.answer(requests, batch, speculates=False, drafter=Drafter).tokens
+    forced = b""
+    if args.accept is not None:
+        known = ranks.answer(requests, batch, speculates=False).tokens
         wholes = {it.id: [*np.frombuffer(it.prompt, np.int32).tolist(), *known[it.id]] for it in requests}
-        drafter = partial(Foreseeing, wholes=wholes, rate=args.accept)
+        if ranks.is_by_ranks:
+            table = np.zeros((count + 1, _MAX_MODEL_LEN), np.int32)
+            for it, whole in wholes.items():
+                table[it, : len(whole)] = with_errors(whole, args.accept, it)
+            forced = table.tobytes()
+        else:
+            drafter = partial(Foreseeing, wholes=wholes, rate=args.accept)
     order = (False, True, True, False) * args.rounds
-    with contextlib.ExitStack() as patches:
-        if is_forced:  # answers without speculation say nothing of forced drafts
-            rates = {"FIRST_RATES": (args.accept, args.accept), "learned": lambda rate, _: rate}
-            patches.enter_context(mock.patch.multiple("cluster.scheduling.draft_history", **rates))
-        runs = [(it, ranks.answer(requests, batch, speculates=it, drafter=drafter)) for it in order]
+    runs = [(it, ranks.answer(requests, batch, speculates=it, drafter=drafter, forced=forced)) for it in order]
     without, with_ = ([run for speculates, run in runs if speculates is kind] for kind in (False, True))
     first, num_tokens = runs[0][1], int(lengths.sum())
     plain, drafting = (
@@ -337,10 +348,10 @@ def _measure(
         "verified": round(statistics.mean(count for _, count in drafting), 1) if drafting else 0.0,
         "drafted": sum(run.drafted for run in with_),
         "accepted": sum(run.accepted for run in with_),
-        "tokens_compared": 0 if is_forced else (len(runs) - 1) * num_tokens,
+        "tokens_compared": (len(runs) - 1) * num_tokens,
         "tokens_differing": sum(
             one != two
-            for _, run in runs[1 : 1 if is_forced else None]
+            for _, run in runs[1:]
             for key, tokens in run.tokens.items()
             for one, two in zip(first.tokens[key], tokens, strict=True)
         ),
@@ -364,7 +375,7 @@ def main() -> None:
     path = resolve_model_path(given.model, given.revision, weights=given.load_format != "dummy")
     host = HostFacts(num_cores=len(os.sched_getaffinity(0)), num_gpus=torch.cuda.device_count())
     config = resolve(given, with_draft_head(read_model_config(path), given), host).config
-    ranks = _Ranks(config, path, max(batches), args.accept)
+    ranks = _Ranks(config, path, max(batches))
     edits: list[list[int]] = []
     tokenizer = None if given.load_format == "dummy" else Tokenizer.load(path)
     for text, old, new in _TEXTS:
