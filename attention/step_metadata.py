@@ -60,9 +60,12 @@ def fill_step_metadata(
     max_seqlen_q: int,
     out: StepTensors,
     places: torch.Tensor | None = None,
+    next_starts: torch.Tensor | None = None,
 ) -> None:
     """The kernel's twin, for tensors on the CPU."""
     table, row_of, bounds, positions = page_table.numpy(), rows.numpy(), cu_seqlens_q.numpy(), starts.numpy()
+    if next_starts is not None:
+        positions = np.where(positions < 0, next_starts.numpy()[row_of], positions)
     lens = bounds[1:] - bounds[:-1]
     num_rows, num_tokens = len(lens), int(bounds[-1])
     seq_lens = positions + lens
@@ -73,7 +76,8 @@ def fill_step_metadata(
         row_of_token = np.repeat(row_of, lens)
     pages, offsets = np.divmod(positions, page_size)
     ids = token_ids.numpy()[:num_tokens]
-    out.input_ids.numpy()[:num_tokens] = np.where(ids < 0, last_tokens.numpy()[row_of_token].clip(0), ids)
+    own = last_tokens.numpy()[row_of_token, np.maximum(-1 - ids, 0)].clip(0)
+    out.input_ids.numpy()[:num_tokens] = np.where(ids < 0, own, ids)
     out.positions.numpy()[:num_tokens] = positions
     pages = table[row_of_token, pages]
     out.out_cache_loc.numpy()[:num_tokens] = pages * np.int64(page_size) + offsets

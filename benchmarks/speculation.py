@@ -11,10 +11,10 @@ share their steps without speculation alone. Rates have the prompts' time in the
 `cpu_ratio` that of the processor time of all processes, which other programs change less. `decode_ms` is the median
 time between the results of full batches of decodes, and `verify_ms` that of steps with drafts, `verified` of them a
 step. Greedy answers to random ids soon go round in circles, which drafts follow; those drawn at temperature 1 repeat
-nothing. With --accept the drafts of the latter are the answers
-without speculation, each token of them with that probability, as other engines' benchmarks force it; where the ranks
-draft, they are as many as the ranks made, whose passes run for them. Without speculation no pass of a head runs, but
-its weights are there, and steps leave the states that it reads.
+nothing. With --accept the drafts of the latter are the answers without speculation, each token of them with that
+probability, as other engines' benchmarks force it; where the ranks draft, they take the place of theirs on the device,
+as many as there are. Without speculation no pass of a head runs, but its weights are there, and steps leave the states
+that it reads.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from typing import Any, cast
 from unittest import mock
 
 import numpy as np
+import numpy.typing as npt
 import psutil  # type: ignore[import-untyped]  # ships no types
 import torch
 from torch.distributed import TCPStore
@@ -58,6 +59,7 @@ from parallel.channel import FrameReader, Ring
 from parallel.environment import RANK_ENVIRONMENT
 from worker.draft_passes import DraftPasses
 from worker.protocol import FrameKind, Int32Array, StepFrame, StepResult
+from worker.upload import upload
 
 _TEXTS = (
     ("The old lighthouse stood on the northern cliff, where the wind never rested. Every evening the keeper climbed "
@@ -84,26 +86,49 @@ _HEAD_RUNS, _HEAD_RESTS = b"the head runs", b"the head rests"
 
 
 class _Frames:
-    """A FrameSource over a channel, which also says whether the draft head runs behind the steps."""
+    """A FrameSource over a channel, which also says whether the draft head runs behind the steps, and what it is to
+    draft in place of what it does: [requests, positions] int32, by the first token of the prompt."""
 
     def __init__(self, frames: FrameReader, passes: DraftPasses) -> None:
         self._frames, self._passes, self._run = frames, passes, passes.run
+        self._known = torch.empty(0)
+        self._requests = np.zeros(passes._inputs._last_tokens.shape[0], np.int64)  # of the page table's rows
 
     def recv(self, timeout_s: float) -> bytes:
-        while (frame := self._frames.recv(timeout_s)) in (_HEAD_RUNS, _HEAD_RESTS):
+        while (frame := self._frames.recv(timeout_s)).startswith((_HEAD_RUNS, _HEAD_RESTS)):
             self._turn(frame)
         return frame
 
     def poll(self) -> bytes | None:
         frame = self._frames.poll()
-        if frame in (_HEAD_RUNS, _HEAD_RESTS):
+        if frame is not None and frame.startswith((_HEAD_RUNS, _HEAD_RESTS)):
             self._turn(frame)
             return None
         return frame
 
-    def _turn(self, how: bytes | None) -> None:
-        run = self._run if how == _HEAD_RUNS else lambda *_, **__: None
+    def _turn(self, how: bytes) -> None:
+        run: Callable[..., torch.Tensor | None] = self._run
+        if how == _HEAD_RESTS:
+            run = lambda *_, **__: None  # noqa: E731
+        elif known := how[len(_HEAD_RUNS) :]:
+            table = np.frombuffer(known, np.int32).reshape(-1, _MAX_MODEL_LEN).astype(np.int64)
+            self._known, run = torch.from_numpy(table).to(self._passes._tokens.device), self._run_forced
         self._passes.run = run  # type: ignore[method-assign]
+
+    def _run_forced(self, frame: StepFrame, *args: Any) -> torch.Tensor | None:
+        begins = frame.starts[frame.has_tokens] == 0
+        offsets = np.cumsum(frame.lens[frame.has_tokens]) - frame.lens[frame.has_tokens]
+        self._requests[frame.rows[frame.has_tokens][begins]] = frame.token_ids[offsets[begins]]
+        drafts, rows = self._run(frame, *args), frame.rows[frame.draws > 0].astype(np.int64)
+        if drafts is None:
+            return None
+        starts = self._passes._inputs._next_starts
+        assert starts is not None, "drafts of ranks that do not know where rows are"
+        on_device, requests = upload(np.stack((rows, self._requests[rows])), drafts.device)
+        places = starts.index_select(0, on_device).unsqueeze(1) + torch.arange(
+            1, 1 + drafts.shape[1], device=starts.device
+        )
+        return self._known[requests.unsqueeze(1), places.clamp_(max=_MAX_MODEL_LEN - 1)]
 
 
 def _rank_main(
@@ -119,13 +144,18 @@ def _rank_main(
     group.barrier()
 
 
+def with_errors(tokens: list[int], rate: float, seed: int) -> Int32Array:
+    """`tokens`, each of them kept with probability `rate`."""
+    is_wrong = np.random.default_rng(seed).random(len(tokens)) >= rate
+    return np.where(is_wrong, 0, tokens).astype(np.int32)
+
+
 class _Foreseen:
     """In place of a request's history, one that knows the answer, and is wrong on purpose."""
 
     def __init__(self, whole: list[int], rate: float, num_drafts: int, seed: int) -> None:
         self._num_tokens, self._rate, self.num_drafts = 0, rate, num_drafts
-        wrong = np.random.default_rng(seed).random(len(whole)) >= rate  # now, since steps wait for drafts
-        self._drafts = np.where(wrong, 0, whole).tolist()
+        self._drafts = with_errors(whole, rate, seed).tolist()  # now, since steps wait for drafts
 
     def __len__(self) -> int:
         return self._num_tokens
@@ -144,7 +174,7 @@ class _Foreseen:
 
 
 class Foreseeing(Drafter):
-    """A drafter of answers that are known; where the ranks draft, of as many tokens as they do."""
+    """A drafter of answers that are known; where the ranks draft, of as many tokens as they do, once these are here."""
 
     def __init__(self, *args: Any, wholes: dict[int, list[int]], rate: float) -> None:
         super().__init__(*args)
@@ -157,6 +187,9 @@ class Foreseeing(Drafter):
                 foreseen = _Foreseen(self._wholes[request.id], self._rate, num_drafts, request.id)
                 request.history = cast("NgramHistory", foreseen)
         super().take(rows)
+
+    def has_ahead(self, rows: Int32Array) -> npt.NDArray[np.bool_]:
+        return np.zeros(len(rows), np.bool_)
 
     def bring(self, rows: Int32Array, drafts: Int32Array) -> None:
         super().bring(rows, drafts)
@@ -186,6 +219,7 @@ class _Ranks:
             eos_token_ids=(),
         )
         self._speculation = config.speculation
+        self.is_by_ranks = config.speculation.is_by_ranks
         self._last_step = 0
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context, size = multiprocessing.get_context("spawn"), config.tensor_parallel_size
@@ -203,16 +237,22 @@ class _Ranks:
             assert event.wait(_TIMEOUT_S), "a rank did not start"
 
     def answer(
-        self, requests: list[GenerateRequest], batch: int, *, speculates: bool, drafter: Callable[..., Drafter]
+        self,
+        requests: list[GenerateRequest],
+        batch: int,
+        *,
+        speculates: bool,
+        drafter: Callable[..., Drafter] = Drafter,
+        forced: bytes = b"",
     ) -> _Run:
-        """Has `requests` answered, `batch` at a time."""
+        """Has `requests` answered, `batch` at a time, with drafts as `_Frames` reads them in `forced`, if any."""
         speculation = self._speculation if speculates else NO_SPECULATION
         limits = replace(
             self._limits, max_num_seqs=batch, speculation=speculation, max_row_tokens=1 + speculation.num_drafts
         )
         with mock.patch("cluster.scheduling.scheduler.Drafter", drafter):
             scheduler = Scheduler(limits)
-        self._channel.frames.send(_HEAD_RUNS if speculates else _HEAD_RESTS, _TIMEOUT_S)
+        self._channel.frames.send(_HEAD_RUNS + forced if speculates else _HEAD_RESTS, _TIMEOUT_S)
         scheduler.last_step = self._last_step
         assert not scheduler.add(requests)
         tokens: dict[int, list[int]] = {request.id: [] for request in requests}
@@ -272,18 +312,25 @@ def _measure(
     requests = [
         GenerateRequest(
             id=index + 1,
-            prompt=np.array(prompts[index % len(prompts)], np.int32).tobytes(),
+            prompt=np.array(prompt if args.accept is None else [index + 1, *prompt[1:]], np.int32).tobytes(),
             sampling=SamplingParams(max_tokens=length, temperature=temperature, seed=index, ignore_eos=True),
         )
-        for index, length in enumerate(lengths.tolist())
+        for index, (length, prompt) in enumerate(zip(lengths.tolist(), itertools.cycle(prompts), strict=False))
     ]
     drafter: Callable[..., Drafter] = Drafter
+    forced = b""
     if args.accept is not None:
-        known = ranks.answer(requests, batch, speculates=False, drafter=Drafter).tokens
+        known = ranks.answer(requests, batch, speculates=False).tokens
         wholes = {it.id: [*np.frombuffer(it.prompt, np.int32).tolist(), *known[it.id]] for it in requests}
-        drafter = partial(Foreseeing, wholes=wholes, rate=args.accept)
+        if ranks.is_by_ranks:
+            table = np.zeros((count + 1, _MAX_MODEL_LEN), np.int32)
+            for it, whole in wholes.items():
+                table[it, : len(whole)] = with_errors(whole, args.accept, it)
+            forced = table.tobytes()
+        else:
+            drafter = partial(Foreseeing, wholes=wholes, rate=args.accept)
     order = (False, True, True, False) * args.rounds
-    runs = [(speculates, ranks.answer(requests, batch, speculates=speculates, drafter=drafter)) for speculates in order]
+    runs = [(it, ranks.answer(requests, batch, speculates=it, drafter=drafter, forced=forced)) for it in order]
     without, with_ = ([run for speculates, run in runs if speculates is kind] for kind in (False, True))
     first, num_tokens = runs[0][1], int(lengths.sum())
     plain, drafting = (

@@ -161,7 +161,7 @@ def item_scores(prompt: Sequence[int], item_lens: Sequence[int], label_ids: Sequ
 
 
 class FakeWorker:
-    """Runs frames one after the other on an array of pages.
+    """Runs frames one after the other on an array of pages. One that drafts knows where its rows are.
 
     Where several inputs of a row are sampled, any number of drafts was right, and the others leave what they are in the
     pool. The window pool, if there is one, must hold the same wherever a query sees it there.
@@ -182,6 +182,10 @@ class FakeWorker:
         self.bans: dict[int, list[tuple[int, int]]] = {}
         """(token id, position from which it may be drawn) by row."""
         self.num_computed = 0
+        self.next_starts: dict[int, int] | None = {} if limits.speculation.is_by_ranks else None
+        self.drafts: dict[int, list[int]] = {}
+        self.num_ahead = 0
+        """Rows with drafts that it alone knows."""
 
     def run(self, encoded: bytes) -> bytes:
         frame = StepFrame.decode(encoded)
@@ -208,18 +212,28 @@ class FakeWorker:
         rows = zip(
             *(part.tolist() for part in (frame.rows, frame.starts, frame.lens, frame.flags, frame.draws)), strict=True
         )
+        starts = []
         for row, start, num, flags, num_draws in rows:
+            drafts = frame.token_ids[offset + num - num_draws + 1 : offset + num].tolist()
+            if not flags & RowFlag.HAS_TOKENS and self.next_starts is not None:
+                assert start >= self.next_starts[row], "a row is further on than it can be"
+                self.num_ahead += num > 1
+                start, drafts = self.next_starts[row], self.drafts.get(row, [])[: num - 1]
+                assert len(drafts) == num - 1, "drafts that were never made"
+            starts.append(start)
             positions = np.arange(start, start + num)
             if flags & RowFlag.HAS_TOKENS:
                 self._write(row, positions, frame.token_ids[offset : offset + num])
                 offset += num
+            elif self.next_starts is not None:
+                self._write(row, positions, [self.last_token[row], *drafts])
             else:
                 self._write(row, positions, WRONG_DRAFT)
                 self._write(row, positions[:1], self.last_token[row])
-            drafts = frame.token_ids[offset - num_draws + 1 : offset].tolist() if flags & RowFlag.HAS_TOKENS else None
-            plan.append((row, start + num - max(num_draws, 1) + 1, num_draws, drafts))
+            has_drafts = flags & RowFlag.HAS_TOKENS or self.next_starts is not None
+            plan.append((row, start + num - max(num_draws, 1) + 1, num_draws, drafts if has_drafts else None))
         assert offset == len(frame.token_ids)
-        for row, start, num in zip(frame.rows.tolist(), frame.starts.tolist(), frame.lens.tolist(), strict=True):
+        for row, start, num in zip(frame.rows.tolist(), starts, frame.lens.tolist(), strict=True):
             seen = self._slots(row, np.arange(max(start - (self.window - 1), 0), start + num))
             places = self.places[seen[0]]
             assert not self.window or places.all(), "a window lacks a page"
@@ -261,6 +275,9 @@ class FakeWorker:
             for row, num_tokens, count, wanted in zip(sampled, known, counts, frame.num_wanted.tolist(), strict=False)
         ]
         most_drafts = max(map(len, drafts), default=0)
+        if self.next_starts is not None:
+            self.next_starts |= {row: end + count - 1 for row, end, count in zip(sampled, known, counts, strict=True)}
+            self.drafts |= dict(zip(sampled, drafts, strict=False))
         k = max(self.num_logprobs.values(), default=0) if asked else 0
         target_k = int(frame.prompt_runs["k"].max(initial=0))
         scores: list[tuple[float, list[int]]] = []
@@ -299,8 +316,11 @@ class FakeWorker:
 
     def lose(self, frame: StepFrame) -> None:
         """Nothing of what the frame had written is there."""
-        for row, start, num in zip(frame.rows.tolist(), frame.starts.tolist(), frame.lens.tolist(), strict=True):
-            self._write(row, np.arange(start, start + num), -1)
+        for row, start, num, given in zip(
+            frame.rows.tolist(), frame.starts.tolist(), frame.lens.tolist(), frame.has_tokens.tolist(), strict=True
+        ):
+            first = start if given or self.next_starts is None else self.next_starts[row]
+            self._write(row, np.arange(first, start + num), -1)
 
     def _history(self, row: int, num_tokens: int) -> npt.NDArray[np.int64]:
         return self.kv[self._slots(row, np.arange(num_tokens))]

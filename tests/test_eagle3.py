@@ -191,10 +191,8 @@ def test_answers_with_drafts_of_a_head_that_rests_now_and_then_equal_those_witho
     """Of twenty steps, ten are taken to be none that drafts are worth it in."""
     kinds, launch, choose = list[FrameKind](), Scheduler._launch, Drafter.choose
 
-    def chosen(drafter: Drafter, rows: Int32Array, budget: int, *, in_flight: bool) -> Int32Array | None:
-        if len(kinds) % 20 < 10:
-            return np.ones(len(rows), np.int32)
-        return choose(drafter, rows, budget, in_flight=in_flight)
+    def chosen(drafter: Drafter, rows: Int32Array, budget: int) -> Int32Array | None:
+        return np.ones(len(rows), np.int32) if len(kinds) % 20 < 10 else choose(drafter, rows, budget)
 
     def launched(scheduler: Scheduler, *plan: Any) -> StepFrame:
         kinds.append((frame := launch(scheduler, *plan)).kind)
@@ -331,6 +329,7 @@ def test_answers_under_random_load_equal_the_reference_with_drafts_of_the_ranks(
     assert sum(stat.total_accepted for stat in stats) > 100
     assert sum(stat.total_drafted for stat in stats) > sum(stat.total_accepted for stat in stats)
     assert sum(stat.total_preemptions for stat in stats) > 3
+    assert sum(engine.worker.num_ahead for engine in engines) > 50
 
 
 # ---- how many drafts the ranks make
@@ -369,8 +368,8 @@ def test_ranks_draft_as_many_as_are_taken_and_one_more_and_now_and_then_all() ->
     row = table.take(Request.create(request, limits))
     rows = np.array([row], np.int32)
 
-    def chosen(*, in_flight: bool = False) -> list[int] | None:
-        draws = drafter.choose(rows, 16, in_flight=in_flight)
+    def chosen() -> list[int] | None:
+        draws = drafter.choose(rows, 16)
         return None if draws is None else draws.tolist()
 
     assert drafter.asked() == 5
@@ -384,9 +383,11 @@ def test_ranks_draft_as_many_as_are_taken_and_one_more_and_now_and_then_all() ->
         history._rates = list(rates)
 
     bring((0.9, 0.001))
-    for in_flight, draws in (True, None), (False, [2]):
-        assert chosen(in_flight=in_flight) == draws
+    for is_known, num_drafts, draws in (True, 0, [2]), (False, 0, None), (False, 3, [2]):
+        table.in_flight[row], table.num_drafts[row] = not is_known, num_drafts
+        assert chosen() == draws
         assert drafter.asked() == 2
+    table.in_flight[row] = 0
     bring((0.9, 0.9))
     assert chosen() == [5], "there are no more"
     assert drafter.asked() == 5

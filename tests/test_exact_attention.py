@@ -79,10 +79,12 @@ def decodes(case: PagedCase, tokens: Sequence[int], num_runs: int = 1) -> torch.
     return run(case, [0] * len(tokens), [(i, i + 1) for i in tokens], schedule)
 
 
-def pieces(case: PagedCase, size: int) -> torch.Tensor:
-    """Answers of the first row's new tokens, so many a step."""
-    length = case.rows[0][1]
-    return torch.cat([run(case, [0], [(at, min(at + size, length))]) for at in range(0, length, size)])
+def pieces(case: PagedCase, size: int, num_runs: int = 1) -> torch.Tensor:
+    """Answers of the first row's new tokens, so many a step, beside other rows of none, one and more."""
+    length, schedule = case.rows[0][1], dataclasses.replace(SMALL, num_runs=num_runs)
+    cuts = [(at, min(at + size, length)) for at in range(0, length, size)]
+    found = [run(case, [0] * 4, [(0, 1), (4, 4), (first, end), (0, 5)], schedule) for first, end in cuts]
+    return torch.cat([part[1:-5] for part in found])
 
 
 def on_pages(case: PagedCase, page_size: int, layer: AttentionLayer | None = None, kv_head: int = 0) -> PagedCase:
@@ -134,8 +136,8 @@ def test_decodes_equal_prompts_in_any_chunks_bit_for_bit(
 ) -> None:
     case = PagedCase(layer_of(device, group=2, **VARIANTS[variant]), 16, [(40, 75)], device, dtype)
     whole = run(case)
-    for size in (64, 11):
-        assert torch.equal(pieces(case, size), whole), f"{size} tokens a step"
+    for size, num_runs in (64, 1), (11, 1), (11, 3), (3, 2):
+        assert torch.equal(pieces(case, size, num_runs), whole), f"{size} tokens a step, {num_runs} runs"
     # Around borders of tiles, spans and chunks; 74 is the last.
     tokens = [0, 7, 8, 23, 24, 55, 56, 74]
     for num_runs in (1, 3):
@@ -254,6 +256,7 @@ def test_rows_of_several_spans_at_the_contract_s_own_sizes(dtype: torch.dtype, d
     for num_runs in (1, 3):
         last = decodes(case, [0, 8], num_runs)
         assert torch.equal(last, whole[[0, 8]])
+        assert torch.equal(pieces(case, 4, num_runs), whole[:9])
 
 
 def test_steps_of_all_sizes_keep_the_device_busy_in_little_memory() -> None:

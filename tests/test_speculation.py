@@ -424,8 +424,8 @@ class Chooser:
             self.drafter.times.took(num_tokens, 10 + token_s * num_tokens, has_drafts=False)
         self.drafter.times._extra = extra_s
 
-    def choose(self, *, in_flight: bool = False, budget: int = 64) -> list[int] | None:
-        draws = self.drafter.choose(self.rows, budget, in_flight=in_flight)
+    def choose(self, *, budget: int = 64) -> list[int] | None:
+        draws = self.drafter.choose(self.rows, budget)
         return None if draws is None else draws.tolist()
 
 
@@ -449,7 +449,7 @@ def test_a_step_has_the_drafts_that_make_rows_fastest(
     assert chooser.choose() == draws
     chooser.table.in_flight[chooser.rows] = 1
     # They are waited for where they are worth it, and else the next step is launched as ever.
-    assert chooser.choose(in_flight=True) == (None if max(draws) > 1 else draws)
+    assert chooser.choose() == (None if max(draws) > 1 else draws)
 
 
 def test_drafts_keep_to_the_steps_tokens_and_to_a_rows_length() -> None:

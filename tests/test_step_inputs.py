@@ -24,7 +24,7 @@ def _inputs(device: str, max_tokens: int = MAX_TOKENS) -> tuple[StepInputs, ReqT
     table = ReqToTokenPool(MAX_ROWS, MAX_LEN // PAGE_SIZE, torch.device(device))
     table.page_table[1:] = torch.arange(1, MAX_ROWS * MAX_LEN // PAGE_SIZE + 1).view(MAX_ROWS, -1)
     inputs = StepInputs(table, max_rows=MAX_ROWS + 1, max_tokens=max_tokens, page_size=PAGE_SIZE)
-    inputs.last_tokens.copy_(torch.arange(MAX_ROWS + 1) + 5000)
+    inputs._last_tokens[:, 0] = torch.arange(MAX_ROWS + 1) + 5000
     return inputs, table
 
 

@@ -94,7 +94,7 @@ class Step:
             cu_seqlens_q=on_device[2],
             token_ids=on_device[3],
             page_table=_to_device(self.table, device),
-            last_tokens=_to_device(self.last_tokens, device),
+            last_tokens=_to_device(self.last_tokens[:, None], device),
             page_size=self.page_size,
             max_seqlen_q=int(counts.max()),
             out=out,
@@ -169,6 +169,39 @@ def test_page_deltas_write_their_entries_and_no_other(num_deltas: int, by: Modul
     np.testing.assert_array_equal(on_device.cpu().numpy(), table)
 
 
+def test_rows_begin_where_the_device_knows_with_drafts_that_it_has(by: ModuleType) -> None:
+    """Rows 3 and 1 bring a last token and two drafts, and one token; row 2 says where it begins, and what with."""
+    device, table = _device(by), np.arange(1, 13 * 40 + 1, dtype=np.int32).reshape(13, 40)
+    last = np.arange(13 * 4).reshape(13, 4) + 1000
+    last[1, 0] = -1
+    rows, starts, ids = [3, 1, 2], [-1, -1, 5], [-1, -2, -3, -1, 70, 71]
+    next_starts = np.arange(13, dtype=np.int32) * 10
+    on_device = [_to_device(np.array(it, np.int32), device) for it in (rows, starts, [0, 3, 4, 6], ids, table)]
+    out = StepTensors(
+        input_ids=torch.zeros(6, dtype=torch.int64, device=device),
+        positions=torch.zeros(6, dtype=torch.int64, device=device),
+        out_cache_loc=torch.zeros(6, dtype=torch.int64, device=device),
+        cache_seqlens=torch.zeros(3, dtype=torch.int32, device=device),
+        page_table=torch.zeros(3, 40, dtype=torch.int32, device=device),
+    )
+    by.fill_step_metadata(
+        rows=on_device[0],
+        starts=on_device[1],
+        cu_seqlens_q=on_device[2],
+        token_ids=on_device[3],
+        page_table=on_device[4],
+        last_tokens=_to_device(last, device),
+        page_size=16,
+        max_seqlen_q=3,
+        out=out,
+        next_starts=_to_device(next_starts, device),
+    )
+    assert out.input_ids.tolist() == [*last[3, :3].tolist(), 0, 70, 71]
+    assert out.positions.tolist() == [30, 31, 32, 10, 5, 6]
+    assert out.cache_seqlens.tolist() == [33, 11, 7]
+    assert (out.out_cache_loc // 16).tolist() == table[[3, 3, 3, 1, 2, 2], [1, 1, 2, 0, 0, 0]].tolist()
+
+
 @pytest.mark.gpu
 def test_a_replayed_graph_follows_its_inputs() -> None:
     from attention.kernels import step_metadata as kernels
@@ -180,7 +213,7 @@ def test_a_replayed_graph_follows_its_inputs() -> None:
         "cu_seqlens_q": torch.arange(3, dtype=torch.int32, device=DEVICE),
         "token_ids": torch.full((2,), -1, dtype=torch.int32, device=DEVICE),
         "page_table": torch.zeros(NUM_ROWS + 1, first.max_pages, dtype=torch.int32, device=DEVICE),
-        "last_tokens": torch.zeros(NUM_ROWS + 1, dtype=torch.int64, device=DEVICE),
+        "last_tokens": torch.zeros(NUM_ROWS + 1, 1, dtype=torch.int64, device=DEVICE),
     }
     out = StepTensors(
         input_ids=torch.zeros(2, dtype=torch.int64, device=DEVICE),
@@ -196,7 +229,7 @@ def test_a_replayed_graph_follows_its_inputs() -> None:
         kernels.fill_step_metadata(**static, page_size=16, max_seqlen_q=1, out=out)
     for step in (first, second):
         rows, starts, _ = np.array(step.batch, np.int32).T
-        values = (rows, starts, step.cu_seqlens_q, step.token_ids, step.table, step.last_tokens)
+        values = (rows, starts, step.cu_seqlens_q, step.token_ids, step.table, step.last_tokens[:, None])
         for tensor, value in zip(static.values(), values, strict=True):
             tensor.copy_(torch.from_numpy(value))
         graph.replay()

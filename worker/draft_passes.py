@@ -147,41 +147,42 @@ class DraftPasses:
         if captured is not None and name is not None:
             self._graphs.replay_pass(name, captured)
         else:
+            self._inputs.settle(captured or shape)
             batch = self._inputs.batch(frame, shape)
             self._backend.init_forward_metadata(batch)
             self._first(batch, _following(batch, tokens, batch.sample_indices), states, predicts=most > 0)
         if not most:
             return None
-        found = torch.stack(
-            [self._ids[: len(wanted)].clone(), *self._more(frame, wanted, has_drafts=kept is not None)], 1
-        )
+        found = torch.stack([self._ids[: len(wanted)].clone(), *self._more(frame, wanted)], 1)
         return found if is_sampled.all() else found.index_select(0, upload(np.flatnonzero(is_sampled), found.device))
 
-    def _more(self, frame: StepFrame, wanted: Int32Array, *, has_drafts: bool) -> Iterator[torch.Tensor]:
+    def _more(self, frame: StepFrame, wanted: Int32Array) -> Iterator[torch.Tensor]:
         """[num_rows] int64 of each pass after the first: its drafts, of rows that want as many."""
         num_rows, most = len(wanted), int(wanted.max())
         if most == 1:
             return
-        starts = frame.starts + frame.lens - 1
-        if has_drafts and self._states is None:
-            # This waits for the device, as whoever launches the next step does anyway.
-            starts -= self._num_dropped[:num_rows].cpu().numpy()
         # A row that wants fewer stays at its last place, behind which it may have no page; with one, it is padding.
-        rows, starts, lasts = np.stack((frame.rows, starts, starts + wanted - 1)) * (wanted > 1)
+        rows, more = frame.rows * (wanted > 1), (wanted - 1).clip(0)
         if self._states is not None:
             shape = self._rows_of(frame)
-            self._inputs.upload(_decodes(rows, starts), shape)
+            self._inputs.upload(_decodes(rows, np.zeros_like(rows)), shape, knows_starts=True)
+            starts = (self._inputs.next_starts(shape.num_rows) - 1).clamp_(min=0)
+            self._inputs.starts(shape.num_rows).copy_(starts)
             self._lasts.zero_()
-            self._lasts[:num_rows].copy_(upload(lasts, self._lasts.device))
-            for positions in (self._inputs.starts(shape.num_rows), self._lasts[: shape.num_rows]) if has_drafts else ():
-                positions.sub_(self._num_dropped[: shape.num_rows]).clamp_(min=0)
+            self._lasts[:num_rows].copy_(upload(more, self._lasts.device))
+            self._lasts[: shape.num_rows].add_(starts)
+        else:
+            # This waits for the device.
+            placed = self._inputs.placed(_decodes(rows, np.zeros_like(rows)))
+            host_starts = (placed.starts - 1) * (rows > 0)
+            lasts = host_starts + more
         for _ in range(1, most):
             if self._states is not None:
                 self._graphs.replay_pass(_NEXT, shape)
             else:
-                starts = np.minimum(starts + 1, lasts)
-                moved = _decodes(rows, starts)
-                self._inputs.upload(moved, shape_of(moved))
+                host_starts = np.minimum(host_starts + 1, lasts)
+                moved = _decodes(rows, host_starts)
+                self._inputs.upload(moved, shape_of(moved), knows_starts=True)
                 batch = self._inputs.batch(moved, shape_of(moved))
                 self._backend.init_forward_metadata(batch)
                 self._next(batch)
@@ -196,6 +197,7 @@ class DraftPasses:
 
     def _capture(self, name: str, shape: StepShape) -> None:
         self._inputs.upload(StepFrame(generation=0, step=0), shape)
+        self._inputs.graph_batch(shape)  # the step in front of it
         self._num_dropped.zero_()
         self._lasts.zero_()
         run = self._captured_next if name == _NEXT else functools.partial(self._captured_first, predicts=name == _FIRST)
@@ -203,6 +205,7 @@ class DraftPasses:
 
     def _captured_first(self, shape: StepShape, *, predicts: bool) -> None:
         assert self._states is not None, "a graph's pass before use_graphs"
+        self._inputs.settle(shape)
         batch, tokens = self._inputs.graph_batch(shape), self._tokens[: shape.num_sampled]
         self._backend.prepare_capture(batch, shape)
         if shape.is_decode:

@@ -31,20 +31,21 @@ class StepDrafts:
     """[num_sampled] int64, device: the draft that the token sampled there has to equal; none behind a row's last."""
 
     @classmethod
-    def of(cls, frame: StepFrame, device: torch.device) -> StepDrafts | None:
-        """The drafts of a checked frame; None where no row has any."""
+    def of(cls, frame: StepFrame, following: torch.Tensor) -> StepDrafts | None:
+        """The drafts of a checked frame; None where no row has any.
+
+        Args:
+            following: [num_sampled] int64, device: the step's input behind each sampled one.
+        """
         if not len(frame.num_draws):
             return None
-        draws, lens = frame.draws, np.where(frame.has_tokens, frame.lens, 0)
-        ends = np.cumsum(draws)
-        firsts = np.repeat(ends - draws, draws)
+        draws, device = frame.draws, following.device
+        firsts = np.repeat(np.cumsum(draws) - draws, draws)
         places = np.arange(len(firsts)) - firsts
-        tokens = np.full(len(firsts), _NO_DRAFT, np.int64)
-        is_draft = places < np.repeat(draws, draws) - 1
-        # A row's drafts are the last of its inputs, which are its tokens.
-        ids = np.cumsum(lens) - draws + 1
-        tokens[is_draft] = frame.token_ids[(np.repeat(ids, draws) + places)[is_draft]]
-        return cls(places.astype(np.int32), upload(firsts, device), upload(tokens, device))
+        # A row's drafts are the last of its inputs.
+        is_last = places == np.repeat(draws, draws) - 1
+        tokens = following.masked_fill(upload(is_last, device), _NO_DRAFT)
+        return cls(places.astype(np.int32), upload(firsts, device), tokens)
 
     def kept(self, tokens: torch.Tensor) -> torch.Tensor:
         """[num_sampled] bool: all sampled before it for its row equal their drafts.

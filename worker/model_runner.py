@@ -83,6 +83,7 @@ class ModelRunner:
             max_tokens=max_tokens,
             page_size=token_to_kv_pool.page_size,
             max_sampled=max_sampled,
+            num_drafts=0 if decoder.draft_model is None else limits.max_draws - 1,
         )
         self._graphs = CudaGraphRunner(group)
         # All graphs write theirs here, and what the draft head reads.
@@ -166,12 +167,16 @@ class ModelRunner:
         self._req_to_token_pool.check_places(frame.window_pages, self._num_window_pages)
         which, num_after = sampled_inputs(frame)
         step, sampled = shape_of(frame), frame.rows[which]
-        if step.num_sampled > self._max_sampled or (frame.draws[~frame.has_tokens] > 1).any():
+        lacks_drafts = self._decoder.draft_model is None and (frame.draws[~frame.has_tokens] > 1).any()
+        if step.num_sampled > self._max_sampled or lacks_drafts:
             raise EngineError(
                 f"step {frame.step} samples {step.num_sampled} inputs, at most {self._max_sampled}, or drafts that it "
                 "does not bring"
             )
         shape = None if len(frame.prompt_targets) or len(frame.items) else self._graph_for(step)
+        if shape is None or self._backend.plans_on_host:
+            frame = self._inputs.placed(frame)
+            step = shape_of(frame)
         self._draft_passes.prepare(frame)
         self._inputs.upload(frame, shape or step)
         self._sampler.update(frame)
@@ -184,13 +189,13 @@ class ModelRunner:
             states = self._draft_passes.new_states(step.num_tokens)
             hidden, prompt_logprobs = self._forward_with_logprobs(frame, self._inputs.batch(frame, step), states)
         if len(sampled) == 0:
-            self._draft_passes.run(frame, shape, states, self._inputs.last_tokens[:0])
+            self._draft_passes.run(frame, shape, states, torch.empty(0, dtype=torch.int64, device=self._group.device))
             return PendingStep(self._group, frame, None, sampled, None, prompt_logprobs)
         resampled = self._sampler.find_resampled(sampled, (frame.starts + frame.lens)[which] - num_after)
         if hidden is not None:
             output = self._sample(hidden, step, left_out=resampled.indices[resampled.is_redrawn])
         logprobs, kept = None, None
-        drafts = StepDrafts.of(frame, self._group.device)
+        drafts = StepDrafts.of(frame, self._inputs.inputs_after_samples(step)) if len(frame.num_draws) else None
         if len(resampled.indices) or drafts is not None:
             rows, positions = self._inputs.sampled_rows(step)
             if len(resampled.indices):
@@ -201,9 +206,11 @@ class ModelRunner:
                 # Its logprobs are in this order too.
                 resampled, _ = resampled.by_place(drafts)
                 rows = rows * drafts.lasts(output.tokens, kept)  # row 0, which is padding, takes the others
-            self._inputs.last_tokens.index_copy_(0, rows, output.tokens)
+            self._inputs.take(rows, output.tokens, positions)
         asked = resampled.indices[resampled.num_logprobs >= 0].astype(np.int32)
         new = self._draft_passes.run(frame, shape, states, output.tokens, kept)
+        if new is not None:
+            self._inputs.take_drafts(upload(frame.rows[frame.draws > 0].astype(np.int64), self._group.device), new)
         return PendingStep(self._group, frame, output.tokens, asked, logprobs, prompt_logprobs, kept, new)
 
     def _graph_for(self, step: StepShape) -> StepShape | None:
@@ -283,5 +290,5 @@ class ModelRunner:
         rows, positions = self._inputs.sampled_rows(shape)
         logits = self._decoder.local_logits(hidden, out)
         tokens = self._sampler.sample(logits, rows, positions, left_out)
-        self._inputs.last_tokens.index_copy_(0, rows.long(), tokens)
+        self._inputs.take(rows.long(), tokens, positions)
         return DeviceOutput(tokens, logits)

@@ -32,10 +32,19 @@ class StepInputs:
         max_tokens: most input tokens of a step, padding included.
         page_size: of the KV pool.
         max_sampled: most sampled inputs of a step, if more than `max_rows`.
+        num_drafts: most drafts that the ranks make of a row. They then know where rows are, which who sends frames
+            need not.
     """
 
     def __init__(
-        self, pool: ReqToTokenPool, *, max_rows: int, max_tokens: int, page_size: int, max_sampled: int = 0
+        self,
+        pool: ReqToTokenPool,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        page_size: int,
+        max_sampled: int = 0,
+        num_drafts: int = 0,
     ) -> None:
         self._page_table, self._places = pool.page_table, pool.places
         self._page_size = page_size
@@ -54,8 +63,8 @@ class StepInputs:
         self._stages = [_Stage(self._layout.capacity, device) for _ in range(_NUM_STAGES)]
         self._next_stage = 0
         self._buffer = torch.zeros(self._layout.capacity, dtype=torch.int32, device=device)
-        self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        """[num_rows + 1] int64: what each row sampled last; -1 where its logits held a NaN."""
+        self._last_tokens = torch.zeros(num_rows, 1 + num_drafts, dtype=torch.int64, device=device)
+        self._next_starts = torch.zeros(num_rows, dtype=torch.int32, device=device) if num_drafts else None
         self._tensors = StepTensors(
             input_ids=torch.zeros(self._max_tokens, dtype=torch.int64, device=device),
             positions=torch.zeros(self._max_tokens, dtype=torch.int64, device=device),
@@ -70,8 +79,43 @@ class StepInputs:
                 window_page_table=torch.zeros_like(self._tensors.page_table),
             )
 
-    def upload(self, frame: StepFrame, shape: StepShape) -> None:
+    def take(self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        """Makes `tokens` the last ones of `rows`, all [n] int64, at `positions` [n] int32 of their sequences; -1 is of
+        a row whose logits held a NaN. A graph may capture it."""
+        self._last_tokens[:, 0].index_copy_(0, rows, tokens)
+        if self._next_starts is not None:
+            self._next_starts.index_copy_(0, rows, positions)
+
+    def take_drafts(self, rows: torch.Tensor, drafts: torch.Tensor) -> None:
+        """Keeps `drafts` [n, most] of what follows the last tokens of `rows` [n], all int64."""
+        self._last_tokens[:, 1 : 1 + drafts.shape[1]].index_copy_(0, rows, drafts)
+
+    def placed(self, frame: StepFrame) -> StepFrame:
+        """`frame` with the true starts of rows whose tokens it does not have, where the ranks know better. This waits
+        for the device."""
+        if self._next_starts is None or (given := frame.has_tokens).all():
+            return frame
+        starts = np.where(given, frame.starts, self._next_starts.cpu().numpy()[frame.rows])
+        return StepFrame(frame.generation, frame.step, frame.kind, **(frame.arrays | {"starts": starts}))
+
+    def next_starts(self, num_rows: int) -> torch.Tensor:
+        """[num_rows] int32, device: position of the next input of each row of the last upload; of padding 0."""
+        assert self._next_starts is not None, "the ranks make no drafts"
+        rows = self._buffer[self._layout.rows(num_rows)]
+        return self._next_starts.index_select(0, rows).where(rows > 0, 0)
+
+    def settle(self, shape: StepShape) -> None:
+        """Has rows of the last step, or of the captured one that it was padded to, begin where they did whatever has
+        been sampled since, for passes that read its inputs again. A graph may capture it."""
+        bounds = self._buffer[self._layout.cu_seqlens_q(shape.num_rows)]
+        seq_lens = self._tensors.cache_seqlens[: shape.num_rows]
+        self.starts(shape.num_rows).copy_(seq_lens - bounds.diff())
+
+    def upload(self, frame: StepFrame, shape: StepShape, *, knows_starts: bool = False) -> None:
         """Queues the copy of `frame`, padded to `shape`, and the page table's update.
+
+        Args:
+            knows_starts: whether rows whose tokens the frame does not have begin where it says, in any case.
 
         Raises EngineError, before anything is written, if the step is larger than these tensors.
         """
@@ -84,6 +128,8 @@ class StepInputs:
         self._next_stage = (self._next_stage + 1) % _NUM_STAGES
         stage.wait()
         begin = self._layout.pack(stage.array, frame, shape)
+        if self._next_starts is not None and not knows_starts:
+            stage.array[self._layout.starts(len(frame.rows))][~frame.has_tokens] = -1
         deltas, num_page_deltas = frame.page_deltas, len(frame.page_deltas)
         if len(frame.window_pages):
             # The table has one row, in which pages have their places.
@@ -124,6 +170,11 @@ class StepInputs:
         """[num_rows] int32, device: the position of each row's first input, as uploaded; may be changed."""
         return self._buffer[self._layout.starts(num_rows)]
 
+    def inputs_after_samples(self, shape: StepShape) -> torch.Tensor:
+        """[num_sampled] int64, device: the input behind each sampled one, of whichever row; behind the last itself."""
+        inputs = self._buffer[self._layout.sample_tokens(shape.num_sampled)]
+        return self._tensors.input_ids.index_select(0, (inputs + 1).clamp_(max=shape.num_tokens - 1))
+
     def rows_of_samples(self, shape: StepShape) -> torch.Tensor:
         """[num_sampled] int32, device: the row in the step of each sampled input; of a padding one the shape's last."""
         return self._buffer[self._layout.sampled(shape.num_sampled)]
@@ -148,11 +199,12 @@ class StepInputs:
             cu_seqlens_q=cu_seqlens_q,
             token_ids=self._buffer[layout.token_ids(shape.num_tokens)],
             page_table=self._page_table,
-            last_tokens=self.last_tokens,
+            last_tokens=self._last_tokens,
             page_size=self._page_size,
             max_seqlen_q=max_seqlen_q,
             out=tensors,
             places=self._places,
+            next_starts=self._next_starts,
         )
         host_cu_seqlens_q = np.zeros(shape.num_rows + 1, np.int64)
         np.cumsum(extend_lens, out=host_cu_seqlens_q[1:])

@@ -21,7 +21,7 @@ from attention.step_shape import FEW_ROWS, StepShape
 from worker.protocol import Int32Array, RowFlag, StepFrame
 
 LAST_TOKEN = -1
-"""In place of a token id: the row's own last sampled token."""
+"""In place of a token id: the row's own last sampled token; -2 and so on are the drafts of what follows it."""
 _DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
 _PROMPT_SIZES = (16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 4097, 128), *range(4608, 8193, 512))
 _DRAFT_SIZES = (4, 8)  # below those of prompts: what a row or two bring with drafts
@@ -161,13 +161,16 @@ class StepLayout:
 
 
 def _put_token_ids(out: npt.NDArray[np.int32], frame: StepFrame) -> None:
-    has_tokens = (frame.flags & RowFlag.HAS_TOKENS) != 0
-    if not has_tokens.any():
-        out[:] = LAST_TOKEN
-    elif has_tokens.all():
+    has_tokens = frame.has_tokens
+    if has_tokens.all():
         out[: len(frame.token_ids)] = frame.token_ids
         out[len(frame.token_ids) :] = LAST_TOKEN
-    else:
-        out[:] = LAST_TOKEN
-        given = np.repeat(has_tokens, frame.lens)
+        return
+    out[:] = LAST_TOKEN
+    lens = frame.lens
+    if (lens[~has_tokens] > 1).any():
+        ends = np.cumsum(lens)
+        out[: ends[-1]] -= np.arange(ends[-1], dtype=np.int32) - np.repeat(ends - lens, lens).astype(np.int32)
+    if has_tokens.any():
+        given = np.repeat(has_tokens, lens)
         out[: len(given)][given] = frame.token_ids

@@ -35,6 +35,10 @@ SPAN = 512
 """Positions of a span: a power of two. With 256 or 128 a decode step of Qwen3-8B took 0.99 to 1.01 times as long on an
 H200, and its prompts 0.997 to 1.001 times (exact_wide_leaves_h200_2026-11-23.txt). Long rows, on which half of it lets
 twice the programs work, were not measured."""
+_MOST_RUNS = 256
+"""Programs that walk keys at once where they are cut into runs."""
+_MOST_PART_BYTES = 32 << 20
+"""Memory for the sums of spans of steps of few tokens: 24 of them with 32 heads of 128 and 40,960 positions."""
 _MERGED_AT_ONCE = 8
 """Spans whose sums are on their way from memory to the program that merges them."""
 
@@ -49,7 +53,8 @@ class Schedule:
     num_stages: int
     """Tiles of keys and values on their way from memory at a time, and one."""
     num_runs: int = 1
-    """Runs that the spans of a row are cut into, at most, in steps with one token a row; others take 1."""
+    """Runs that the spans of a row are cut into, at most, in steps with one token a row, and in steps of few tokens
+    whose queries see all keys before them; others take 1."""
 
 
 def tile_of(head_dim: int, dtype: torch.dtype) -> int:
@@ -64,34 +69,52 @@ def tile_of(head_dim: int, dtype: torch.dtype) -> int:
     return 64 if head_dim <= 128 else 32
 
 
-def choose(head_dim: int, dtype: torch.dtype, group: int, num_rows: int | None = None) -> Schedule:
+def choose(
+    head_dim: int, dtype: torch.dtype, group: int, num_rows: int | None = None, tokens: int = 1 << 10
+) -> Schedule:
     """A layout for H200s. Not measured.
 
     Args:
         group: query heads of a KV head.
         num_rows: of a step with one token a row, padding included, times this rank's KV heads; None: of other steps.
+        tokens: of a row of those, in the mean: a tile that few pairs fill takes as long as a full one.
     """
     is_wide = head_dim > 128
     most = 16 if dtype.itemsize > 2 else 64 if is_wide else 128
     num_stages = 2 if dtype.itemsize > 2 else 3
     if num_rows is None:
-        return Schedule(block_m=most, num_warps=4 if most == 16 else 8, num_stages=num_stages)
+        block_m = min(block_of(group * tokens), most)
+        num_warps = 4 if block_m <= 32 else 8
+        return Schedule(block_m=block_m, num_warps=num_warps, num_stages=num_stages, num_runs=_MOST_RUNS)
     block_m = min(block_of(group), most)
     num_runs = 1 if num_rows > 192 else (256 if num_rows <= 64 else 512) // num_rows
     num_warps = 8 if block_m > (32 if is_wide else 64) else 4
     return Schedule(block_m=block_m, num_warps=num_warps, num_stages=num_stages, num_runs=num_runs)
 
 
-@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["cache_seqlens", "sinks"])
+@triton.jit(
+    do_not_specialize=["num_parts", "num_rows"],
+    do_not_specialize_on_alignment=["cache_seqlens", "cu_seqlens_q", "sinks"],
+)
 def _merge_kernel(
-    parts_ptr, sums_ptr, cache_seqlens, sinks, out_ptr, num_parts, v_scale, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr,
-    EARLY_MERGE: tl.constexpr,
+    parts_ptr, sums_ptr, cache_seqlens, cu_seqlens_q, sinks, out_ptr, num_parts, num_rows, v_scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr, EARLY_MERGE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Programs are query heads by tokens; with ROWS, a power of two and no fewer than there are, rows have several."""
     head = tl.program_id(0) + tl.arange(0, 1)
     row = tl.program_id(1).to(tl.int64)
     # Written before the kernel that leaves parts, which has waited for that before any program here is started.
-    seq_len = tl.load(cache_seqlens + row)
+    if ROWS > 0:
+        token = tl.program_id(1)
+        rows = tl.arange(0, ROWS)
+        ends = tl.load(cu_seqlens_q + 1 + rows, mask=rows < num_rows, other=token)
+        of_token = tl.sum((ends <= token).to(tl.int32), 0) - (ROWS - num_rows)
+        if of_token >= num_rows:
+            return
+        seq_len = tl.load(cache_seqlens + of_token) - (tl.load(cu_seqlens_q + of_token + 1) - 1 - token)
+    else:
+        seq_len = tl.load(cache_seqlens + row)
     num_spans = tl.cdiv(seq_len, SPAN) - first_key(seq_len - 1, WINDOW, CHUNK) // SPAN
     follow(EARLY_MERGE)  # until all parts are there and can be seen
     let_next_start(EARLY_MERGE)
@@ -150,12 +173,18 @@ def paged_exact(
     window, chunk = layer.window or 0, layer.chunk or 0
     is_decode = paged.max_seqlen_q == 1
     if schedule is None:
-        schedule = choose(head_dim, q.dtype, group, num_rows * num_kv_heads if is_decode else None)
+        tokens = -(-num_tokens // max(num_rows, 1))
+        schedule = choose(head_dim, q.dtype, group, num_rows * num_kv_heads if is_decode else None, tokens)
     one_token = is_decode and group <= schedule.block_m
     most_seen = min(it for it in (paged.page_table.shape[1] * page_size, window, chunk) if it)
     # The place within a span where the keys that a query sees begin is not known.
     num_parts = -(-(most_seen - 1) // SPAN) + 1
+    part_bytes = 4 * num_tokens * num_q_heads * num_parts * (head_dim + 2)
+    is_few = not is_decode and not window and not chunk and part_bytes <= _MOST_PART_BYTES
     num_runs = min(schedule.num_runs, num_parts) if one_token else 1
+    if is_few:
+        num_tiles = num_kv_heads * max(num_tokens * group // schedule.block_m, 1)
+        num_runs = min(schedule.num_runs, num_parts, max(_MOST_RUNS // num_tiles, 1))
     parts, sums = out, None
     if num_runs > 1:
         count = num_tokens * num_q_heads * num_parts
@@ -171,13 +200,15 @@ def paged_exact(
     spans = Spans(span=SPAN, num_parts=num_parts, num_runs=num_runs, one_token=one_token, is_early=early_merge)
     paged_extend(q, k_pages, v_pages, paged, layer, out=parts, lse=sums, tuning=tuning, spans=spans)
     if sums is not None:
-        _merge_kernel[(num_q_heads, num_rows)](
+        _merge_kernel[(num_q_heads, num_tokens)](
             parts,
             sums,
             paged.cache_seqlens,
+            paged.cu_seqlens_q,
             layer.sinks,
             out,
             num_parts,
+            num_rows,
             layer.v_scale,
             HEAD_DIM=head_dim,
             BLOCK_D=block_of(head_dim),
@@ -186,6 +217,7 @@ def paged_exact(
             CHUNK=chunk,
             AT_ONCE=_MERGED_AT_ONCE,
             EARLY_MERGE=early_merge,
+            ROWS=0 if one_token else block_of(num_rows),
             launch_pdl=early_merge,
         )
     return out

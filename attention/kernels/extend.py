@@ -93,8 +93,8 @@ def choose(v_dim: int, dtype: torch.dtype) -> ExtendTuning:
 
 @triton.jit
 def _walk(
-    q, q_rest, sums, k_ptr, v_ptr, table_row, begin, end, low, stop, positions, first_keys, masked_from, mask_ptr,
-    mask_rows, kv_head, num_kv_heads, scale, parts, is_pair, sums_ptr, parts_ptr, HEAD_DIM: tl.constexpr,
+    q, q_rest, sums, k_ptr, v_ptr, table_row, first, begin, end, low, stop, positions, first_keys, masked_from,
+    mask_ptr, mask_rows, kv_head, num_kv_heads, scale, parts, is_pair, sums_ptr, parts_ptr, HEAD_DIM: tl.constexpr,
     V_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr, CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +103,8 @@ def _walk(
     Not MASKED: every query sees every key of them. MASKED: keys from `low` to before `stop` are there, and each query
     sees those from its own first key to its own position, but from `masked_from` on what its row of the mask says.
 
-    SPAN: the sums are a span's and those of all spans. Where the next span begins, it goes into these, or into memory.
+    SPAN: the sums are a span's and those of all spans. Where the next span begins, it goes into these, or into memory,
+    if the program began before, at block `first`.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     if SPAN == 0:
@@ -166,7 +167,7 @@ def _walk(
             if block % (SPAN // BLOCK_N) == 0:
                 if parts is None:
                     all_m, all_total, all_acc = merge_span(all_m, all_total, all_acc, m, tl.max(total, 1), acc)
-                elif block > begin:
+                elif block > first:
                     part = parts + block // (SPAN // BLOCK_N) - 1
                     leave_span(m, total, acc, part, is_pair, sums_ptr, parts_ptr, V_DIM)
                 m, total, acc = empty_span(acc.shape[0], BLOCK_D)
@@ -255,6 +256,7 @@ def _extend_kernel(
         end = tl.minimum(end, (first_span + (tl.program_id(1) + 1) * run) * (SPAN // BLOCK_N))
         if begin >= end:
             return
+        whole = tl.minimum(tl.maximum(whole, begin), end)
         parts = out_rows * num_parts - first_span
 
     dims = tl.arange(0, BLOCK_D)
@@ -272,19 +274,20 @@ def _extend_kernel(
         sink = scaled_sink(tl.load(sinks + q_heads, mask=is_pair, other=0.0))
     sums = first_sums(sink, BLOCK_M, BLOCK_D, SPAN)
     table_row = page_table + row.to(tl.int64) * page_table_stride
+    first = begin
     if not ONE_TOKEN and WINDOW == 0 and CHUNK == 0:
         # Blocks that all queries see whole need no masks. A window or a chunk has few of them (not measured), as has
         # what one program walks of a decode.
         sums = _walk(
-            q, q_rest, sums, k_ptr, v_ptr, table_row, begin, whole, low, stop, positions, first_keys, masked_from,
-            mask_ptr, mask_rows, kv_head, num_kv_heads, scale, parts, is_pair, sums_ptr, out_ptr, HEAD_DIM, V_DIM,
-            PAGE_SIZE, BLOCK_N, SPAN, CAP, MASKED=False,
+            q, q_rest, sums, k_ptr, v_ptr, table_row, first, begin, whole, low, stop, positions, first_keys,
+            masked_from, mask_ptr, mask_rows, kv_head, num_kv_heads, scale, parts, is_pair, sums_ptr, out_ptr,
+            HEAD_DIM, V_DIM, PAGE_SIZE, BLOCK_N, SPAN, CAP, MASKED=False,
         )  # fmt: skip
         begin = whole
     sums = _walk(
-        q, q_rest, sums, k_ptr, v_ptr, table_row, begin, end, low, stop, positions, first_keys, masked_from, mask_ptr,
-        mask_rows, kv_head, num_kv_heads, scale, parts, is_pair, sums_ptr, out_ptr, HEAD_DIM, V_DIM, PAGE_SIZE, BLOCK_N,
-        SPAN, CAP, MASKED=True,
+        q, q_rest, sums, k_ptr, v_ptr, table_row, first, begin, end, low, stop, positions, first_keys, masked_from,
+        mask_ptr, mask_rows, kv_head, num_kv_heads, scale, parts, is_pair, sums_ptr, out_ptr, HEAD_DIM, V_DIM,
+        PAGE_SIZE, BLOCK_N, SPAN, CAP, MASKED=True,
     )  # fmt: skip
     if SPAN > 0:
         m, total, acc, all_m, all_total, all_acc = sums

@@ -21,12 +21,14 @@ _DELTA_BLOCK = 128
 @triton.jit(do_not_specialize_on_alignment=["rows", "starts", "cu_seqlens_q", "token_ids"])
 def _fill_step_metadata(
     rows, starts, cu_seqlens_q, token_ids, page_table, last_tokens, input_ids, positions, out_cache_loc, cache_seqlens,
-    row_pages, places, window_out_cache_loc, window_row_pages, page_table_stride, row_pages_stride,
-    PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    row_pages, places, window_out_cache_loc, window_row_pages, next_starts, page_table_stride, row_pages_stride,
+    WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     row = tl.load(rows + index).to(tl.int64)
     start = tl.load(starts + index)
+    if next_starts is not None:
+        start = tl.where(start < 0, tl.load(next_starts + row), start)
     first = tl.load(cu_seqlens_q + index)
     num_tokens = tl.load(cu_seqlens_q + index + 1) - first
     seq_len = start + num_tokens
@@ -42,7 +44,8 @@ def _fill_step_metadata(
 
     is_token = offsets < num_tokens
     token = tl.load(token_ids + first + offsets, mask=is_token, other=0).to(tl.int64)
-    token = tl.where(token < 0, tl.maximum(tl.load(last_tokens + row), 0), token)
+    own = tl.load(last_tokens + row * WIDTH + tl.maximum(-1 - token, 0), mask=token < 0, other=0)
+    token = tl.where(token < 0, tl.maximum(own, 0), token)
     position = start + offsets
     page = tl.load(table_row + position // PAGE_SIZE, mask=is_token, other=0).to(tl.int64)
     tl.store(input_ids + first + offsets, token, mask=is_token)
@@ -67,6 +70,7 @@ def fill_step_metadata(
     max_seqlen_q: int,
     out: StepTensors,
     places: torch.Tensor | None = None,
+    next_starts: torch.Tensor | None = None,
 ) -> None:
     """Writes `out` in one kernel; no host sync, so it can be captured in a CUDA graph.
 
@@ -75,14 +79,16 @@ def fill_step_metadata(
 
     Args:
         rows: [B] int32: page-table row of each row of the batch.
-        starts: [B] int32: position of each row's first token.
+        starts: [B] int32: position of each row's first token; with `next_starts` a negative one stands for the row's.
         cu_seqlens_q: [B + 1] int32: where each row's tokens begin.
-        token_ids: [T] int32; a negative id stands for the last token of its row.
+        token_ids: [T] int32; -1 - j stands for element j of its row of `last_tokens`.
         page_table: [num_rows + 1, max_pages] int32, the rows' last pages included.
-        last_tokens: [num_rows + 1] int64; -1, of a row that got no token, counts as 0.
+        last_tokens: [num_rows + 1, width] int64: the row's last token, and drafts of what follows; -1, of a row that
+            got no token, counts as 0.
         page_size: a power of two.
         max_seqlen_q: most tokens of a row; a row with more loses those past it, so a graph is captured with its own.
         places: [num_pages + 1] int32, page of the window pool by page id; None: there is none.
+        next_starts: [num_rows + 1] int32: position of the token after each row's last. None: all `starts` are given.
     """
     num_blocks = triton.cdiv(max(page_table.shape[1], max_seqlen_q), _BLOCK)
     _fill_step_metadata[(rows.shape[0], num_blocks)](
@@ -100,8 +106,10 @@ def fill_step_metadata(
         places,
         out.window_out_cache_loc,
         out.window_page_table,  # strides are those of `page_table`
+        next_starts,
         page_table.stride(0),
         out.page_table.stride(0),
+        WIDTH=last_tokens.shape[1],
         PAGE_SIZE=page_size,
         HAS_WINDOW=places is not None,
         BLOCK=_BLOCK,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cluster.scheduling.ngrams import learned
 from worker.protocol import Int32Array
 
-_FIRST_RATES = (0.6, 0.6)
+FIRST_RATES = (0.6, 0.6)
 
 
 class DraftHistory:
@@ -21,7 +21,7 @@ class DraftHistory:
         self._drafts: list[int] = []
         self._is_going = False  # whether a right draft was before them
         # The share of drafts that were right: of first ones, and of those behind right ones.
-        self._rates = list(_FIRST_RATES)
+        self._rates = list(FIRST_RATES)
 
     def __len__(self) -> int:
         return self._num_tokens
@@ -35,6 +35,11 @@ class DraftHistory:
     def chances(self) -> tuple[float, float] | None:
         """How likely drafts are right, as in NgramHistory; None where there are none."""
         return (self._rates[self._is_going], self._rates[True]) if self._drafts else None
+
+    @property
+    def new_chances(self) -> tuple[float, float]:
+        """The chances that drafts have which the ranks have just made."""
+        return (self._rates[False], self._rates[True])
 
     def take(self, tokens: Int32Array, *, is_whole: bool) -> None:
         """Goes on by `tokens`."""

@@ -3,10 +3,10 @@
 Of one row, and of rows alike, that is the most tokens a second; of others it is not what a few rows gain and all the
 others pay for with longer steps.
 
-A row with drafts has to know its last token, so a step with drafts is launched when none is in flight. Whether it is
-worth that wait, and each draft its time, follows from how often the rows' predictions were right (`NgramHistory`) and
-from what steps took (`StepTimes`). Where it is not, which it never is where nothing is predicted, steps overlap as
-without drafts.
+A row with drafts from here has to know its last token, so it waits for the step in flight. Ranks that draft know
+theirs, and their steps overlap. Whether drafts are worth the wait, and each its time, follows from how often the rows'
+predictions were right (`NgramHistory`, `DraftHistory`) and from what steps took (`StepTimes`). Where they are not,
+which they never are where nothing is predicted, steps overlap as without drafts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cluster.scheduling.draft_history import DraftHistory
+from cluster.scheduling.draft_history import FIRST_RATES, DraftHistory
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.ngrams import NgramHistory
@@ -165,17 +165,12 @@ class Drafter:
         elif self._num_vain >= _MOST_VAIN + self._rest:
             self._num_vain, self._rest = 0, min(2 * self._rest, _LONGEST_REST)
 
-    def choose(self, rows: Int32Array, budget: int, *, in_flight: bool) -> Int32Array | None:
-        """[len(rows)] how many tokens each of the ready `rows` may bring in the next step; None: it has to wait for the
-        one in flight, to have drafts.
-
-        Args:
-            budget: tokens of a step.
-            in_flight: whether a step is.
-        """
+    def choose(self, rows: Int32Array, budget: int) -> Int32Array | None:
+        """[len(rows)] how many tokens each of the ready `rows` may bring in the next step of so many tokens, `budget`;
+        None: it has to wait for the one in flight, to have drafts."""
         table = self._rows
         draws = np.ones(len(rows), np.int32)
-        at = np.flatnonzero(table.predicted[rows])
+        at = np.flatnonzero(table.predicted[rows] | self.has_ahead(rows))
         if not len(at):
             return draws
         most = min(self._limits.speculation.num_drafts, int((table.max_total - table.num_computed)[rows[at]].max()) - 2)
@@ -194,7 +189,16 @@ class Drafter:
         is_chosen[order[: int(gains.argmax()) + 1]] = 1
         draws[at] += (is_chosen.reshape(chances.shape) * (chances > 0)).sum(axis=1, dtype=np.int32)
         self._num_chosen = int(draws.max()) - 1
-        return None if in_flight else draws
+        waits = (draws > 1) & (table.in_flight[rows] > 0) & ~self.has_ahead(rows)
+        return None if waits.any() else draws
+
+    def has_ahead(self, rows: Int32Array) -> npt.NDArray[np.bool_]:
+        """[len(rows)] whether the ranks have drafts behind the step in flight, which nobody here knows yet."""
+        table = self._rows
+        is_ahead: npt.NDArray[np.bool_] = (
+            table.goes_ahead[rows] & (table.in_flight[rows] > 0) & (table.num_drafts[rows] > 0)
+        )
+        return is_ahead
 
     def tokens(self, rows: Int32Array, draws: Int32Array) -> Int32Array:
         """The inputs of rows with drafts, one row after the other: the last token of each, and its drafts."""
@@ -211,11 +215,17 @@ class Drafter:
         flight brings the predicted next token, they are of the drafts behind it, unless ranks make new ones then."""
         table = self._rows
         histories = [table.request(row).history for row in rows.tolist()]
-        first, then = np.array([it.chances for it in histories if it is not None], np.float64).T
+        ahead = self.has_ahead(rows)
+        chances = [
+            it.new_chances if is_ahead and isinstance(it, DraftHistory) else it.chances if it is not None else None
+            for it, is_ahead in zip(histories, ahead.tolist(), strict=True)
+        ]
+        first, then = np.array([it or FIRST_RATES for it in chances], np.float64).T
         places = np.arange(most)
         is_behind = (table.in_flight[rows, None] > 0) & (not self._asks)
-        room = table.max_total[rows] - table.num_computed[rows] - 2
-        room = np.minimum(room, [it.num_drafts for it in histories if it is not None])
+        room = table.max_total[rows] - table.num_computed[rows] - table.slack[rows] - 2
+        num_drafts = np.array([0 if it is None else it.num_drafts for it in histories])
+        room = np.minimum(room, np.where(ahead, table.num_drafts[rows], num_drafts))
         if table.num_guided:
             guided = table.guided[rows]
             room[guided] = np.minimum(room[guided], self._guided.num_foreseen(rows[guided]))

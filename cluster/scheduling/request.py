@@ -180,6 +180,11 @@ class Request:
     num_overtaken: int = 0
     """Requests behind it that were admitted while it lacked pages."""
 
+    @property
+    def has_timed_biases(self) -> bool:
+        """Whether a bias of it ends at some position."""
+        return self.adjustments is not None and bool((self.adjustments.biases["until"] < ALWAYS).any())
+
     @classmethod
     def create(cls, request: GenerateRequest, limits: SchedulerLimits, now: float = 0.0) -> Request:
         """The request as received. Raises RequestError for parameters that no row can have."""

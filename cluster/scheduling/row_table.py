@@ -6,6 +6,7 @@ prefill, `GuidedRows` makes rows ready, and `LifeCycle` ends them. `RowPages` ke
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.request import Request
@@ -17,7 +18,7 @@ class RowTable:
     """Rows 1 to `max_num_seqs`; row 0 is padding. A row belongs to one request from `take` to `give_back`."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        num_rows = limits.max_num_seqs + 1
+        num_rows, self._ranks_draft = limits.max_num_seqs + 1, limits.speculation.is_by_ranks
         self.requests: list[Request | None] = [None] * num_rows
         self.ids = np.zeros(num_rows, np.int64)
         """Request id."""
@@ -28,7 +29,14 @@ class RowTable:
         self.num_known = np.zeros(num_rows, np.int32)
         """Tokens the host has seen: valid columns of `tokens`."""
         self.num_computed = np.zeros(num_rows, np.int32)
-        """Tokens whose KV is there once every launched step has run: position of the next input token."""
+        """Tokens whose KV is there once every launched step has run: position of the next input token. Where steps in
+        flight verify drafts, as if none were right."""
+        self.slack = np.zeros(num_rows, np.int32)
+        """How many more they are if all are."""
+        self.num_drafts = np.zeros(num_rows, np.int32)
+        """Drafts that the ranks make of the row in the last step that names it."""
+        self.goes_ahead = np.zeros(num_rows, np.bool_)
+        """The ranks know where the row is and what its drafts are, and need nothing else that depends on it."""
         self.num_prefill = np.zeros(num_rows, np.int32)
         """Tokens to prefill: those known at admission."""
         self.num_cacheable = np.zeros(num_rows, np.int32)
@@ -76,7 +84,8 @@ class RowTable:
             num_tokens - request.num_item_tokens if request.item_lens else request.max_total_tokens
         )
         self.max_total[row] = request.max_total_tokens
-        self.in_flight[row] = 0
+        self.in_flight[row] = self.slack[row] = self.num_drafts[row] = 0
+        self.goes_ahead[row] = self._ranks_draft and request.guide is None and not request.has_timed_biases
         self.admission[row] = self._num_admissions
         self.priority[row] = request.priority
         self.ends_on_eos[row] = not request.sampling.ignore_eos
@@ -95,6 +104,11 @@ class RowTable:
             left = self.max_total[rows] - self.num_computed[rows] - 1
             np.minimum(left, most, out=draws, where=~self.guided[rows])
         return draws
+
+    def may_end(self, rows: Int32Array) -> npt.NDArray[np.bool_]:
+        """Whether the steps in flight may use up the length of each of `rows`."""
+        most: npt.NDArray[np.bool_] = self.num_computed[rows] + self.slack[rows] + 1 >= self.max_total[rows]
+        return most
 
     def give_back(self, row: int) -> None:
         """Frees the row. Raises EngineError while a step in flight names it."""

@@ -206,7 +206,7 @@ class Scheduler:
                 return None
             num_decoded = len(rows) if self._limits.max_row_tokens == 1 else int(draws.sum())
             num_asked = self._drafter.asked() if self._drafter is not None and takes_drafts else 0
-            ends = self._rows.num_computed[rows] + draws
+            ends = self._rows.num_computed[rows] + self._rows.slack[rows] + draws
             if num_asked > 1:  # ranks go on from their drafts
                 ends = np.maximum(ends, np.minimum(ends + num_asked - 1, self._rows.max_total[rows] - 1))
             deltas = self._pages.grow_rows(rows, ends)
@@ -397,7 +397,7 @@ class Scheduler:
             return self._rows.max_draws(rows, self._limits.max_row_tokens)
         if not takes_drafts:
             return np.ones(len(rows), np.int32)
-        return self._drafter.choose(rows, self._max_step_tokens, in_flight=bool(self._in_flight))
+        return self._drafter.choose(rows, self._max_step_tokens)
 
     def _launch(self, decodes: Int32Array, draws: Int32Array, plan: PrefillPlan, num_asked: int) -> StepFrame:
         """Builds the frame of `decodes`, with as many inputs as `draws` each, and of `plan`; takes the snapshot for its
@@ -410,33 +410,37 @@ class Scheduler:
         self.last_step += 1
         builder = FrameBuilder()
         has_drafts = bool((draws > 1).any())
-        starts = table.num_computed[decodes]
+        starts, slack = table.num_computed[decodes], table.slack[decodes]
         if len(decodes):
             flags = np.full(len(decodes), _SAMPLE, np.int32)
             if has_drafts and self._drafter is not None:
-                drafted = draws > 1
+                drafted = (draws > 1) & ~self._drafter.has_ahead(decodes)
                 flags[drafted] |= _HAS_TOKENS
-                builder.add(token_ids=self._drafter.tokens(decodes[drafted], draws[drafted]))
-            builder.add(rows=decodes, starts=starts, lens=draws, flags=flags)
-        sampled, positions = decodes, starts + 1
-        table.num_computed[decodes] = positions
+                if drafted.any():
+                    builder.add(token_ids=self._drafter.tokens(decodes[drafted], draws[drafted]))
+            builder.add(rows=decodes, starts=starts + slack, lens=draws, flags=flags)
+        sampled = decodes
+        table.num_computed[decodes] = starts + 1
+        table.slack[decodes] = slack + draws - 1
         for deltas in plan.deltas:
             builder.add(page_deltas=deltas)
         ending = self._queue.commit(plan, builder) if plan.rows else []
         if ending:
             sampled = np.concatenate((decodes, np.array(ending, np.int32)))
-            positions = np.concatenate((positions, table.num_prefill[ending]))
             table.ready[ending] = True
         all_draws = np.concatenate((draws, np.ones(len(ending), np.int32))) if has_drafts or num_asked else draws
+        table.num_drafts[sampled] = 0
         if num_asked and len(sampled):
             # No more than may be verified, nor than there are pages for.
-            ends = positions + all_draws - 1
+            ends = table.num_computed[sampled] + table.slack[sampled]
             room = np.minimum(table.max_total[sampled] - ends - 2, self._pages.capacity(sampled) - ends + 1)
-            builder.add(num_wanted=np.clip(room, 0, num_asked))
+            wanted = np.clip(room, 0, num_asked)
+            builder.add(num_wanted=wanted)
+            table.num_drafts[sampled] = wanted
         if has_drafts:
             builder.add(num_draws=all_draws)
-            # The place where such a row goes on is known when the step retires.
-            table.ready[decodes[draws > 1]] = False
+            # The place where such a row goes on is known when the step retires, or to the ranks.
+            table.ready[decodes[(draws > 1) & ~table.goes_ahead[decodes]]] = False
         if table.num_guided:
             table.ready[sampled[table.guided[sampled]]] = False
             builder.add_masks(self._guided.take_masks(dict(zip(decodes.tolist(), draws.tolist(), strict=True))))
@@ -453,16 +457,15 @@ class Scheduler:
         # The next step's rows may take what this one is the last to read.
         self._pages.advance_windows(frame.rows, table.num_computed[frame.rows])
         table.in_flight[frame.rows] += 1
-        is_last = positions + 1 >= table.max_total[sampled]
-        table.ready[sampled[is_last]] = False
+        table.ready[sampled[table.may_end(sampled)]] = False
+        lower = frame.starts.copy()
+        lower[: len(decodes)] = starts
         self._in_flight.append(
             Launched(
                 self.last_step,
                 frame.rows,
-                frame.starts,
+                lower,
                 sampled,
-                positions,
-                is_last,
                 frame.num_draws,
                 ending,
                 plan.prompt_runs,

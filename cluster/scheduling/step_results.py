@@ -24,13 +24,9 @@ class Launched:
     rows: Int32Array
     """Every row the frame names."""
     starts: Int32Array
-    """[num_rows] tokens that each had computed before."""
+    """[num_rows] tokens that each had computed before, at least."""
     sampled: Int32Array
     """[num_sampled_rows] rows that get tokens."""
-    positions: Int32Array
-    """[num_sampled_rows] place of the first one in its sequence."""
-    is_last: npt.NDArray[np.bool_]
-    """[num_sampled_rows] that token uses up the request's length."""
     num_draws: Int32Array
     """[num_sampled_rows] most tokens that each may bring. Empty: one each."""
     prefilled: list[int]
@@ -91,15 +87,15 @@ class StepTokens(NamedTuple):
         cls, table: RowTable, launched: Launched, result: StepResult, eos_token_ids: tuple[int, ...]
     ) -> tuple[StepTokens, npt.NDArray[np.bool_]]:
         """All tokens of a result, and which of them count."""
-        rows, positions, tokens, counts = launched.sampled, launched.positions, result.tokens, result.num_tokens
+        rows, tokens, counts = launched.sampled, result.tokens, result.num_tokens
+        positions = table.num_known[rows]
         if len(counts):
             firsts = np.cumsum(counts, dtype=np.int32) - counts
             rows = np.repeat(rows, counts)
             positions = np.repeat(positions - firsts, counts) + np.arange(len(tokens), dtype=np.int32)
-        stopped, is_last = find_stopped(table, rows, tokens, eos_token_ids), launched.is_last
+        stopped, is_last = find_stopped(table, rows, tokens, eos_token_ids), positions + 1 >= table.max_total[rows]
         kept = table.live[rows]
         if len(counts):
-            is_last = positions + 1 >= table.max_total[rows]
             ends = stopped | is_last | (tokens < 0)
             num_ended: npt.NDArray[np.int64] = np.cumsum(ends) - ends  # by the tokens before, of all rows
             kept &= num_ended == np.repeat(num_ended[firsts], counts)
@@ -121,8 +117,9 @@ class StepTokens(NamedTuple):
         return [row for row in np.unique(np.concatenate(found)).tolist() if table.live[row]] if found else []
 
     def write(self, table: RowTable, launched: Launched) -> None:
-        """Makes the tokens known, all of which are kept; rows that could bring several go on behind them."""
+        """Makes the tokens known, all of which are kept; rows that could bring several are known to be behind them."""
         rows, positions = self.rows, self.positions
+        num_kept = np.bincount(rows, minlength=len(table.live)) if len(launched.num_draws) else None
         table.tokens[rows, positions] = self.tokens
         if len(launched.num_draws):
             # The later place of a row that is named twice need not be the one that stays.
@@ -130,10 +127,12 @@ class StepTokens(NamedTuple):
             np.not_equal(rows[1:], rows[:-1], out=is_end[:-1])
             rows, positions = rows[is_end], positions[is_end]
         table.num_known[rows] = positions + 1
-        if len(launched.num_draws):
-            rows = launched.sampled[(launched.num_draws > 1) & table.live[launched.sampled]]
-            table.num_computed[rows] = table.num_known[rows] - 1
-            table.ready[rows] = ~table.guided[rows]
+        if num_kept is not None:
+            at = np.flatnonzero((launched.num_draws > 1) & table.live[launched.sampled])
+            rows = launched.sampled[at]
+            table.num_computed[rows] += num_kept[rows] - 1
+            table.slack[rows] -= launched.num_draws[at] - 1
+            table.ready[rows] = ~table.guided[rows] & ~table.may_end(rows)
 
 
 def find_stopped(
