@@ -81,7 +81,9 @@ class Case:
     ) -> None:
         self.layers, self.rows, self.dtype = list(layers), list(rows), dtype
         lens = [prefix + extend for prefix, extend in rows]
-        max_pages = max(-(-length // page_size) for length in lens) + 2
+        # Padding's own rows and tokens, of which a shape has more than a step: its last row may have all of these.
+        num_rows, num_tokens = len(rows) + padding[0], sum(extend for _, extend in rows) + padding[1]
+        max_pages = -(-max(*lens, num_tokens) // page_size) + 2
         num_pages = max_pages * len(rows)
         own = {"num_placed_pages": num_pages} if own_pool else {}
         self.table = ReqToTokenPool(len(rows), max_pages, device, **own)
@@ -124,8 +126,6 @@ class Case:
                         (x.view(torch.uint8)[slots].view(kv_dtype).float() * scale).view(lens[i], *heads_kv)
                         for x, scale in both
                     ]
-        # Padding's own rows and tokens, of which a shape has more than a step.
-        num_rows, num_tokens = len(rows) + padding[0], sum(extend for _, extend in rows) + padding[1]
         self.inputs = StepInputs(self.table, max_rows=num_rows, max_tokens=num_tokens, page_size=page_size)
 
     def _random(self, generator: torch.Generator, *shape: int) -> torch.Tensor:
