@@ -92,7 +92,7 @@ class _Frames:
     def __init__(self, frames: FrameReader, passes: DraftPasses) -> None:
         self._frames, self._passes, self._run = frames, passes, passes.run
         self._known = torch.empty(0)
-        self._requests = np.zeros(passes._inputs._last_tokens.shape[0], np.int64)  # of the page table's rows
+        self._requests = np.zeros(passes._inputs._last_tokens.shape[0], np.int64)  # by row of the page table
 
     def recv(self, timeout_s: float) -> bytes:
         while (frame := self._frames.recv(timeout_s)).startswith((_HEAD_RUNS, _HEAD_RESTS)):

@@ -36,7 +36,7 @@ _SHARED_BYTES = 220 * 1024
 """Shared memory to use of the 227 KiB that a program on Hopper may have."""
 _WIDE = 256  # columns of a value, above which a program has only so many query heads: their sums fill its registers
 _WIDE_BLOCK_M = 64
-_MULTIPROCESSORS = 132  # of an H200, each with one program of so many heads of wide values
+_MULTIPROCESSORS = 132  # An H200 has so many, each with one program of so many heads of wide values.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
