@@ -49,8 +49,8 @@ class LatentShape(NamedTuple):
 class LatentSizes:
     """The latent layers that a backend's kernels are made for."""
 
-    num_heads: frozenset[int]
-    """Query heads of one rank."""
+    most_heads: int
+    """Query heads of one rank, at most."""
     latent_dims: frozenset[int]
     rope_unit: int
     """Divides the elements of a rotated key."""
@@ -58,11 +58,11 @@ class LatentSizes:
     def hold(self, shape: LatentShape) -> bool:
         """Whether there are kernels for `shape`."""
         is_wide = shape.latent_dim in self.latent_dims and shape.rope_dim % self.rope_unit == 0
-        return is_wide and shape.num_heads in self.num_heads
+        return is_wide and shape.num_heads <= self.most_heads
 
     def __str__(self) -> str:
         return (
-            f"{listed(self.num_heads)} heads on a rank, latents of {listed(self.latent_dims)} elements and rotated "
+            f"at most {self.most_heads} heads on a rank, latents of {listed(self.latent_dims)} elements and rotated "
             f"keys of whole {self.rope_unit}s"
         )
 
@@ -203,11 +203,7 @@ _SPECS = (
         lacks={Feature.EXACT: _BY_BATCH},
         apart=(_LATENT_FP8, (Feature.MASK, Feature.LATENT)),
         whole_chunks=True,
-        # A token with any other number of heads may end in the middle of a program's tile, which FlashInfer refuses to
-        # plan for some lengths.
-        latent_sizes=LatentSizes(
-            num_heads=frozenset({1, 2, 4, 8, 16, 32, 64, 128}), latent_dims=frozenset({128, 256, 512}), rope_unit=64
-        ),
+        latent_sizes=LatentSizes(most_heads=128, latent_dims=frozenset({128, 256, 512}), rope_unit=64),
         first_capability={Feature.FP8_KV: (8, 9)},
     ),
     BackendSpec(
