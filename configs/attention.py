@@ -163,8 +163,6 @@ class BackendSpec:
         return f"has no {' and no '.join(missing)}" if missing else None
 
 
-_LATENT_FP8 = (Feature.FP8_KV, Feature.LATENT)
-"""Features that no backend has together: a latent is all that its heads have, and serves as keys and as values."""
 _HALVES = frozenset({"bfloat16", "float16"})
 _BY_BATCH = "its splits follow the batch"
 _SPECS = (
@@ -187,7 +185,7 @@ _SPECS = (
         dtypes=_HALVES | {"float32"},
         max_head_dim=256,
         features=frozenset(Feature),
-        apart=(_LATENT_FP8, (Feature.EXACT, Feature.LATENT), (Feature.EXACT, Feature.MASK)),
+        apart=((Feature.EXACT, Feature.LATENT), (Feature.EXACT, Feature.MASK)),
         first_capability={Feature.FP8_KV: (8, 9)},
     ),
     BackendSpec(
@@ -201,7 +199,7 @@ _SPECS = (
         head_dims=frozenset({64, 128, 256}),
         features=frozenset(Feature) - {Feature.SINKS, Feature.EXACT},
         lacks={Feature.EXACT: _BY_BATCH},
-        apart=(_LATENT_FP8, (Feature.MASK, Feature.LATENT)),
+        apart=((Feature.FP8_KV, Feature.LATENT), (Feature.MASK, Feature.LATENT)),
         whole_chunks=True,
         latent_sizes=LatentSizes(most_heads=128, latent_dims=frozenset({128, 256, 512}), rope_unit=64),
         first_capability={Feature.FP8_KV: (8, 9)},
@@ -218,7 +216,6 @@ _SPECS = (
         what="plain torch, the reference",
         dtypes=_HALVES | {"float32"},
         features=frozenset(Feature) - {Feature.EXACT},
-        apart=(_LATENT_FP8,),
         lacks={Feature.EXACT: "its products' order follows their sizes"},
     ),
 )

@@ -183,13 +183,6 @@ def test_measured_times_are_written_in_the_place_of_those_of_the_same_step(tmp_p
     assert path.read_text().count("\n") == 3
 
 
-def test_no_backend_keeps_latents_in_fp8() -> None:
-    asked = needs(features=frozenset({Feature.FP8_KV, Feature.LATENT}))
-    assert all(spec.refusal(asked) for spec in BACKENDS.values())
-    with pytest.raises(ConfigError, match="torch_native has no FP8 KV cache for latent attention"):
-        choose_backend("decode", needs(CPU, features=asked.features))
-
-
 @pytest.mark.parametrize(
     ("name", "asked", "refusal"),
     [
@@ -229,6 +222,11 @@ def test_no_backend_keeps_latents_in_fp8() -> None:
             "flashinfer",
             needs(features=frozenset({Feature.LATENT, Feature.MASK})),
             r"has no masks over new tokens for latent attention \(MLA\); choose auto or triton or torch_native",
+        ),
+        (
+            "flashinfer",
+            needs(features=frozenset({Feature.LATENT, Feature.FP8_KV})),
+            r"has no FP8 KV cache for latent attention \(MLA\); choose auto or triton or torch_native",
         ),
         (
             "triton",
