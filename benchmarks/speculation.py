@@ -91,7 +91,6 @@ class _Frames:
 
     def __init__(self, frames: FrameReader, passes: DraftPasses) -> None:
         self._frames, self._passes, self._run = frames, passes, passes.run
-        self._known = torch.empty(0)
         self._requests = np.zeros(passes._inputs._last_tokens.shape[0], np.int64)  # by row of the page table
 
     def recv(self, timeout_s: float) -> bytes:
@@ -112,23 +111,22 @@ class _Frames:
             run = lambda *_, **__: None  # noqa: E731
         elif known := how[len(_HEAD_RUNS) :]:
             table = np.frombuffer(known, np.int32).reshape(-1, _MAX_MODEL_LEN).astype(np.int64)
-            self._known, run = torch.from_numpy(table).to(self._passes._tokens.device), self._run_forced
+            run = partial(self._run_forced, torch.from_numpy(table).to(self._passes._tokens.device))
         self._passes.run = run  # type: ignore[method-assign]
 
-    def _run_forced(self, frame: StepFrame, *args: Any) -> torch.Tensor | None:
-        begins = frame.starts[frame.has_tokens] == 0
-        offsets = np.cumsum(frame.lens[frame.has_tokens]) - frame.lens[frame.has_tokens]
-        self._requests[frame.rows[frame.has_tokens][begins]] = frame.token_ids[offsets[begins]]
+    def _run_forced(self, known: torch.Tensor, frame: StepFrame, *args: Any) -> torch.Tensor | None:
+        given, lens = frame.has_tokens, frame.lens[frame.has_tokens]
+        begins = frame.starts[given] == 0
+        self._requests[frame.rows[given][begins]] = frame.token_ids[(np.cumsum(lens) - lens)[begins]]
         drafts, rows = self._run(frame, *args), frame.rows[frame.draws > 0].astype(np.int64)
         if drafts is None:
             return None
         starts = self._passes._inputs._next_starts
         assert starts is not None, "drafts of ranks that do not know where rows are"
         on_device, requests = upload(np.stack((rows, self._requests[rows])), drafts.device)
-        places = starts.index_select(0, on_device).unsqueeze(1) + torch.arange(
-            1, 1 + drafts.shape[1], device=starts.device
-        )
-        return self._known[requests.unsqueeze(1), places.clamp_(max=_MAX_MODEL_LEN - 1)]
+        behind = torch.arange(1, 1 + drafts.shape[1], device=starts.device)
+        places = starts.index_select(0, on_device).unsqueeze(1) + behind
+        return known[requests.unsqueeze(1), places.clamp_(max=_MAX_MODEL_LEN - 1)]
 
 
 def _rank_main(
@@ -218,8 +216,7 @@ class _Ranks:
             enable_prefix_caching=False,
             eos_token_ids=(),
         )
-        self._speculation = config.speculation
-        self.is_by_ranks = config.speculation.is_by_ranks
+        self.speculation = config.speculation
         self._last_step = 0
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context, size = multiprocessing.get_context("spawn"), config.tensor_parallel_size
@@ -246,7 +243,7 @@ class _Ranks:
         forced: bytes = b"",
     ) -> _Run:
         """Has `requests` answered, `batch` at a time, with drafts as `_Frames` reads them in `forced`, if any."""
-        speculation = self._speculation if speculates else NO_SPECULATION
+        speculation = self.speculation if speculates else NO_SPECULATION
         limits = replace(
             self._limits, max_num_seqs=batch, speculation=speculation, max_row_tokens=1 + speculation.num_drafts
         )
@@ -322,7 +319,7 @@ def _measure(
     if args.accept is not None:
         known = ranks.answer(requests, batch, speculates=False).tokens
         wholes = {it.id: [*np.frombuffer(it.prompt, np.int32).tolist(), *known[it.id]] for it in requests}
-        if ranks.is_by_ranks:
+        if ranks.speculation.is_by_ranks:
             table = np.zeros((count + 1, _MAX_MODEL_LEN), np.int32)
             for it, whole in wholes.items():
                 table[it, : len(whole)] = with_errors(whole, args.accept, it)

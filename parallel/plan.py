@@ -157,16 +157,6 @@ class ShardPlan:
         )
         return self.weight_elements(rank) * element_bytes - saved
 
-    @property
-    def weight_skew(self) -> float:
-        """Weights of the heaviest rank over the mean: 1.0 is even."""
-        return _skew([self.weight_elements(rank) for rank in range(self.tp_size)])
-
-    @property
-    def kv_skew(self) -> float:
-        """KV elements per token of the heaviest rank over the mean: 1.0 is even."""
-        return _skew([self.kv_elements_per_token(rank) for rank in range(self.tp_size)])
-
 
 def saved_bytes(layer: LayerSpec, shard: LayerShard, element_bytes: int, kept: Kept) -> dict[Fraction, int]:
     """Bytes that a shard's weights take less than `element_bytes` an element, by the share of the tokens."""
@@ -305,7 +295,3 @@ def _running_total(counts: Iterable[int]) -> list[int]:
 def _spans(borders: Iterable[int]) -> tuple[Span, ...]:
     borders = tuple(borders)
     return tuple(Span(start, stop) for start, stop in itertools.pairwise(borders))
-
-
-def _skew(amounts: Sequence[int]) -> float:
-    return max(amounts) * len(amounts) / sum(amounts)

@@ -139,8 +139,6 @@ def test_no_rank_of_a_published_model_holds_much_more_than_the_mean(name: str, t
     kv = [plan.kv_elements_per_token(rank) for rank in range(tp_size)]
     assert max(weights) * tp_size <= MAX_SKEW * sum(weights)
     assert max(kv) * tp_size <= MAX_SKEW * sum(kv)
-    assert plan.weight_skew == max(weights) * tp_size / sum(weights)
-    assert plan.kv_skew == max(kv) * tp_size / sum(kv)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -240,7 +238,7 @@ def test_any_model_and_any_allowed_number_of_ranks_give_a_sound_plan(data: st.Da
     if mlp >= tp_size:
         assert all(shard[Axis.MLP_COLUMNS].size for shards in plan.layers for shard in shards)
     if tp_size > num_kv:
-        assert plan.kv_skew == 1.0
+        assert len({plan.kv_elements_per_token(rank) for rank in range(tp_size)}) == 1
     # Toys are where 1.10 cannot be kept: a granule or a head is a large part of a rank. What always holds: no rank is
     # above the mean by more than one vocabulary granule and, in each layer, one granule and its surplus of heads.
     weights = [plan.weight_elements(rank) for rank in range(tp_size)]

@@ -21,7 +21,6 @@ from worker.sections import Array, Message, Section
 
 Int32Array = npt.NDArray[np.int32]
 UInt32Array = npt.NDArray[np.uint32]
-Float32Array = npt.NDArray[np.float32]
 Records = npt.NDArray[np.void]
 
 MAX_ROW_BIASES = 2048

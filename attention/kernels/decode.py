@@ -119,6 +119,12 @@ def _fit(
 
 
 @triton.jit
+def _blocks_of_run(num_blocks, num_splits, MIN_BLOCKS: tl.constexpr):
+    """Blocks of each run that so many are cut into, but for the last."""
+    return tl.maximum(tl.cdiv(num_blocks, num_splits), MIN_BLOCKS)
+
+
+@triton.jit
 def _blocks_of_split(
     seq_len, split, num_splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
@@ -126,7 +132,7 @@ def _blocks_of_split(
     """The key blocks [begin, end) that a split of a row walks; none when the splits before it have them all."""
     begin = first_key(seq_len - 1, WINDOW, CHUNK) // BLOCK_N
     end = tl.cdiv(seq_len, BLOCK_N)
-    run = tl.maximum(tl.cdiv(end - begin, num_splits), MIN_BLOCKS)
+    run = _blocks_of_run(end - begin, num_splits, MIN_BLOCKS)
     begin += split * run
     return begin, tl.minimum(end, begin + run)
 
@@ -261,7 +267,7 @@ def _join_kernel(
     seq_len = tl.load(cache_seqlens + row)
     begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW, CHUNK, 1)
     num_blocks = end - begin
-    num_parts = tl.cdiv(num_blocks, tl.maximum(tl.cdiv(num_blocks, num_splits), MIN_BLOCKS))
+    num_parts = tl.cdiv(num_blocks, _blocks_of_run(num_blocks, num_splits, MIN_BLOCKS))
     follow(EARLY_JOIN)  # until all runs are done and what they wrote can be seen
     let_next_start(EARLY_JOIN)
 

@@ -103,22 +103,21 @@ def _merge_kernel(
 ):  # fmt: skip
     """Programs are query heads by tokens; with ROWS, a power of two and no fewer than there are, rows have several."""
     head = tl.program_id(0) + tl.arange(0, 1)
-    row = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(1)
     # Written before the kernel that leaves parts, which has waited for that before any program here is started.
     if ROWS > 0:
-        token = tl.program_id(1)
         rows = tl.arange(0, ROWS)
         ends = tl.load(cu_seqlens_q + 1 + rows, mask=rows < num_rows, other=token)
-        of_token = tl.sum((ends <= token).to(tl.int32), 0) - (ROWS - num_rows)
-        if of_token >= num_rows:
+        row = tl.sum((ends <= token).to(tl.int32), 0) - (ROWS - num_rows)
+        if row >= num_rows:
             return
-        seq_len = tl.load(cache_seqlens + of_token) - (tl.load(cu_seqlens_q + of_token + 1) - 1 - token)
+        seq_len = tl.load(cache_seqlens + row) - (tl.load(cu_seqlens_q + row + 1) - 1 - token)
     else:
-        seq_len = tl.load(cache_seqlens + row)
+        seq_len = tl.load(cache_seqlens + token)
     num_spans = tl.cdiv(seq_len, SPAN) - first_key(seq_len - 1, WINDOW, CHUNK) // SPAN
     follow(EARLY_MERGE)  # until all parts are there and can be seen
     let_next_start(EARLY_MERGE)
-    out_row = row * tl.num_programs(0) + head
+    out_row = token.to(tl.int64) * tl.num_programs(0) + head
     dims = tl.arange(0, BLOCK_D)[None, :]
     m, _, acc = empty_span(1, BLOCK_D)
     total = tl.zeros([1], tl.float32)
@@ -161,7 +160,7 @@ def paged_exact(
         paged: rows may have no new tokens. Where `max_seqlen_q` is 1, every row has one and `cu_seqlens_q` is not read.
         layer: its scales, window, chunk, softcap and sinks are applied.
         out: [num_tokens, tp_q_head_num, head_dim], contiguous, of q's dtype, written.
-        schedule: None: `choose` of this step. Runs take head_dim + 2 columns of 4 bytes for each query head, row and
+        schedule: None: `choose` of this step. Runs take head_dim + 2 columns of 4 bytes for each query head, token and
             span of the longest row that the table holds, as long as this computes.
 
     Returns:
@@ -179,15 +178,15 @@ def paged_exact(
     most_seen = min(it for it in (paged.page_table.shape[1] * page_size, window, chunk) if it)
     # The place within a span where the keys that a query sees begin is not known.
     num_parts = -(-(most_seen - 1) // SPAN) + 1
-    part_bytes = 4 * num_tokens * num_q_heads * num_parts * (head_dim + 2)
-    is_few = not is_decode and not window and not chunk and part_bytes <= _MOST_PART_BYTES
-    num_runs = min(schedule.num_runs, num_parts) if one_token else 1
-    if is_few:
+    count = num_tokens * num_q_heads * num_parts
+    num_runs = 1
+    if one_token:
+        num_runs = min(schedule.num_runs, num_parts)
+    elif not is_decode and not window and not chunk and 4 * count * (head_dim + 2) <= _MOST_PART_BYTES:
         num_tiles = num_kv_heads * max(num_tokens * group // schedule.block_m, 1)
         num_runs = min(schedule.num_runs, num_parts, max(_MOST_RUNS // num_tiles, 1))
     parts, sums = out, None
     if num_runs > 1:
-        count = num_tokens * num_q_heads * num_parts
         workspace = torch.empty(count * (head_dim + 2), dtype=torch.float32, device=q.device)
         parts, sums = workspace[: count * head_dim].view(count, head_dim), workspace[count * head_dim :]
     early_merge = num_runs > 1 and has_dependent_launch(q.device)

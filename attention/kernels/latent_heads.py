@@ -13,7 +13,7 @@ import triton.language as tl
 from attention.kernels.pages import block_of
 from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start
 
-_MOST_TOKENS = 64  # a program multiplies as many
+_MOST_TOKENS = 64  # a program multiplies no more
 _TILE = 8192  # elements of a weight: 16 KB of 16-bit values a program
 
 
