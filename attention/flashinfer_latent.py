@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 
 from attention.flashinfer_plans import Geometry, PlanInputs, Uploads
 
@@ -34,6 +35,9 @@ class LatentWrapper:
         latent_dim = geometry.latent_dim
         assert latent_dim is not None, "of latent layers"
         self._module, self._geometry, self._widths = module, geometry, (latent_dim, geometry.head_dim - latent_dim)
+        # Heads of zeros fill the next power of two: a token with another number of them may end in the middle of a
+        # program's tile, which FlashInfer refuses to plan for some lengths.
+        self._num_heads = 1 << (geometry.num_q_heads - 1).bit_length()
         self._uploads, self._in_graph = uploads, bool(static)
         workspace, self._int_workspace = workspaces
         given = {"use_cuda_graph": self._in_graph, **static}
@@ -60,15 +64,16 @@ class LatentWrapper:
             q: [num_tokens, tp_q_head_num, head_dim], absorbed.
             pages: [num_pages, page_size, head_dim].
         """
-        out: torch.Tensor = self._wrapper.run(query=q, kv_cache=pages)
-        return out
+        num_heads = q.shape[1]
+        out: torch.Tensor = self._wrapper.run(query=F.pad(q, (0, 0, 0, self._num_heads - num_heads)), kv_cache=pages)
+        return out[:, :num_heads]
 
     def _plan(
         self, inputs: PlanInputs, indices: torch.Tensor, page_size: int, dtype: torch.dtype, causal: bool
     ) -> None:
         self._wrapper.plan(
             metadata=self._module.MLAPlanMetadata.csr(inputs.qo_indptr, inputs.kv_indptr, indices, inputs.seq_lens),
-            num_heads=self._geometry.num_q_heads,
+            num_heads=self._num_heads,
             head_dim_ckv=self._widths[0],
             head_dim_kpe=self._widths[1],
             page_size=page_size,

@@ -148,10 +148,22 @@ class TokenToKVPool:
         """
         layer, of_layer = self.layers[layer_id], self._slots[layer_id]
         if self.dtype is FP8:
-            kept = tuple(_bytes(*it) for it in zip(kept, (layer.k_scale, layer.v_scale), strict=True))
+            kept = tuple(_bytes(*it) for it in zip(kept, (layer.k_scale, layer.v_scale), strict=False))
             of_layer = tuple(slots.view(torch.uint8) for slots in of_layer)
         for slots, values in zip(of_layer, kept, strict=True):
             slots.index_copy_(0, out_cache_loc, values)
+
+    def read(self, layer_id: int, which: torch.Tensor | slice) -> list[torch.Tensor]:
+        """[num_tokens, elements of a token] each of slots `which`, in `compute_dtype`; of FP8 the numbers as they are
+        held, divided by the layer's factors.
+
+        Args:
+            which: [num_tokens] int64, or a slice.
+        """
+        as_bits = torch.uint8 if self.dtype is FP8 else self.dtype  # torch does not everywhere select rows of FP8
+        held = [slots.view(as_bits) for slots in self._slots[layer_id]]
+        found = [it[which] if isinstance(which, slice) else it.index_select(0, which) for it in held]
+        return [it.view(self.dtype).to(self.compute_dtype) for it in found]
 
 
 def _bytes(values: torch.Tensor, scale: float) -> torch.Tensor:

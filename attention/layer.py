@@ -75,7 +75,8 @@ class LatentLayer(AttentionLayer):
     """Attention whose heads make their keys and values from one latent a token (MLA).
 
     In its absorbed form it is that of query heads which share one key head, [latent | rotated key], and read as values
-    what they read as keys. So `tp_k_head_num` is 1 and `head_dim` is latent_dim + rope_dim.
+    what they read as keys. So `tp_k_head_num` is 1, `head_dim` is latent_dim + rope_dim, and a pool in FP8 has one
+    factor, which `k_scale` and `v_scale` both are.
     """
 
     latent_dim: int

@@ -179,7 +179,7 @@ class TorchNativeBackend(AttentionBackend):
 
     def _keys_values(self, layer: AttentionLayer, which: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_slots, tp_k_head_num * head_dim] each, in the pool's compute_dtype; one tensor where it keeps one."""
-        kept = [_read(slots, which).to(self._dtype) for slots in self.token_to_kv_pool.slots(layer.layer_id)]
+        kept = self.token_to_kv_pool.read(layer.layer_id, which)
         return kept[0], kept[-1]
 
     def _plan(self, batch: ForwardBatch, visible: VisibleRange, masked: dict[int, _Masked]) -> _Metadata:
@@ -254,11 +254,6 @@ class TorchNativeBackend(AttentionBackend):
         """-inf where hidden, in the pool's compute_dtype: a boolean mask would be turned into this once a layer."""
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(torch.from_numpy(hidden).to(self._device), float("-inf"))
-
-
-def _read(slots: torch.Tensor, which: torch.Tensor | slice) -> torch.Tensor:
-    """[num_slots, elements] of one tensor of a layer's."""
-    return slots[which] if isinstance(which, slice) else slots.index_select(0, which)
 
 
 def _masked_rows(batch: ForwardBatch) -> dict[int, _Masked]:

@@ -153,9 +153,10 @@ class TritonLatent:
     def _keys_values(
         self, layer: LatentLayer, heads: LatentHeads, which: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The heads' own of the tokens in slots `which`, [num_keys] int64."""
-        [slots] = self._pool.slots(layer.layer_id)
-        k, v = heads.keys_values(slots.index_select(0, which))
+        """The heads' own of the tokens in slots `which`, [num_keys] int64; of FP8, like what the pool holds, divided by
+        the layer's factor."""
+        [kept] = self._pool.read(layer.layer_id, which)
+        k, v = heads.keys_values(kept)
         return k, v.contiguous()
 
     def _absorbed(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:

@@ -49,8 +49,8 @@ class LatentShape(NamedTuple):
 class LatentSizes:
     """The latent layers that a backend's kernels are made for."""
 
-    num_heads: frozenset[int]
-    """Query heads of one rank."""
+    most_heads: int
+    """Query heads of one rank, at most."""
     latent_dims: frozenset[int]
     rope_unit: int
     """Divides the elements of a rotated key."""
@@ -58,11 +58,11 @@ class LatentSizes:
     def hold(self, shape: LatentShape) -> bool:
         """Whether there are kernels for `shape`."""
         is_wide = shape.latent_dim in self.latent_dims and shape.rope_dim % self.rope_unit == 0
-        return is_wide and shape.num_heads in self.num_heads
+        return is_wide and shape.num_heads <= self.most_heads
 
     def __str__(self) -> str:
         return (
-            f"{listed(self.num_heads)} heads on a rank, latents of {listed(self.latent_dims)} elements and rotated "
+            f"at most {self.most_heads} heads on a rank, latents of {listed(self.latent_dims)} elements and rotated "
             f"keys of whole {self.rope_unit}s"
         )
 
@@ -163,8 +163,6 @@ class BackendSpec:
         return f"has no {' and no '.join(missing)}" if missing else None
 
 
-_LATENT_FP8 = (Feature.FP8_KV, Feature.LATENT)
-"""Features that no backend has together: a latent is all that its heads have, and serves as keys and as values."""
 _HALVES = frozenset({"bfloat16", "float16"})
 _BY_BATCH = "its splits follow the batch"
 _SPECS = (
@@ -187,7 +185,7 @@ _SPECS = (
         dtypes=_HALVES | {"float32"},
         max_head_dim=256,
         features=frozenset(Feature),
-        apart=(_LATENT_FP8, (Feature.EXACT, Feature.LATENT), (Feature.EXACT, Feature.MASK)),
+        apart=((Feature.EXACT, Feature.LATENT), (Feature.EXACT, Feature.MASK)),
         first_capability={Feature.FP8_KV: (8, 9)},
     ),
     BackendSpec(
@@ -201,13 +199,9 @@ _SPECS = (
         head_dims=frozenset({64, 128, 256}),
         features=frozenset(Feature) - {Feature.SINKS, Feature.EXACT},
         lacks={Feature.EXACT: _BY_BATCH},
-        apart=(_LATENT_FP8, (Feature.MASK, Feature.LATENT)),
+        apart=((Feature.FP8_KV, Feature.LATENT), (Feature.MASK, Feature.LATENT)),
         whole_chunks=True,
-        # A token with any other number of heads may end in the middle of a program's tile, which FlashInfer refuses to
-        # plan for some lengths.
-        latent_sizes=LatentSizes(
-            num_heads=frozenset({1, 2, 4, 8, 16, 32, 64, 128}), latent_dims=frozenset({128, 256, 512}), rope_unit=64
-        ),
+        latent_sizes=LatentSizes(most_heads=128, latent_dims=frozenset({128, 256, 512}), rope_unit=64),
         first_capability={Feature.FP8_KV: (8, 9)},
     ),
     BackendSpec(
@@ -222,7 +216,6 @@ _SPECS = (
         what="plain torch, the reference",
         dtypes=_HALVES | {"float32"},
         features=frozenset(Feature) - {Feature.EXACT},
-        apart=(_LATENT_FP8,),
         lacks={Feature.EXACT: "its products' order follows their sizes"},
     ),
 )

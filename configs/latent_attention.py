@@ -36,7 +36,7 @@ class LatentAttention:
     window: ClassVar = None
     chunk: ClassVar = None
     features: ClassVar = frozenset({Feature.LATENT})
-    kv_scales: ClassVar = ()
+    kv_scales: ClassVar = (("self_attn.k_scale",),)
 
     @property
     def head_dim(self) -> int:

@@ -45,15 +45,24 @@ class LatentCase:
         rows: list[tuple[int, int]],
         dtype: torch.dtype,
         device: torch.device = CPU,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        self.layer, self.rows = layer, rows
+        """`kv_dtype`: of the pool; None: `dtype`. `expected` takes what it holds of the latents."""
+        self.layer, self.rows, self.dtype = layer, rows, dtype
         max_pages = math.ceil(max(map(sum, rows)) / page_size) + 2
         num_pages = max_pages * len(rows)
         self.table = ReqToTokenPool(len(rows), max_pages, device)
         self.table.page_table[:] = 1 << 30  # unused entries are far outside the pool
-        self.pool = TokenToKVPool([layer], num_pages=num_pages, page_size=page_size, dtype=dtype, device=device)
+        self.pool = TokenToKVPool(
+            [layer],
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=kv_dtype or dtype,
+            compute_dtype=dtype,
+            device=device,
+        )
         [pages] = self.pool.pages(0)
-        pages.fill_(math.nan)
+        pages.copy_(torch.tensor(math.nan))
         shuffled = np.random.default_rng(0).permutation(np.arange(1, num_pages + 1, dtype=np.int32))
         generator = torch.Generator().manual_seed(1)
 
@@ -72,6 +81,11 @@ class LatentCase:
             pages_of_row = self.table.page_table[i + 1].long()
             at = torch.arange(prefix, device=device)
             self.pool.set_kv(0, pages_of_row[at // page_size] * page_size + at % page_size, kept[:prefix])
+        if kv_dtype is not None:
+            numbers = [(it.float() / layer.k_scale).clamp(-448.0, 448.0).to(kv_dtype).float() for it in self.kept]
+            self.held = [it * layer.k_scale for it in numbers]
+        else:
+            self.held = self.kept
         batch = batch_of(self.table, [(i + 1, *lens) for i, lens in enumerate(rows)], page_size)
         # With the poison behind each row's last page.
         self.batch = replace(batch, paged=replace(batch.paged, page_table=self.table.page_table[1:]))
@@ -94,7 +108,7 @@ class LatentCase:
     def expected(self) -> list[torch.Tensor]:
         """In fp32, one head and one query at a time, each key and value made from its token's latent."""
         layer, weight, results = self.layer, self.weight.float(), []
-        for q, kept, (prefix, extend) in zip(self.q, self.kept, self.rows, strict=True):
+        for q, kept, (prefix, extend) in zip(self.q, self.held, self.rows, strict=True):
             latent, k_rope = kept.float().split((layer.latent_dim, layer.rope_dim), dim=1)
             out = torch.empty(extend, layer.tp_q_head_num, layer.v_dim, device=q.device)
             for i, head in itertools.product(range(extend), range(layer.tp_q_head_num)):
@@ -108,7 +122,7 @@ class LatentCase:
     def check(self, rows: list[torch.Tensor]) -> None:
         """Asserts that `rows` err as fp32 does, or at most twice as far as torch_native in the same 16-bit dtype."""
         ours, exact = torch.cat(rows), torch.cat(self.expected())
-        assert ours.dtype is self.pool.dtype
+        assert ours.dtype is self.dtype
         if ours.dtype is torch.float32:
             torch.testing.assert_close(ours, exact, atol=2e-5, rtol=2e-5)
             return

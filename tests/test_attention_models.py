@@ -45,6 +45,7 @@ def _family(model_type: str, **changes: Any) -> Cell:
     return Cell(model_type, {**test_families.MODELS[model_type], **changes})
 
 
+LATENT = Cell("deepseek_v2", {**test_latent_models.SIZES, **test_latent_models.MODELS["lite"]})
 # Windows, chunks and scores' caps that prompts of NUM_TOKENS reach.
 CELLS: dict[Feature | None, dict[str, Cell]] = {
     None: {"pages of 1": Cell(page_size=1), "pages of 64": Cell(page_size=64)},
@@ -52,9 +53,9 @@ CELLS: dict[Feature | None, dict[str, Cell]] = {
     Feature.SOFTCAP: {"softcap": _family("gemma2")},
     Feature.SINKS: {"sinks": _family("gpt_oss")},
     Feature.CHUNK: {"chunk": _family("llama4_text", attention_chunk_size=PAGE_SIZE)},
-    Feature.LATENT: {"latent": Cell("deepseek_v2", {**test_latent_models.SIZES, **test_latent_models.MODELS["lite"]})},
+    Feature.LATENT: {"latent": LATENT},
     Feature.MASK: {"tree": Cell(mask=tree), "both ways": Cell(mask=both_ways)},
-    Feature.FP8_KV: {"FP8": Cell(kv_dtype=FP8)},
+    Feature.FP8_KV: {"FP8": Cell(kv_dtype=FP8), "latent in FP8": LATENT._replace(kv_dtype=FP8)},
 }
 ON_GPU = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 LATENT_ON_GPU = {
@@ -72,7 +73,10 @@ def _params() -> Iterator[Any]:
     for name, spec in BACKENDS.items():
         # KeyError: a feature of which no model is here.
         for feature in (None, *sorted(spec.features - {Feature.EXACT})):
-            for cell in CELLS[feature]:
+            for cell, what in CELLS[feature].items():
+                needed = {feature} | ({Feature.LATENT} if what.model_type == LATENT.model_type else set())
+                if not needed <= {None, *spec.features} or any({*pair} <= needed for pair in spec.apart):
+                    continue
                 if spec.device != "cuda" or name == "triton":
                     yield pytest.param(name, feature, cell, "cpu")
                 if spec.device == "cuda":

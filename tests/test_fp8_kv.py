@@ -29,6 +29,7 @@ from tests.paged_case import PagedCase
 from tests.rank_threads import on_ranks
 from tests.test_kernels import NUM_SLOTS, Heads
 from tests.test_models import Case, Rank, build, save
+from worker.kernels.rope import latent_norm_rope_store
 from worker.models.decoder import Decoder
 from worker.weights import Checkpoint
 
@@ -112,6 +113,30 @@ def test_norms_and_rotation_come_before_the_store_and_no_other_slot_is_written(d
         torch.testing.assert_close(slots[[5, 12, 1]].float() * scale, expected[:3], rtol=1 / 16, atol=scale * 2.0**-10)
         others = [slot for slot in range(NUM_SLOTS) if slot not in (5, 12, 1)]
         assert bool((slots[others].float() == 7.0).all())
+
+
+def test_latents_are_stored_as_both_stores_round_them(device: torch.device) -> None:
+    """The kernel's numbers of fp32, which it stores as they are in fp32."""
+    heads = Heads(1, 1, 8, [5, 12, 1, -1], norm=False, device=device.type, dtype=torch.float32)  # for its angles
+    kept, weight = 40 * torch.randn(4, 40, device=device), torch.randn(32, device=device)
+    plain, in_fp8 = (torch.full((NUM_SLOTS, 40), 7.0, device=device).to(dtype) for dtype in (torch.float32, FP8))
+    for slots in (plain, in_fp8):
+        latent_norm_rope_store(
+            torch.randn(4, 3, 20, device=device),
+            kept,
+            weight=weight,
+            eps=1e-6,
+            cos_sin=heads.cos_sin,
+            positions=heads.positions,
+            slots=slots,
+            out_cache_loc=heads.out_cache_loc,
+            scale=0.037,
+        )
+    written = [5, 12, 1]
+    expected = _expected_bytes(plain[written].cpu(), 0.037)
+    assert torch.equal(in_fp8[written].view(torch.uint8).cpu(), expected)
+    others = [slot for slot in range(NUM_SLOTS) if slot not in written]
+    assert bool((in_fp8[others].float() == 7.0).all())
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])

@@ -290,11 +290,13 @@ def _call_exact(
         exact.paged_exact(q, k, v, paged, layer, out=torch.empty(q.shape, dtype=dtype))
 
 
-def _call_latent(num_heads: int, page_size: int, dtype: torch.dtype = torch.bfloat16) -> None:
+def _call_latent(
+    num_heads: int, page_size: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None
+) -> None:
     """Latent attention of DeepSeek-V2: decodes of 16 rows and of 200, whose keys are split and not, and prompts."""
     layer = replace(_layer(576), tp_q_head_num=num_heads, tp_k_head_num=1)
     for num_rows in (16, 200):
-        q, pages, _, paged = _attention_inputs(layer, num_rows, num_rows, page_size, dtype)
+        q, pages, _, paged = _attention_inputs(layer, num_rows, num_rows, page_size, dtype, kv_dtype)
         latents = torch.empty(num_rows, num_heads, 512, dtype=dtype)
         decode.paged_decode(q, pages, None, paged, layer, out=latents)
     lse, part = torch.empty(200, num_heads), torch.empty(200, num_heads, 128)
@@ -315,7 +317,7 @@ def _call_latent(num_heads: int, page_size: int, dtype: torch.dtype = torch.bflo
         eps=EPS,
         cos_sin=torch.empty(64, 64),
         positions=_int64(200),
-        slots=torch.empty(192, 576, dtype=dtype),
+        slots=torch.empty(192, 576, dtype=kv_dtype or dtype),
         out_cache_loc=_int64(200),
     )
 
@@ -544,6 +546,8 @@ def _call_everything() -> None:
         (16, 64, torch.float32),
     ):
         _call_latent(num_heads, page_size, dtype)
+    for num_heads in (16, 128):
+        _call_latent(num_heads, 64, kv_dtype=FP8)
     _call_qk_norm_rope_store(128, 128, None, FP8)
     for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16, torch.float32), (64, 96, 128, 256)):
         for batch_size in (4, 16, 64):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
-from attention.kv_pool import TokenToKVPool
+from attention.kv_pool import FP8, TokenToKVPool
 from configs.errors import CheckpointError, ConfigError
 from configs.latent_attention import LatentAttention
 from configs.layers import Axis, DenseMLP, MixtureOfExperts
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
-from configs.resolve import HostFacts, resolve
-from configs.schema import AttentionConfig, EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
@@ -28,6 +28,7 @@ from tests.conftest import ROOT
 from tests.family_checks import decoder_of, random_case
 from tests.rank_threads import on_ranks
 from tests.test_models import Case, Rank
+from worker.weights import Checkpoint
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -123,16 +124,28 @@ def test_bf16_is_as_exact_as_transformers_bf16(name: str, tmp_path: Path) -> Non
     assert rms[0] <= 1.5 * rms[1]
 
 
-def test_head_counts_that_flashinfer_has_no_kernels_for_are_refused_before_anything_starts() -> None:
-    model = read_model_config(ROOT / "benchmarks" / "models" / "deepseek-v2-lite")
-    attention = AttentionConfig(backend="flashinfer")
-    for num_ranks in range(1, 17):
-        config = EngineConfig(model="m", device="cuda", tensor_parallel_size=num_ranks, attention=attention)
-        if num_ranks in (1, 2, 4, 8, 16) or num_ranks > 8:  # 16 heads: 2 or 1 each from 9 ranks on
-            resolve(config, model, HostFacts(num_cores=16, num_gpus=num_ranks))
-            continue
-        with pytest.raises(ConfigError, match=r"flashinfer takes latent layers of .* heads on a rank.* ranks with \d"):
-            resolve(config, model, HostFacts(num_cores=16, num_gpus=num_ranks))
+def test_a_factor_of_latents_in_fp8_comes_from_the_checkpoint(tmp_path: Path) -> None:
+    """Of a power of two nothing is rounded otherwise, but what leaves the range of FP8."""
+    case, tokens = case_of("v3", tmp_path), list(range(40, 77))
+    (with_factors := tmp_path / "with factors").mkdir()
+    factors = {f"model.layers.{i}.self_attn.k_scale": torch.tensor(0.25) for i in range(3)}
+    save_file(load_file(tmp_path / "model.safetensors") | factors, with_factors / "model.safetensors")
+    with Checkpoint.open(with_factors, case.model) as checkpoint:
+        assert checkpoint.kv_scales() == [(0.25,)] * 3
+
+    def logits(of_case: Case, kv_dtype: torch.dtype | None, tp_size: int = 1) -> torch.Tensor:
+        def body(group: TensorParallelGroup) -> torch.Tensor:
+            rank = Rank.create(of_case, group, kv_dtype=kv_dtype)
+            parts = [(0, 11), (11, 30), *((i, i + 1) for i in range(30, 37))]
+            return torch.cat([rank.logits([(1, first, tokens[first:stop])])[0] for first, stop in parts])
+
+        return on_ranks(tp_size, body)[0]
+
+    exact, plain = logits(case, None), logits(case, FP8)
+    scaled, of_three = (logits(replace(case, path=with_factors), FP8, size) for size in (1, 3))
+    rms = [float((it - exact).square().mean(1).sqrt().median() / exact.std()) for it in (plain, scaled, of_three)]
+    assert not torch.equal(scaled, plain), "small numbers have more bits by a quarter"
+    assert all(0.0 < it < 0.2 for it in rms), rms
 
 
 # ---- config.json

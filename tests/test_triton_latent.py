@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from attention import triton_latent
+from attention.kv_pool import FP8
 from attention.latent import LatentHeads
 from attention.layer import LatentLayer
 from attention.step_shape import StepShape
@@ -88,6 +89,16 @@ def test_float16_errs_at_most_twice_as_far_as_torch(batch: str, captured: bool, 
     check(LatentCase(layer_of(3), 16, BATCHES[batch], torch.float16, device), captured=captured and batch == "mixed")
 
 
+@pytest.mark.parametrize("num_heads", [3, 17])
+@pytest.mark.parametrize(("batch", "captured"), [("decode", False), ("extend_with_prefix", False), ("mixed", True)])
+def test_latents_in_fp8_are_what_the_pool_holds(
+    batch: str, captured: bool, num_heads: int, device: torch.device
+) -> None:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    layer = layer_of(num_heads, k_scale=0.03, v_scale=0.03)
+    check(LatentCase(layer, 16, BATCHES[batch], dtype, device, FP8), captured=captured)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("rows", [[(70, 1), (3, 1)], [(40, 1), (0, 5), (20, 7)]], ids=["decodes", "mixed"])
 def test_heads_of_deepseek_v2_lite(rows: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
@@ -107,11 +118,15 @@ def test_long_rows_err_at_most_twice_as_far_as_torch(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("num_heads", [3, 16, 32, 128])
 @pytest.mark.parametrize("batch_size", [1, 16, 64, 200])
-def test_long_decodes_err_at_most_twice_as_far_as_torch(batch_size: int, num_heads: int) -> None:
+def test_long_decodes_err_at_most_twice_as_far_as_torch(
+    batch_size: int, num_heads: int, kv_dtype: torch.dtype | None
+) -> None:
     lens = torch.randint(1, 3000, (batch_size,), generator=torch.Generator().manual_seed(2)).tolist()
-    check(LatentCase(layer_of(num_heads, **LITE), 64, [(length, 1) for length in lens], torch.bfloat16, GPU))
+    rows = [(length, 1) for length in lens]
+    check(LatentCase(layer_of(num_heads, **LITE), 64, rows, torch.bfloat16, GPU, kv_dtype))
 
 
 @pytest.mark.parametrize(

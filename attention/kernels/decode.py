@@ -151,7 +151,8 @@ def _decode_kernel(
     LOG2_E: tl.constexpr = 1.4426950408889634
     # Values in FP8 are loaded two at a time: as single bytes they would go from shared memory to registers one by one,
     # for a product over keys needs them transposed, which the hardware does with words of 16 bits alone.
-    PAIRED: tl.constexpr = k_ptr.dtype.element_ty.is_fp8()
+    # Latents have been turned into fp16 already, as keys.
+    PAIRED: tl.constexpr = k_ptr.dtype.element_ty.is_fp8() and v_ptr is not None
     PER_WORD: tl.constexpr = 2 if PAIRED else 1
     # Programs that follow each other read neighbouring memory, or the same: the KV heads of one row.
     kv_head = tl.program_id(0) // HEAD_TILES
@@ -183,6 +184,7 @@ def _decode_kernel(
     if BLOCK_REST > 0:
         rest = V_DIM + tl.arange(0, BLOCK_REST)
         q_rest = tl.load(q_rows + rest[None, :], mask=is_head[:, None] & (rest < HEAD_DIM)[None, :], other=0.0)
+        q_rest = for_cache(q_rest, k_ptr.dtype.element_ty)
 
     table_row = page_table + row * page_table_stride
     page = pages_of(table_row, begin, end, seq_len, PAGE_SIZE, BLOCK_N)
@@ -211,7 +213,7 @@ def _decode_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if BLOCK_REST > 0:
             k_rest = tl.load(k_ptr + offset + tile_rest, mask=visible[:, None] & (rest < HEAD_DIM)[None, :], other=0.0)
-            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+            scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision="ieee")
         scores *= scale
         if CAP > 0:
             scores = cap(scores, CAP)
@@ -315,7 +317,7 @@ def paged_decode(
             further apart. fp32 is multiplied as such, without tensor cores.
         k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, of q's dtype or FP8 e4m3; page_size is a
             power of two.
-        v_pages: likewise. None: the first columns of a key, as many as an answer has, are its value; not in FP8.
+        v_pages: likewise. None: the first columns of a key, as many as an answer has, are its value.
         paged: of a step of single tokens: `cache_seqlens` is at least 1 in every row, `cu_seqlens_q` is not read.
         layer: its scales, window, chunk, softcap and sinks are applied.
         out: [batch_size, tp_q_head_num, columns of a value], contiguous, written.

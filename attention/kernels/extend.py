@@ -142,7 +142,7 @@ def _walk(
             k_tile_rest = in_page * k_stride + (kv_head * HEAD_DIM + rest)[None, :]
             whole_rest: tl.constexpr = not MASKED and q_rest.shape[1] == HEAD_DIM - KEY_DIM
             k_rest = masked_load(k_ptr + slot * k_stride + k_tile_rest, is_there, whole_rest)
-            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+            scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision="ieee")
         if CAP > 0:
             scores = exact_cap(scores * scale, CAP) if SPAN > 0 else cap(scores * scale, CAP)
         if MASKED:
@@ -269,6 +269,7 @@ def _extend_kernel(
         q_rest = tl.load(
             q_ptr + q_rows[:, None] + rest[None, :], mask=is_pair[:, None] & (rest < HEAD_DIM)[None, :], other=0.0
         )
+        q_rest = for_cache(q_rest, k_ptr.dtype.element_ty)
     sink = None
     if sinks is not None and not LEAVES:
         sink = scaled_sink(tl.load(sinks + q_heads, mask=is_pair, other=0.0))

@@ -190,7 +190,7 @@ def qk_norm_rope_store(
 @triton.jit(do_not_specialize=["num_slots", "num_q_heads"])
 def _latent_norm_rope_store_kernel(
     q_ptr, kept_ptr, weight_ptr, cos_sin_ptr, positions_ptr, slots_ptr, out_cache_loc_ptr, num_slots, num_q_heads,
-    q_stride, kept_stride, eps, HEAD_DIM: tl.constexpr, LATENT_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    q_stride, kept_stride, eps, scale, HEAD_DIM: tl.constexpr, LATENT_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LATENT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = ROTARY_DIM // 2
@@ -225,15 +225,16 @@ def _latent_norm_rope_store_kernel(
         weight = tl.load(weight_ptr + dims, mask=is_latent, other=0.0).to(tl.float32)
         let_next_start(DEPENDENT)
         normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / LATENT_DIM + eps) * weight
-        tl.store(slot_ptr + dims, normed.to(slots_ptr.dtype.element_ty), mask=is_latent & is_slot)
+        CACHE: tl.constexpr = slots_ptr.dtype.element_ty
+        tl.store(slot_ptr + dims, _cached(normed, scale, CACHE), mask=is_latent & is_slot)
         # The one key, as the first of as many heads.
         k_mask = (heads < 1)[:, None] & inside
         k_first, k_second = _norm_and_rotate(
             latent_ptr + LATENT_DIM, k_mask, None, columns, columns + HALF, inside, cos, sin, eps, ROTARY_DIM, False
         )
         k_ptrs = slot_ptr + LATENT_DIM + columns
-        tl.store(k_ptrs, k_first.to(slots_ptr.dtype.element_ty), mask=k_mask & is_slot)
-        tl.store(k_ptrs + HALF, k_second.to(slots_ptr.dtype.element_ty), mask=k_mask & is_slot)
+        tl.store(k_ptrs, _cached(k_first, scale, CACHE), mask=k_mask & is_slot)
+        tl.store(k_ptrs + HALF, _cached(k_second, scale, CACHE), mask=k_mask & is_slot)
 
 
 def latent_norm_rope_store(
@@ -246,6 +247,7 @@ def latent_norm_rope_store(
     positions: torch.Tensor,
     slots: torch.Tensor,
     out_cache_loc: torch.Tensor,
+    scale: float = 1.0,
 ) -> None:
     """Rotates the last columns of query heads in place; writes latents after their norm, and rotated keys, to slots.
 
@@ -255,7 +257,8 @@ def latent_norm_rope_store(
         weight: [latent_dim], of q's dtype or fp32: RMSNorm of the latents.
         eps: of the norm.
         cos_sin: as for `qk_norm_rope_store`, and likewise `positions` and `out_cache_loc`.
-        slots: [num_slots, latent_dim + rotary_dim], contiguous, of q's dtype.
+        slots: [num_slots, latent_dim + rotary_dim], contiguous, of q's dtype or FP8 e4m3.
+        scale: in FP8, what both are divided by.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     rotary_dim = cos_sin.shape[1]
@@ -263,6 +266,8 @@ def latent_norm_rope_store(
     assert q.stride(1) == head_dim, "the heads of a token are contiguous"
     assert kept.stride(1) == q.stride(2) == weight.stride(0) == 1, "columns are contiguous"
     assert slots.shape[1] == kept.shape[1], f"a slot of {slots.shape[1]} elements is not a token's latent and key"
+    if slots.dtype is torch.float8_e4m3fn:
+        slots = slots.view(torch.uint8)
     dependent = is_dependent(q.device, num_tokens)
     _latent_norm_rope_store_kernel[(num_tokens, 1 + -(-num_q_heads // _HEADS))](
         q,
@@ -277,6 +282,7 @@ def latent_norm_rope_store(
         q.stride(0),
         kept.stride(0),
         eps,
+        scale,
         HEAD_DIM=head_dim,
         LATENT_DIM=latent_dim,
         ROTARY_DIM=rotary_dim,

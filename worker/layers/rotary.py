@@ -154,6 +154,7 @@ class KernelRotation:
             positions=self._positions,
             slots=slots,
             out_cache_loc=out_cache_loc,
+            scale=layer.k_scale,
         )
 
 

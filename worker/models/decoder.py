@@ -245,11 +245,11 @@ class Decoder:
             on_progress(1.0)
 
     def set_kv_scales(self, scales: Sequence[tuple[float, ...]]) -> None:
-        """Sets what each layer's keys, and its values, are divided by in a pool in FP8; before `attention_layers` are
-        asked for to make one."""
-        for layer, (k_scale, v_scale) in zip(self._all_layers, scales, strict=True):
-            assert isinstance(layer.attention, Attention), "no other kind has keys and values in FP8"
-            layer.attention.layer = replace(layer.attention.layer, k_scale=k_scale, v_scale=v_scale)
+        """Sets what each layer's keys, and its values, or both as one, are divided by in a pool in FP8; before
+        `attention_layers` are asked for to make one."""
+        for layer, of_layer in zip(self._all_layers, scales, strict=True):
+            attention: Any = layer.attention  # each kind has layers of its own kind
+            attention.layer = replace(attention.layer, k_scale=of_layer[0], v_scale=of_layer[-1])
 
     def set_max_positions(self, max_positions: int) -> None:
         """Prepares rotary tables for positions below `max_positions`."""
