@@ -194,11 +194,9 @@ class Layer:
         return {Fp8Matrix: 1.0, Mxfp4Matrix: float(MXFP4_BYTES)}.get(type(self.w13), 2.0)
 
 
-def _candidate_blocks(layer: Layer, num_tokens: int) -> list[tuple[int, bool]]:
-    """Pairs of a block, and whether programs quantise them."""
-    blocks = next(blocks for most, blocks in _BLOCKS if num_tokens <= most)
-    quantises = (False, True) if isinstance(layer.w13, Fp8Matrix) and not layer.exact else (False,)
-    return [(block, it) for block in blocks for it in quantises if block in (16, 32) or not it]
+def _candidate_blocks(num_tokens: int) -> tuple[int, ...]:
+    """Pairs of a block."""
+    return next(blocks for most, blocks in _BLOCKS if num_tokens <= most)
 
 
 def layer_us(layers: Sequence[Layer], x: torch.Tensor, tiles: Tiles | None = None) -> float:
@@ -231,7 +229,7 @@ def _report(layers: Sequence[Layer], x: torch.Tensor, columns: int, us: float, t
 
 def _named(tiles: Tiles) -> str:
     cut = [f"{it.block_n} x {it.block_k}, {it.num_warps} w, {it.num_stages} st" for it in _both(tiles)]
-    return f"block_m {tiles.block_m}: {'; '.join(cut)}{'; quantises' * tiles.quantises}"
+    return f"block_m {tiles.block_m}: {'; '.join(cut)}"
 
 
 def _both(tiles: Tiles) -> tuple[Tile, Tile]:
@@ -250,11 +248,11 @@ def _compile(layer: Layer, tokens: Iterable[int]) -> None:
 
     jobs: dict[Tiles, int] = {}
     for num_tokens in tokens:
-        for block_m, quantises in _candidate_blocks(layer, num_tokens):
+        for block_m in _candidate_blocks(num_tokens):
             gate_ups, downs = (candidates[block_m] for candidates in layer.candidates)
             for i in range(max(len(gate_ups), len(downs))):
                 gate_up, down = Tile(*gate_ups[i % len(gate_ups)]), Tile(*downs[i % len(downs)])
-                tiles = Tiles(block_m, gate_up, down, quantises)
+                tiles = Tiles(block_m, gate_up, down)
                 jobs.setdefault(tiles, num_tokens)
     with ThreadPoolExecutor(_COMPILING_THREADS) as pool:
         list(pool.map(lambda job: run(job[1], job[0]), jobs.items()))
@@ -266,8 +264,8 @@ def _sweep(layers: Sequence[Layer], x: torch.Tensor) -> tuple[float, Tiles]:
     expected = layers[0].run(x).float()
     both = layers[0].candidates
     best: tuple[float, Tiles] | None = None
-    for block_m, quantises in _candidate_blocks(layers[0], len(x)):
-        tiles = Tiles(block_m, *(Tile(*candidates[block_m][0]) for candidates in both), quantises)
+    for block_m in _candidate_blocks(len(x)):
+        tiles = Tiles(block_m, *(Tile(*candidates[block_m][0]) for candidates in both))
         timed: dict[Tiles, float] = {}
         for field, candidates in zip(("gate_up", "down"), both, strict=True):
             for tile in candidates[block_m]:

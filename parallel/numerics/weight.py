@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 _MOST_FP8_ROWS = 128
 """Rows of an exact product with a weight in FP8 above which the weight is made plain first, which takes the time of
 reading and writing it, and then is as fast as a plain one. benchmarks/fp8_gemm.py measures both."""
-_LEAST_SCALED_ROWS = 65
-"""Rows from which cuBLAS is faster with a weight in FP8 than the kernel: of 8B's layers on an H200, 108 us against 117
-at 128 rows and 123 against 197 at 256 (benchmarks/results/fp8_gemm_h200_2026-11-26.txt)."""
 
 
 class Weight(Protocol):
@@ -100,9 +97,10 @@ class Fp8Weight:
         return row_groups(self._weight, num_rows)
 
     def _product(self, x: torch.Tensor | Fp8Rows, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
-        from parallel.numerics.kernels.fp8_gemm import fp8_gemm, scaled_mm  # a CPU install has no Triton
+        # A CPU install has no Triton.
+        from parallel.numerics.kernels.fp8_gemm import cublas_is_faster, fp8_gemm, scaled_mm
 
-        if self._by_cublas and len(x) >= _LEAST_SCALED_ROWS and dtype is torch.bfloat16:
+        if self._by_cublas and dtype is torch.bfloat16 and cublas_is_faster(len(x), len(self._weight)):
             y = scaled_mm(x, self._weight)
             return y if out is None else out.copy_(y)
         if out is None:

@@ -128,10 +128,9 @@ def _grouped_gate_up_kernel(
             w13_ptr, scales_ptr, blocks_ptr, expert, first_column, width, size, num_blocks, expert_scales, ONE_BLOCK,
             BLOCK_N,
         )  # fmt: skip
-        x_scales = None if x_scales_ptr is None else x_scales_ptr + token
         both = sum_groups(
-            tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32), x_rows, x_scales, places < count, w_rows, gate_scales,
-            up_scales, is_up, 0, tl.cdiv(FP8[0] + size, FP8[1]), size, scale_stride, FP8, BLOCK_K, EVEN_K,
+            tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32), x_rows, x_scales_ptr + token, places < count, w_rows,
+            gate_scales, up_scales, is_up, 0, tl.cdiv(FP8[0] + size, FP8[1]), size, scale_stride, FP8, BLOCK_K, EVEN_K,
             STAGES,
         )  # fmt: skip
         gate, up = tl.split(both.reshape(BLOCK_M, BLOCK_N, 2))
@@ -183,7 +182,7 @@ def _grouped_down_kernel(
     elif FP8 is not None:
         of_scales = first_column + tl.program_id(0) % num_column_blocks * BLOCK_N if ONE_BLOCK else rows[None, :]
         acc = sum_groups(
-            acc, hidden_rows, None if hidden_scales_ptr is None else hidden_scales_ptr + pair, places < count, w_rows,
+            acc, hidden_rows, hidden_scales_ptr + pair, places < count, w_rows,
             first_scales(scales_ptr + expert * expert_scales, blocks_ptr, of_scales, num_blocks), None, None, 0,
             tl.cdiv(FP8[0] + width, FP8[1]), width, scale_stride, FP8, BLOCK_K, EVEN_K, STAGES,
         )  # fmt: skip
@@ -243,8 +242,6 @@ class Tiles:
     block_m: int
     gate_up: Tile
     down: Tile
-    quantises: bool = False
-    """Whether programs quantise the rows that weights in FP8 are multiplied with, and no kernel of its own does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +343,7 @@ def grouped_gate_up(
     hidden = torch.empty((num_tokens * tokens.top_k, width), dtype=tokens.x.dtype, device=w13.device)
     tile = tiles.gate_up
     pieces, how = pieces_for(w13, tile, tile.block_k, 0 if exact else None)
-    x, x_scales, scale_stride = _rows_for(tokens.x, w13, tiles, exact)
+    x, x_scales, scale_stride = _rows_for(tokens.x, w13, exact)
     bias, activation = tokens.activation
     _grouped_gate_up_kernel[(num_blocks * triton.cdiv(width, tile.block_n),)](
         hidden,
@@ -397,7 +394,7 @@ def grouped_down(
     num_blocks = max_blocks(num_tokens, top_k, num_experts, tiles.block_m)
     block_k = fitting(tile.block_k, width) if leaf is None else fitting_leaf(tile.block_k, leaf)
     pieces, how = pieces_for(w2, tile, block_k, leaf)
-    x, x_scales, scale_stride = _rows_for(hidden, w2, tiles, leaf is not None)
+    x, x_scales, scale_stride = _rows_for(hidden, w2, leaf is not None)
     _grouped_down_kernel[(num_blocks * triton.cdiv(num_columns, tile.block_n),)](
         y,
         x,
@@ -429,11 +426,9 @@ def grouped_down(
     )
 
 
-def _rows_for(
-    x: torch.Tensor, weight: ExpertWeight, tiles: Tiles, exact: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+def _rows_for(x: torch.Tensor, weight: ExpertWeight, exact: bool) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     """Rows as kernels take them for a weight, with their scales and the stride of these if they are in FP8."""
-    if exact or not isinstance(weight, Fp8Matrix) or tiles.quantises:
+    if exact or not isinstance(weight, Fp8Matrix):
         return x, None, 0
     q = quantised(x, groups_of(weight))
     return q.values, q.scales, q.scales.stride(0)

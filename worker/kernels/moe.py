@@ -125,31 +125,29 @@ _GROUPED = (
     (float("inf"), Tiles(128, gate_up=Tile(128, 64, 8, 4), down=Tile(256, 64, 8, 3))),
 )
 # Weights in FP8 have tiles of their own, whose steps are groups of columns: of the pairs' first product several side by
-# side. These are chosen by reckoning; `python -m benchmarks.moe --fp8 --sweep` tries others.
-_FP8_PAIR = Tiles(1, gate_up=Tile(16, 512, 4, 4), down=Tile(16, 128, 8, 5))
+# side. Measured on an H200 for Qwen3-30B-A3B (`--sweep`, benchmarks/results/fp8_tiles_h200_2026-11-26.txt).
+_FP8_PAIR = Tiles(1, gate_up=Tile(16, 512, 4, 3), down=Tile(16, 128, 8, 4))
 _FP8_GROUPED = (
-    (8.0, Tiles(16, gate_up=Tile(64, 128, 4, 4), down=Tile(128, 128, 4, 4), quantises=True)),
-    (16.0, Tiles(32, gate_up=Tile(64, 128, 4, 4), down=Tile(128, 128, 4, 4))),
+    (8.0, Tiles(16, gate_up=Tile(32, 128, 4, 6), down=Tile(128, 128, 4, 3))),
+    (16.0, Tiles(32, gate_up=Tile(64, 128, 4, 3), down=Tile(128, 128, 4, 4))),
     (128.0, Tiles(64, gate_up=Tile(64, 128, 4, 4), down=Tile(128, 128, 4, 4))),
-    (float("inf"), Tiles(128, gate_up=Tile(64, 128, 8, 4), down=Tile(128, 128, 8, 4))),
+    (float("inf"), Tiles(64, gate_up=Tile(64, 128, 4, 3), down=Tile(128, 128, 4, 3))),
 )
-# So have those in four bits, by reckoning too: steps are groups of 128 columns. `python -m benchmarks.moe --mxfp4
-# --sweep` tries others.
-_MXFP4_PAIR = Tiles(1, gate_up=Tile(16, 512, 4, 3), down=Tile(16, 128, 4, 6))
+# So have those in four bits, whose steps are groups of 128 columns; measured for gpt-oss-20b (the same file).
+_MXFP4_PAIR = Tiles(1, gate_up=Tile(16, 256, 2, 3), down=Tile(16, 128, 4, 5))
 _MXFP4_GROUPED = (
-    (8.0, Tiles(16, gate_up=Tile(32, 128, 4, 4), down=Tile(64, 128, 4, 4))),
-    (16.0, Tiles(32, gate_up=Tile(32, 128, 4, 4), down=Tile(64, 128, 4, 4))),
+    (8.0, Tiles(16, gate_up=Tile(32, 128, 2, 4), down=Tile(64, 128, 4, 4))),
+    (64.0, Tiles(32, gate_up=Tile(64, 128, 4, 3), down=Tile(128, 128, 4, 3))),
     (128.0, Tiles(64, gate_up=Tile(64, 128, 4, 3), down=Tile(128, 128, 4, 3))),
-    (float("inf"), Tiles(128, gate_up=Tile(64, 128, 8, 3), down=Tile(128, 128, 8, 3))),
+    (float("inf"), Tiles(128, gate_up=Tile(64, 128, 4, 2), down=Tile(128, 128, 4, 2))),
 )
 _PLAIN = _PAIR, _GROUPED
 _TABLES = {Fp8Matrix: (_FP8_PAIR, _FP8_GROUPED), Mxfp4Matrix: (_MXFP4_PAIR, _MXFP4_GROUPED)}
 _COMBINE_BLOCK = 1024
 _ACT_BLOCK = 1024
 
-# Chosen by reckoning: of an indirect load half the stages are under way. `python -m benchmarks.moe --exact --sweep`
-# times others; no such run is among the results.
-_EXACT_PAIR = Tiles(1, gate_up=Tile(16, 128, 2, 6), down=Tile(32, 64, 2, 10))
+# The fastest with bf16 on an H200 (the same file).
+_EXACT_PAIR = Tiles(1, gate_up=Tile(32, 128, 4, 4), down=Tile(32, 64, 1, 10))
 # In place of the table's where pairs' leaves are stored on the way, which takes shared memory.
 _EXACT_DOWN = {16: Tile(128, 64, 4, 4), 32: Tile(128, 64, 4, 4), 64: Tile(128, 64, 8, 4), 128: Tile(128, 64, 8, 4)}
 MOST_BYTES = 24 << 20

@@ -243,6 +243,7 @@ def _pair_down_kernel(
                     if step % (TOP_K * steps) == TOP_K * steps - 1:
                         waiting, acc = add_leaf(waiting, acc, leaf - first, stop - first, DEPTH)
     inside = columns < size
+    let_next_start(DEPENDENT)
     if LEAF is None:
         if FP8 is None and MXFP4 is None:
             total = tl.sum(acc, 1)
@@ -256,7 +257,6 @@ def _pair_down_kernel(
             total += shared_of(shared_ptr + token * size, gate_ptr, columns, live, inside, part_stride, PARTS, GATED)
         tl.store(out_ptr + token * size + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
     else:
-        let_next_start(DEPENDENT)
         out_row = out_ptr + (part * tl.num_programs(0) + token).to(tl.int64) * size
         tl.store(out_row + mma_rows * size + columns[None, :], acc, mask=is_row & inside[None, :])
 

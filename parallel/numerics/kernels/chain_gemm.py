@@ -18,8 +18,6 @@ from parallel.plan import Span
 # 320).
 _FEW = Tile(16, 16, 128, 2, 6)
 _FEW_WIDE = Tile(16, 32, 128, 2, 6)
-# Chosen by reckoning, to have as many bytes on their way; `python -m benchmarks.fp8_gemm --sweep` tries others.
-_FEW_FP8 = Tile(16, 16, 128, 2, 12)
 _SOME = Tile(64, 32, 64, 4, 6)
 _MANY = Tile(128, 128, 64, 8, 4)
 _SOME_ROWS = 256
@@ -73,8 +71,7 @@ def chain_gemm(
     """
     num_rows, in_features = x.shape
     if tile is None:
-        narrow = _FEW if isinstance(weight, torch.Tensor) else _FEW_FP8
-        few = narrow if len(weight) <= _WIDE else _FEW_WIDE
+        few = _FEW if len(weight) <= _WIDE else _FEW_WIDE
         tile = few if num_rows <= FEW_ROWS else _SOME if num_rows <= _SOME_ROWS else _MANY
     tree_gemm(x, weight, bias, leaf=in_features, parts=(Span(0, 1),), out=out, tile=tile)
     return out

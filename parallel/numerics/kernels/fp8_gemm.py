@@ -45,17 +45,18 @@ class Tile:
     each with `_LEAST_GROUPS` or more."""
 
 
-# Up to so many rows: tiles for weights of up to `_WIDE` rows, and of more. Chosen by reckoning;
-# `python -m benchmarks.fp8_gemm --sweep` tries others.
+# Up to so many rows: tiles for weights of up to `_WIDE` rows, and of more. The fastest of up to 144 on an H200 for the
+# products of Qwen3-8B, or within 5 % (`--sweep`, benchmarks/results/fp8_tiles_h200_2026-11-26.txt).
 TILES = (
-    (1, Tile(1, 16, 4, 5, 4, True), Tile(1, 32, 4, 4, 4, True)),
-    (4, Tile(4, 16, 4, 5, 4, True), Tile(4, 32, 4, 4, 4, True)),
-    (16, Tile(16, 32, 4, 4, 4), Tile(16, 32, 4, 4, 4)),
-    (64, Tile(64, 64, 4, 5), Tile(64, 128, 4, 4)),
-    (128, Tile(128, 64, 8, 4), Tile(128, 128, 8, 4)),
-    (1 << 62, Tile(128, 128, 8, 4), Tile(128, 128, 8, 4)),
+    (1, Tile(1, 16, 4, 3, 8, True), Tile(1, 16, 4, 3, 4, True)),
+    (4, Tile(4, 16, 4, 3, 8), Tile(4, 16, 4, 3, 4)),
+    (16, Tile(16, 16, 4, 4, 4), Tile(64, 64, 4, 4)),
+    (64, Tile(64, 64, 4, 6, programs=128), Tile(64, 64, 4, 4)),
+    (256, Tile(64, 64, 4, 5), Tile(128, 64, 4, 4)),
+    (1 << 62, Tile(128, 64, 4, 3), Tile(128, 64, 4, 3)),
 )
 _WIDE = 8192
+_CUBLAS_ROWS, _CUBLAS_WIDE_ROWS = 129, 65
 _MAX_SPLITS = 8
 _LEAST_GROUPS = 8
 
@@ -74,22 +75,21 @@ def _fp8_gemm_kernel(
     is_row, w_columns = rows < M, tl.minimum(columns, N - 1)
     x_rows = x_ptr + rows.to(tl.int64)[:, None] * x_stride
     w_rows = w_ptr + w_columns.to(tl.int64)[:, None] * K
-    x_scales = None if x_scales_ptr is None else x_scales_ptr + rows
     of_scales = block_n * BLOCK_N if ONE_BLOCK else w_columns[None, :]
     w_scales = first_scales(scales_ptr, blocks_ptr, of_scales, num_blocks)
     follow(DEPENDENT)
     if SIDE > 1:
         acc = sum_side_by_side(
-            x_rows[None, :, :], None if x_scales is None else x_scales[None, :], is_row[None, :], w_rows[None, :, :],
-            w_scales, None, None, tl.full([SIDE, 1, 1], True, tl.int1), num_groups, K, scale_stride, GROUPS, SIDE, True,
-            BLOCK_K, EVEN, STAGES,
+            x_rows[None, :, :], None if x_scales_ptr is None else (x_scales_ptr + rows)[None, :], is_row[None, :],
+            w_rows[None, :, :], w_scales, None, None, tl.full([SIDE, 1, 1], True, tl.int1), num_groups, K,
+            scale_stride, GROUPS, SIDE, True, BLOCK_K, EVEN, STAGES,
         )  # fmt: skip
         acc = tl.sum(acc, 0)
     else:
         acc = sum_groups(
-            tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x_rows, x_scales, is_row, w_rows, w_scales, None, None,
-            split * num_groups // num_splits, (split + 1) * num_groups // num_splits, K, scale_stride, GROUPS, BLOCK_K,
-            EVEN, STAGES,
+            tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x_rows, x_scales_ptr + rows, is_row, w_rows, w_scales, None,
+            None, split * num_groups // num_splits, (split + 1) * num_groups // num_splits, K, scale_stride, GROUPS,
+            BLOCK_K, EVEN, STAGES,
         )  # fmt: skip
     let_next_start(DEPENDENT)
     place = rows.to(tl.int64)[:, None] * N + columns[None, :]
@@ -108,6 +108,11 @@ def _fp8_gemm_kernel(
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + w_columns).to(tl.float32)[None, :]
         tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+def cublas_is_faster(num_rows: int, out_features: int) -> bool:
+    """Whether `scaled_mm` is: it does not split columns among programs, and has tiles for all only of wide weights."""
+    return num_rows >= (_CUBLAS_WIDE_ROWS if out_features > _WIDE else _CUBLAS_ROWS)
 
 
 def row_groups(weight: Fp8Matrix, num_rows: int) -> Groups | None:

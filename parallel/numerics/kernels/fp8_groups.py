@@ -121,8 +121,8 @@ def sum_groups(
     """acc [rows, columns] and the products of x and w over groups from `first` to `stop`.
 
     Args:
-        x_rows: [rows, 1] pointers to rows of x, in FP8 if they have scales.
-        x_scales: [rows] pointers to the scales of the first group, or None.
+        x_rows: [rows, 1] pointers to rows of x, in FP8.
+        x_scales: [rows] pointers to the scales of the first group.
         is_row: [rows] whether a row is wanted. Others are not read.
         w_rows: [columns, 1] pointers to rows of the weight.
         w_scales: `first_scales` of the columns [1, columns], or of all of them one.
@@ -139,10 +139,7 @@ def sum_groups(
             inside = (places < GROUPS[1]) & (k >= 0) & (k < K)
             x = tl.load(x_rows + k, mask=inside & is_row[:, None], other=0.0)
             w = tl.load(w_rows + k, mask=inside, other=0.0)
-        if x_scales is None:
-            x, x_scale = in_fp8(x)
-        else:
-            x_scale = tl.load(x_scales + group * scale_stride, mask=is_row, other=0.0)
+        x_scale = tl.load(x_scales + group * scale_stride, mask=is_row, other=0.0)
         scale = x_scale[:, None] * _scales_at(w_scales, other_scales, is_other, group, GROUPS)
         acc += tl.dot(x, w.T) * scale
     return acc
@@ -156,8 +153,8 @@ def sum_side_by_side(
 ):  # fmt: skip
     """SIDE products of a few rows [SIDE, rows, columns] side by side, by warps of their own.
 
-    Args as of `sum_groups`, with a dimension of SIDE or 1 before the others. ALONG: each is over every SIDEth group.
-        Otherwise over all.
+    Args as of `sum_groups`, with a dimension of SIDE or 1 before the others; without scales, x is quantised here.
+        ALONG: each is over every SIDEth group. Otherwise over all.
         is_side: [SIDE, 1, 1] which there are.
         EVEN: and with ALONG groups are a multiple of SIDE.
     """
