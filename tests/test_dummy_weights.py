@@ -382,6 +382,7 @@ def test_a_hub_model_is_fetched_without_its_weights(tmp_path: Path, monkeypatch:
         ("qwen3-32b", 32_762_123_264, 63.97, 262_144),
         ("qwen3-30b-a3b", 30_532_122_624, 60.44, 98_304),
         ("deepseek-v2-lite", 15_706_484_224, 30.99, 31_104),
+        ("deepseek-v3", 671_026_419_200, 1340.2, 70_272),
         ("gemma-2-2b", 2_614_341_888, 5.23, 106_496),
         ("gemma-3-1b", 999_885_952, 2.0, 26_624),
     ],

@@ -126,7 +126,7 @@ _GROUPED = (
 )
 # Weights in FP8 have tiles of their own, whose steps are groups of columns: of the pairs' first product several side by
 # side. Measured on an H200 for Qwen3-30B-A3B (`--sweep`, benchmarks/results/fp8_tiles_h200_2026-11-26.txt).
-_FP8_PAIR = Tiles(1, gate_up=Tile(16, 512, 4, 3), down=Tile(16, 128, 8, 4))
+_FP8_PAIR = Tiles(1, gate_up=Tile(16, 512, 4, 3), down=Tile(16, 128, 8, 3))
 _FP8_GROUPED = (
     (8.0, Tiles(16, gate_up=Tile(32, 128, 4, 6), down=Tile(128, 128, 4, 3))),
     (16.0, Tiles(32, gate_up=Tile(64, 128, 4, 3), down=Tile(128, 128, 4, 4))),
@@ -134,7 +134,7 @@ _FP8_GROUPED = (
     (float("inf"), Tiles(64, gate_up=Tile(64, 128, 4, 3), down=Tile(128, 128, 4, 3))),
 )
 # So have those in four bits, whose steps are groups of 128 columns; measured for gpt-oss-20b (the same file).
-_MXFP4_PAIR = Tiles(1, gate_up=Tile(16, 256, 2, 3), down=Tile(16, 128, 4, 5))
+_MXFP4_PAIR = Tiles(1, gate_up=Tile(16, 256, 2, 3), down=Tile(16, 128, 4, 4))
 _MXFP4_GROUPED = (
     (8.0, Tiles(16, gate_up=Tile(32, 128, 2, 4), down=Tile(64, 128, 4, 4))),
     (64.0, Tiles(32, gate_up=Tile(64, 128, 4, 3), down=Tile(128, 128, 4, 3))),
