@@ -14,8 +14,9 @@ import pytest
 from cluster.http import delivery
 from cluster.http.active import ActiveRequests
 from cluster.serve.ingress import create_app
+from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
-from tests.scripted_engine import MODEL, REPLY, Run, Stack, served
+from tests.scripted_engine import EOS, MODEL, REPLY, Run, Stack, served
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -82,6 +83,21 @@ def test_a_client_that_does_not_read_its_socket_loses_its_request(run: Run) -> N
             writer.transport.abort()
 
     run(scenario, reply=[19556] * 7900, max_model_len=8192, hang_after=7899)
+
+
+def test_an_event_is_one_line_to_clients_that_end_lines_wherever_unicode_does(run: Run, smollm2: Tokenizer) -> None:
+    text = "one\u2028two\u2029three\x85four"
+
+    async def scenario(stack: Stack) -> None:
+        async with (
+            served(stack.model) as url,
+            httpx.AsyncClient(base_url=url, trust_env=False) as client,
+            client.stream("POST", "/v1/chat/completions", json=CHAT) as response,
+        ):
+            said = [json.loads(line[6:]) async for line in response.aiter_lines() if line.startswith("data: {")]
+        assert "".join(it["choices"][0]["delta"].get("content", "") for it in said if it["choices"]) == text
+
+    run(scenario, reply=[*smollm2.encode(text, add_special_tokens=False), EOS])
 
 
 def test_a_silent_stream_says_that_it_is_alive(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,17 @@ KEEP_ALIVE_S = 15.0
 """A stream in which nothing was said for so long, and at most twice that, says that it is alive: load balancers end
 connections that are silent for a minute, and a request may wait longer than that in the queue."""
 _KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients of server-sent events skip
+# An event is a line that "\n" ends. Clients that split text as Python's `splitlines` does, as httpx's `iter_lines`, end
+# lines at these characters of JSON's texts too, so they are sent as JSON's escapes.
+_LINE_ENDS = {character.encode(): b"\\u%04x" % ord(character) for character in "\x85\u2028\u2029"}
 _LAST_WORDS_S = 1.0  # for a client that reads slowly to take them
+
+
+def _in_lines(events: bytes) -> bytes:
+    """`events` without characters by which their data would be several lines to some clients."""
+    for character, escape in _LINE_ENDS.items():
+        events = events.replace(character, escape)
+    return events
 
 
 class Delivery:
@@ -76,7 +86,7 @@ class Delivery:
         if self._keeping is not None:
             await self._keeping
         self.close()
-        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+        await self._send({"type": "http.response.body", "body": _in_lines(last), "more_body": False})
 
     def close(self) -> None:
         """Says nothing more."""
@@ -91,7 +101,7 @@ class Delivery:
             self._failure = response.failure
             headers = {"cache-control": "no-cache", **response.headers}
             await self._send(response_start(200, "text/event-stream; charset=utf-8", headers))
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await self._send({"type": "http.response.body", "body": _in_lines(chunk), "more_body": True})
 
     async def _send(self, message: Message) -> None:
         """A client that does not let it end in time loses its request."""
