@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -317,14 +319,17 @@ def ipv6_loopback() -> str:
 @pytest.fixture
 def free_port() -> int:
     """A TCP port that was free a moment ago."""
-    return _free_port()
+    return unused_port()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def unused_port() -> int:
+    """What the fixture `free_port` gives."""
+    # Below the ports that the system deals out: Ray's processes, which start meanwhile, are given those.
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture(scope="session")
@@ -336,7 +341,7 @@ def endpoint(ray_cluster: None, smollm2_path: Path) -> Iterator[Endpoint]:
     from configs.load import load_app_config
 
     app = load_app_config(ROOT / "configs" / "smollm2-135m.yaml", ["kv_cache.num_tokens=16384"])
-    port = _free_port()
+    port = unused_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(build_app(app.engine.model_dump()), name="shared", route_prefix="/")
     yield Endpoint(f"http://127.0.0.1:{port}", "shared", "smollm2-135m-instruct")

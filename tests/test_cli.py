@@ -32,6 +32,7 @@ from cluster.serve import deployment, session
 from cluster.serve.haproxy import ports_of_own
 from cluster.serve.session import cluster_address
 from configs.errors import ConfigError
+from tests.conftest import unused_port
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/smollm2-135m.yaml"
@@ -543,7 +544,7 @@ def bare_head() -> Iterator[Head]:
 def started_head(**extra: str) -> Iterator[Head]:
     """A cluster of its own, with `extra` in the environment of its nodes."""
     names = ("port", "dashboard-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port")
-    ports = {name: free_ports() for name in (*names, "ray-client-server-port", "metrics-export-port")}
+    ports = {name: unused_port() for name in (*names, "ray-client-server-port", "metrics-export-port")}
     temp_dir = Path(f"/tmp/lockstep-{os.getpid()}")  # short: it holds sockets
     command = [BIN / "ray", "start", "--head", "--block", "--num-cpus=4", "--num-gpus=0", f"--temp-dir={temp_dir}"]
     extra["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
@@ -568,13 +569,6 @@ def started_head(**extra: str) -> Iterator[Head]:
                 os.kill(int(entry.split()[0]), signal.SIGKILL)
         process.communicate()
         shutil.rmtree(temp_dir, ignore_errors=True)
-
-
-def free_ports() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def is_ready(url: str) -> bool:
