@@ -30,6 +30,7 @@ from cluster.engine.coordinator_actor import Progress
 from cluster.engine.preflight import check_checkpoint
 from cluster.engine.running_engine import describe
 from cluster.http.keys import open_keys
+from cluster.serve.haproxy import METRICS_PORT
 from cluster.serve.placement import NodeResources, group_bundles, uses_gpus
 from cluster.serve.session import ROOT, Session, check_port_free, cluster_address, ray_session
 from configs.addresses import host_and_port
@@ -291,10 +292,15 @@ def _gcs_lives() -> bool:
 
 
 def _end_at_once() -> NoReturn:
-    """Ends every process below this one and this one, without asking Ray."""
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    """Ends every process of our own cluster and this one, without asking Ray.
+
+    They are known by their environment: a signal to the process group ends Ray's raylet, and who was below it, as its
+    HAProxy, is nobody's child then.
+    """
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(METRICS_PORT) == os.environ[METRICS_PORT]:
+                process.kill()
     os._exit(0)
 
 

@@ -25,6 +25,9 @@ SETTINGS = {
 }
 """Environment of Ray Serve's controller, which its proxies and replicas inherit."""
 
+METRICS_PORT = "RAY_SERVE_HAPROXY_METRICS_PORT"
+"""A setting that no two clusters on a machine have alike: see `ports_of_own`."""
+
 REPLICA_SETTINGS = {
     # Answers go from the replica's event loop straight to the connection, which then holds up those of a slow client.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -44,6 +47,6 @@ def ports_of_own() -> dict[str, str]:
         for probe in (metrics, stats):
             probe.bind(("", 0))
         return {
-            "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics.getsockname()[1]),
+            METRICS_PORT: str(metrics.getsockname()[1]),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(stats.getsockname()[1]),
         }
