@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from parallel.numerics.kernels.fp8_groups import Groups
 
 
-def _row_groups(weight: Weight | None, num_rows: int) -> Groups | None:
-    return weight.row_groups(num_rows) if isinstance(weight, Fp8Weight) else None
+def _row_groups(weight: Weight | None) -> Groups | None:
+    return weight.row_groups() if isinstance(weight, Fp8Weight) else None
 
 
 def _product(weight: Weight | None, x: torch.Tensor | Fp8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -47,9 +47,9 @@ class ColumnParallelLinear:
         """Reads the tensors of the linears, whose names begin with `prefix`."""
         self._weight = self._context.load(source, prefix, *self._linears)
 
-    def row_groups(self, num_rows: int) -> Groups | None:
-        """The groups in which whoever makes so many rows may quantise them; None: they come as they are."""
-        return _row_groups(self._weight, num_rows)
+    def row_groups(self) -> Groups | None:
+        """The groups in which whoever makes rows may quantise them; None: they come as they are."""
+        return _row_groups(self._weight)
 
     def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         return _product(self._weight, x)
@@ -76,9 +76,9 @@ class RowParallelLinear:
             self._bias = self._context.empty(linear.out_features)
             source.read(f"{prefix}{linear.name}.bias", self._bias)
 
-    def row_groups(self, num_rows: int) -> Groups | None:
-        """The groups in which whoever makes so many rows may quantise them; None: they come as they are."""
-        return _row_groups(self._weight, num_rows)
+    def row_groups(self) -> Groups | None:
+        """The groups in which whoever makes rows may quantise them; None: they come as they are."""
+        return _row_groups(self._weight)
 
     def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """The sum, valid as long as RankSum says."""

@@ -90,11 +90,11 @@ class Fp8Weight:
     def in_fp32(self, x: torch.Tensor | Fp8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
         return self._product(x, torch.float32, out)
 
-    def row_groups(self, num_rows: int) -> Groups | None:
-        """The groups in which whoever makes so many rows may quantise them; None: the product does it best."""
+    def row_groups(self) -> Groups | None:
+        """The groups in which whoever makes rows may quantise them; None: only the product can."""
         from parallel.numerics.kernels.fp8_gemm import row_groups  # a CPU install has no Triton
 
-        return row_groups(self._weight, num_rows)
+        return row_groups(self._weight)
 
     def _product(self, x: torch.Tensor | Fp8Rows, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
         # A CPU install has no Triton.

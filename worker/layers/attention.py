@@ -68,9 +68,9 @@ class Attention:
         if self._spec.sinks is not None and self.layer.sinks is not None:
             source.read(prefix + self._spec.sinks.name, self.layer.sinks, rows=self._shard[Axis.QUERY_HEADS])
 
-    def row_groups(self, num_rows: int) -> Groups | None:
-        """The groups in which so many rows of its input may be in FP8; None: they are not."""
-        return self._qkv.row_groups(num_rows)
+    def row_groups(self) -> Groups | None:
+        """The groups in which rows of its input may be in FP8; None: they are not."""
+        return self._qkv.row_groups()
 
     def attend(self, x: torch.Tensor | Fp8Rows, step: Step) -> torch.Tensor:
         """[num_tokens, tp_q_head_num * head_dim] of [num_tokens, hidden_size]; the tokens' K and V are in the pool."""

@@ -62,7 +62,7 @@ class Experts(ABC):
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads the router and this rank's part of every expert; names begin with `prefix`."""
 
-    def row_groups(self, num_rows: int) -> None:
+    def row_groups(self) -> None:
         """Does what FeedForwardModule says: routers take rows as they are."""
         return None
 

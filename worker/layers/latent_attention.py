@@ -68,7 +68,7 @@ class MLA:
         source.read(f"{prefix}{spec.kv_b.name}.weight", self._kv_b.flatten(0, 1), rows=rows)
         self._o.load(source, prefix)
 
-    def row_groups(self, num_rows: int) -> None:
+    def row_groups(self) -> None:
         """Does what MixerModule says."""
 
     def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:

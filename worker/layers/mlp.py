@@ -32,9 +32,9 @@ class MLP:
         self._gate_up.load(source, prefix)
         self._down.load(source, prefix)
 
-    def row_groups(self, num_rows: int) -> Groups | None:
-        """The groups in which so many rows of its input may be in FP8; None: they are not."""
-        return self._gate_up.row_groups(num_rows)
+    def row_groups(self) -> Groups | None:
+        """The groups in which rows of its input may be in FP8; None: they are not."""
+        return self._gate_up.row_groups()
 
     def partial(
         self, x: torch.Tensor | Fp8Rows, act: Activation | None = None, out: torch.Tensor | None = None
@@ -52,4 +52,4 @@ class MLP:
         return self._down.for_norm(self._activated(x))
 
     def _activated(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Rows:
-        return self._act_and_mul(self._gate_up(x), self._down.row_groups(len(x)))
+        return self._act_and_mul(self._gate_up(x), self._down.row_groups())

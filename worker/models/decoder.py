@@ -51,8 +51,8 @@ class MixerModule(Protocol):
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
 
-    def row_groups(self, num_rows: int) -> Groups | None:
-        """The groups in which so many rows of `attend`'s input may be in FP8; None: they are not."""
+    def row_groups(self) -> Groups | None:
+        """The groups in which rows of `attend`'s input may be in FP8; None: they are not."""
 
     def attend(self, x: Any, step: Step) -> torch.Tensor:
         """Makes what `project` takes of [num_tokens, hidden_size], in FP8 only as `row_groups` has it; the tokens'
@@ -68,8 +68,8 @@ class FeedForwardModule(Protocol):
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
 
-    def row_groups(self, num_rows: int) -> Groups | None:
-        """The groups in which so many rows of its input may be in FP8; None: they are not."""
+    def row_groups(self) -> Groups | None:
+        """The groups in which rows of its input may be in FP8; None: they are not."""
 
     def __call__(self, x: Any, padding: Padding) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] of the same; the sum over the ranks may be left to the norm after it.
@@ -147,8 +147,7 @@ class DecoderLayer:
             keep: tokens to go on with once K and V are stored; None: all. With none of them the output means nothing.
             state: [num_tokens, hidden_size]: gets the sum that the layer is entered by.
         """
-        groups = self.attention.row_groups(len(residual))
-        normed = self.norm(residual) if x is None else self.norm.add_for(x, residual, groups)
+        normed = self.norm(residual) if x is None else self.norm.add_for(x, residual, self.attention.row_groups())
         if state is not None:
             state.copy_(residual)
         return self.after_norm(normed, residual, step, keep)
@@ -164,7 +163,7 @@ class DecoderLayer:
             attended, residual = attended.index_select(0, keep), residual.index_select(0, keep)
             padding = padding.of(keep)
         x = self._mixer_norms.output(self.attention.project(attended))
-        groups = self._feed_forward.row_groups(len(residual))
+        groups = self._feed_forward.row_groups()
         x = self._feed_forward(self._feed_forward_norms.before.add_for(x, residual, groups), padding)
         return self._feed_forward_norms.output(x), residual
 

@@ -1,6 +1,7 @@
 """Products of fast numerics with weights in FP8; fp8_groups.py says what they are.
 
-Few rows are quantised by each program that multiplies with them, which saves a kernel; more by a kernel of their own.
+A single row that is not in FP8 yet is quantised by each program that multiplies with it, which saves a kernel; more
+rows by a kernel of their own.
 Where a product has too few tiles to keep a GPU busy, several programs share the groups of one: the last to be done adds
 their parts, in order. So the bits of a row depend on how many rows there are, and on nothing else.
 """
@@ -115,11 +116,10 @@ def cublas_is_faster(num_rows: int, out_features: int) -> bool:
     return num_rows >= (_CUBLAS_WIDE_ROWS if out_features > _WIDE else _CUBLAS_ROWS)
 
 
-def row_groups(weight: Fp8Matrix, num_rows: int) -> Groups | None:
-    """The groups in which whoever makes so many rows may quantise them for a weight; None: the product does it best."""
-    groups, in_features = groups_of(weight), weight.shape[1]
-    tile = next(narrow for most, narrow, _ in TILES if num_rows <= most)
-    return None if tile.quantises or not groups.is_even(in_features) else groups
+def row_groups(weight: Fp8Matrix) -> Groups | None:
+    """The groups in which whoever makes rows may quantise them for a weight; None: only the product can."""
+    groups = groups_of(weight)
+    return groups if groups.is_even(weight.shape[1]) else None
 
 
 def fp8_gemm(
