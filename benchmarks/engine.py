@@ -34,16 +34,16 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from benchmarks import bandwidth, engine_report
 from benchmarks.report import Report, circumstances
 from cluster.engine.client import RequestStream, wait_ready
-from cluster.engine.coordinator_actor import EngineSpec
+from cluster.engine.engine_spec import EngineSpec
 from cluster.engine.messages import FinishReason, SamplingParams
 from cluster.engine.running_engine import RunningEngine, describe
 from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from cluster.serve.session import cluster_address, ray_session
 from configs.checkpoint import model_name
 from configs.errors import ConfigError, EngineError, LockstepError
+from configs.kept_types import PLAIN, Kept, kept_types
 from configs.kv_pages import dtype_bytes
 from configs.load import load_app_config
-from configs.quantization import PLAIN, Kept, kept_types
 from configs.schema import EngineConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost

@@ -10,13 +10,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from configs.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from configs.model_config import ModelConfig
-    from configs.schema import EngineConfig
 
 INPUT_SCALE = "input_scale"
 """End of the name of a scale of activations."""
@@ -49,26 +45,6 @@ FP8_BLOCKS = WeightScales(128, 128)
 
 MXFP4_BYTES = Fraction(17, 32)
 """Bytes of an element in MXFP4, with its share of its block's power of two."""
-
-
-class Kept(NamedTuple):
-    """The types other than `dtype` that ranks keep weights in, where these may be in them."""
-
-    fp8: bool = False
-    mxfp4: bool = False
-
-
-PLAIN = Kept()
-
-
-def kept_types(config: EngineConfig, model: ModelConfig) -> Kept:
-    """The types that ranks keep, once `config` is resolved. CPUs read all weights in `dtype`; exact numerics on GPUs do
-    so too, where weights in FP8 have the same bits but take longer, unless they are asked for."""
-    is_cuda = config.device == "cuda"
-    is_fast = is_cuda and not config.is_exact
-    has_fp8 = is_fast and config.dtype != "float32" and model.weight_scales is not None
-    has_mxfp4 = is_fast and config.dtype == "bfloat16" and model.has_mxfp4
-    return Kept(has_fp8 or (is_cuda and config.quantization == "fp8"), has_mxfp4)
 
 
 def read_weight_scales(said: Any, path: Path) -> WeightScales | None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from configs.errors import DeadlineError, EngineError
+from parallel.kernels.flags import FLAG_BYTES, MAX_PROGRAMS, MAX_RANKS
 from parallel.numerics.tree import SumTree
 
 # One kernel in which a rank reads all of the others' summands is used up to so many bytes of them; above, each rank
@@ -29,11 +30,6 @@ _MAX_READ_BYTES = 1536 << 10
 _MAX_ROW_ELEMENTS = 16384
 _ROW_ALIGNMENT = 16  # bytes of one load
 _MAX_CACHED_SUMS = 256
-MAX_RANKS = 8
-MAX_PROGRAMS = 256
-"""The most programs of a launch that waits for other ranks."""
-FLAG_BYTES = 2 * 4 * MAX_RANKS * MAX_PROGRAMS
-"""Bytes of the flags that the memory begins with."""
 _MAX_SMALL_ROWS = 128  # each has a program, and there are no more than SMs, so that all run at once
 _SMALL_BYTES = 2 << 20  # the most that the summands of a small sum take
 _MIN_SHARED_BYTES = 8 << 20  # the least that a half of the shared rows' memory has

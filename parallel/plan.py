@@ -14,10 +14,11 @@ from fractions import Fraction
 from math import prod
 from typing import NamedTuple
 
+from configs.kept_types import Kept, kept_types
 from configs.kv_pages import PageBytes, dtype_bytes
 from configs.layers import Amounts, Axis, Columns, Cut, HeadGroups, LayerSpec, elements_of
 from configs.model_config import ModelConfig, check_tensor_parallel_size
-from configs.quantization import MXFP4_BYTES, Kept, kept_types
+from configs.quantization import MXFP4_BYTES
 from configs.schema import EngineConfig
 
 _LARGEST_GRANULE = 128

@@ -15,7 +15,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from configs.quantization import PLAIN, Kept
+from configs.kept_types import PLAIN, Kept
 from parallel.plan import ShardPlan, saved_bytes
 
 _Float64Array = npt.NDArray[np.float64]

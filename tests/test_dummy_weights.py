@@ -31,7 +31,7 @@ from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import ShardPlan, Span
 from tests.batches import batch_of
 from tests.dense_model import dense_model
-from worker import dummy_weights
+from worker import dummy_weights, uniform
 from worker.dummy_weights import DummyCheckpoint
 from worker.models.decoder import Decoder
 from worker.quantised_weights import QuantisedCheckpoint
@@ -108,7 +108,7 @@ def test_the_bits_are_those_of_the_first_release() -> None:
 @pytest.mark.parametrize("chunk", [1, 1000, 1 << 17])
 def test_any_range_of_a_tensor_equals_that_range_of_the_whole(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     whole = _whole(BIASED, torch.float32)
-    monkeypatch.setattr(dummy_weights, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(uniform, "_CHUNK_ELEMENTS", chunk)
     checkpoint = DummyCheckpoint(BIASED)
     num_bytes = 0
     for name, rows, columns in (

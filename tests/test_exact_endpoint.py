@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.engine.coordinator_actor import EngineSpec
+from cluster.engine.engine_spec import EngineSpec
 from cluster.engine.fingerprint import system_fingerprint
 from configs.load import load_app_config
 from configs.numerics import CONTRACT

@@ -22,7 +22,7 @@ from tests.test_weight_change import CPU, FAMILIES, family_decoder, family_model
 from worker.dummy_weights import DummyCheckpoint
 from worker.kept_weights import KeptWeights, note_of
 from worker.layers.experts import CudaExperts
-from worker.models import decoder
+from worker.models import decoder_layer
 from worker.models.decoder import Decoder
 from worker.quantised_weights import QuantisedCheckpoint
 from worker.staged_weights import StagedWeights, tensors
@@ -161,7 +161,8 @@ def test_experts_in_four_bits_are_kept_exchanged_and_counted(
     tmp_path: Path, kept: KeptMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LayerContext, "keeps_mxfp4", True)
-    monkeypatch.setitem(decoder._FEED_FORWARDS, BiasedMixture, CudaExperts)  # ranks on CPU hold what those on GPUs do
+    # Ranks on CPU hold what those on GPUs do.
+    monkeypatch.setitem(decoder_layer._FEED_FORWARDS, BiasedMixture, CudaExperts)
     model, plain = four_bit_model(tmp_path), four_bit_model(tmp_path, quantization_config=None)
     first, staged, next_one = (new_decoder(model) for _ in range(3))
     weights = KeptWeights(first, kept)

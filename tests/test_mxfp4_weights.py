@@ -21,9 +21,10 @@ import triton.language as tl
 
 from configs.biased_mixture import BiasedMixture
 from configs.errors import CheckpointError
+from configs.kept_types import Kept, kept_types
 from configs.layers import Axis
 from configs.model_config import ModelConfig
-from configs.quantization import FP8_BLOCKS, Kept, kept_types
+from configs.quantization import FP8_BLOCKS
 from configs.read_config import read_model_config
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup

@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
+from configs.kept_types import Kept
 from configs.layers import Axis, Columns, Cut, LayerSpec, Role, TensorSpec
-from configs.quantization import Kept
 from configs.read_config import read_model_config
 from configs.schema import EngineConfig
 from parallel.plan import ShardPlan

@@ -13,8 +13,8 @@ import torch
 
 from attention.kv_pool import FP8
 from configs.errors import ConfigError, EngineError, OutOfMemoryError
+from configs.kept_types import kept_types
 from configs.model_config import ModelConfig
-from configs.quantization import kept_types
 from configs.read_draft_head import draft_head_path
 from configs.schema import EngineConfig, resolved
 from parallel.group import TensorParallelGroup

@@ -22,11 +22,12 @@ from configs.attention import installed_packages
 from configs.checkpoint import resolve_model_path
 from configs.difference import Change, changes
 from configs.errors import ConfigError
+from configs.kept_types import kept_types
 from configs.kv_pages import WindowPool, bytes_per_token, dtype_bytes, pages_within, pool_bytes
 from configs.layers import Axis, HeadGroups
 from configs.load import AppConfig, all_settings
 from configs.model_config import ModelConfig
-from configs.quantization import MXFP4_BYTES, kept_types
+from configs.quantization import MXFP4_BYTES
 from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
 from configs.resolve import Decision, HostFacts, ResolvedConfig, asks_for_gpus, resolve

@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from cluster.engine.coordinator import Coordinator, Sleep
+from cluster.engine.engine_spec import EngineSpec
 from cluster.engine.messages import WeightsChanged
 from cluster.engine.state import EngineState
 from cluster.observability.logs import log_to_stderr
@@ -31,8 +31,6 @@ from cluster.scheduling.limits import SchedulerLimits, max_item_tokens
 from cluster.scheduling.scheduler import Scheduler
 from configs.errors import ConfigError
 from configs.kv_pages import WindowPool, cut_max_model_len, num_kv_pages, pool_bytes
-from configs.model_config import ModelConfig
-from configs.schema import EngineConfig
 from worker.protocol import StepResult
 
 if TYPE_CHECKING:
@@ -43,20 +41,6 @@ logger = logging.getLogger(__name__)
 _FETCHING = "downloading weights"
 _LOADING = "loading weights"
 _MEASURED_PHASES = (_FETCHING, _LOADING)
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """One tensor-parallel group to be started."""
-
-    config: EngineConfig
-    """Resolved: nothing is left to be decided but what the ranks' memory decides."""
-    model: ModelConfig
-    model_path: Path
-    tokenizer_path: Path
-    """Directory or .gguf file."""
-    given: EngineConfig
-    """The configuration before it was resolved: another size decides anew."""
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from cluster.engine.engine_spec import EngineSpec
 from cluster.version import VERSION
 from configs.numerics import CONTRACT
-
-if TYPE_CHECKING:
-    from cluster.engine.coordinator_actor import EngineSpec
 
 _SAMPLE_BYTES = 1 << 16
 

@@ -13,7 +13,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.engine.client import EngineClient
-from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts, EngineSpec
+from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.engine.engine_spec import EngineSpec
 from cluster.engine.fingerprint import system_fingerprint
 from cluster.engine.messages import WeightsChanged
 from cluster.engine.preflight import find_tokenizer

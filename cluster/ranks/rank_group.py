@@ -30,9 +30,9 @@ from cluster.ranks.spares import WarmSpares
 from cluster.ranks.step_channel import StepChannel
 from configs.addresses import family_of
 from configs.errors import ConfigError, EngineError, LockstepError, RankDiedError, RankLostError, StepHungError
+from configs.kept_types import kept_types
 from configs.kv_pages import PageBytes, WindowPool, dtype_bytes, pages_within
 from configs.model_config import ModelConfig
-from configs.quantization import kept_types
 from configs.schema import EngineConfig, resolved
 from parallel.channel import FrameReader, FrameWriter
 from parallel.kept_memory import WEIGHTS, Keeper, kv_block

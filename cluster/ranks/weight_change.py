@@ -12,20 +12,18 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
 from cluster.engine.coordinator import Coordinator, WeightChange
+from cluster.engine.engine_spec import EngineSpec
 from cluster.engine.fingerprint import system_fingerprint
 from cluster.engine.messages import Running, Weights, WeightsChanged
 from cluster.ranks.rank import RankStarter
 from configs.checkpoint import model_name, resolve_model_path
 from configs.errors import ConfigError
 from configs.read_config import read_model_config
-
-if TYPE_CHECKING:
-    from cluster.engine.coordinator_actor import EngineSpec
 
 logger = logging.getLogger(__name__)
 

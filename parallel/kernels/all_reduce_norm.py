@@ -24,8 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel.fused_sum import FLAG_BYTES, MAX_PROGRAMS
 from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start, let_next_start_beside
+from parallel.kernels.flags import FLAG_BYTES, MAX_PROGRAMS
 from parallel.numerics.kernels.tree_sum import add_norm_row, append, block_of_row, finish, scale_of
 from parallel.numerics.tree import Additions
 

@@ -1,4 +1,4 @@
-"""Random weights on a GPU: the bits that `worker.dummy_weights` makes on a CPU, in one launch for each tensor."""
+"""Random weights on a GPU: the bits that `worker.uniform` makes on a CPU, in one launch for each tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from parallel.plan import Span
-from worker.dummy_weights import COLUMN_STEP, MIX, ROW_STEP, USED_BITS
+from worker.uniform import COLUMN_STEP, MIX, ROW_STEP, USED_BITS
 
 _BLOCK = 1024
 

@@ -15,7 +15,7 @@ from parallel.numerics.tensor_source import TensorSource
 from parallel.numerics.weight import Weight
 from worker.layers.norm import RMSNorm
 from worker.layers.step import Step
-from worker.models.decoder import DecoderLayer
+from worker.models.decoder_layer import DecoderLayer
 
 
 class DraftModel:
