@@ -1,8 +1,8 @@
 """TensorParallelGroup: one rank's membership of its tensor-parallel group.
 
 Owns the meeting of the ranks and which strategy carries their collectives. Nothing here is global to the process: two
-ranks can be two threads of one test (of symmetric_memory: two processes). How tensors move is in all_reduce.py and
-symmetric_memory.py.
+ranks can be two threads of one test (of symmetric_memory: two processes). How tensors move is in collectives.py and
+its strategies' files.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import ConfigError, EngineError
-from parallel.all_reduce import Collectives, LibraryCollectives, SharedMemoryCollectives
+from parallel.collectives import Collectives
 from parallel.environment import MULTICAST_OFF
 from parallel.fused_sum import FusedSum, PeerSizes
+from parallel.library_collectives import LibraryCollectives
 from parallel.numerics.tree import SumTree
+from parallel.shared_memory import SharedMemoryCollectives
 from parallel.symmetric_memory import SymmetricMemoryCollectives
 
 Strategy = Literal["gloo", "nccl", "shared_memory", "symmetric_memory"]

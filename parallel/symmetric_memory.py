@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import EngineError
-from parallel.all_reduce import Collectives, await_stream, late
+from parallel.collectives import Collectives, await_stream, late
 from parallel.fused_sum import FusedSum, PeerMemory, PeerSizes
 from parallel.numerics.tree import SumTree
 

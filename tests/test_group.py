@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
 from configs.errors import ConfigError, DeadlineError, EngineError
-from parallel.all_reduce import SharedMemoryCollectives, _own_address
 from parallel.environment import MULTICAST_OFF, RANK_ENVIRONMENT
 from parallel.group import Strategy, TensorParallelGroup
+from parallel.library_collectives import _own_address
+from parallel.shared_memory import SharedMemoryCollectives
 from tests.forks import start_forked
 
 Body = Callable[[TensorParallelGroup], Any]
