@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import shutil
 import signal
 import socket
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import httpx
@@ -26,11 +27,12 @@ import pytest
 import ray
 from typer.testing import CliRunner
 
+from cluster.commands import serve
 from cluster.commands.cli import app
-from cluster.commands.serve import root_cause
+from cluster.commands.serve import ServingJob, root_cause
 from cluster.serve import deployment, session
 from cluster.serve.haproxy import ports_of_own
-from cluster.serve.session import cluster_address
+from cluster.serve.session import Session, cluster_address
 from configs.errors import ConfigError
 from tests.conftest import unused_port
 
@@ -228,8 +230,6 @@ Some trailing text: of Serve's"""
 def test_from_an_interrupt_on_only_the_command_itself_is_heard(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cluster.commands.serve import ServingJob
-
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # as it is again afterwards
     job = ServingJob.create(ROOT / CONFIG, [], "local", time.monotonic())
     print("(raylet) before")  # noqa: T201 -- as Ray's own thread does
@@ -237,6 +237,50 @@ def test_from_an_interrupt_on_only_the_command_itself_is_heard(
     print("(raylet) A worker died or was killed while executing a task")  # noqa: T201
     job._say("stopped")
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["before", "stopped"]
+
+
+def test_a_terminal_that_goes_away_interrupts_unless_that_is_ignored() -> None:
+    job = ServingJob.create(ROOT / CONFIG, [], "local", time.monotonic())
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    stdout = sys.stdout
+    ours, theirs = pty.openpty()
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup has it
+        job._trap_signals()
+        signal.raise_signal(signal.SIGHUP)
+        assert not job._stop.is_set()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        job._trap_signals()
+        signal.raise_signal(signal.SIGHUP)
+        assert job._stop.is_set()
+        os.close(ours)
+        job._console.file = gone = os.fdopen(theirs, "w")
+        job._say("stopping")
+        with contextlib.suppress(OSError):
+            gone.close()
+    finally:
+        sys.stdout = stdout
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def test_a_cluster_of_our_own_that_loses_its_raylet_ends_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    raylet = subprocess.Popen(["sleep", "60"])
+    head = {"gcs_server": psutil.Process(), "raylet": psutil.Process(raylet.pid)}
+    ended = threading.Event()
+
+    def end_at_once(exit_code: int) -> NoReturn:
+        ended.set()
+        raise SystemExit(exit_code)
+
+    job = ServingJob.create(ROOT / CONFIG, [], "local", time.monotonic())
+    monkeypatch.setattr(job, "_serve", lambda *_, **__: ended.wait(30))
+    monkeypatch.setattr(serve, "_head_processes", lambda: head)
+    monkeypatch.setattr(serve, "_end_at_once", end_at_once)
+    threading.Timer(0.2, raylet.kill).start()
+    with pytest.raises(SystemExit, match="2"):
+        job._serve_watchfully(Session(own=True), detach=False)
+    raylet.wait()
 
 
 @pytest.mark.parametrize(
@@ -249,8 +293,6 @@ def test_from_an_interrupt_on_only_the_command_itself_is_heard(
     ],
 )
 def test_the_url_of_an_endpoint_has_its_ipv6_address_in_brackets(host: str, url: str) -> None:
-    from cluster.commands.serve import ServingJob
-
     overrides = [f"http_options.host='{host}'", "server.api_keys=false"]
     assert ServingJob.create(ROOT / CONFIG, overrides, "local", time.monotonic()).url == url
 

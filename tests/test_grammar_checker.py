@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 
 from cluster.structured.checker import GrammarChecker
@@ -210,6 +211,19 @@ def test_checks_go_on_after_the_process_was_killed(run: Callable[[Scenario], Non
             await check(checker, regex="meanwhile")
         assert caught.value.status == 503
         assert "after" in await check(checker, regex="after")
+
+    run(scenario)
+
+
+def test_a_child_that_is_killed_between_two_checks_is_no_verdict(run: Callable[[Scenario], None]) -> None:
+    async def scenario(checker: GrammarChecker) -> None:
+        await check(checker, regex="before it")
+        assert checker._process is not None
+        (child,) = psutil.Process(checker._process.pid).children()
+        child.kill()
+        await asyncio.to_thread(psutil.wait_procs, [child], timeout=10)
+        for name in ("first", "second"):
+            assert name in await check(checker, regex=name)
 
     run(scenario)
 

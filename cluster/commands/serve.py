@@ -127,7 +127,10 @@ class ServingJob:
             self._say("stopped")
 
     def _trap_signals(self) -> None:
-        for number in _STOP_SIGNALS:
+        # nohup has SIGHUP ignored. Scripts have SIGINT ignored in what they start in the background, where who sends it
+        # means it.
+        terminal = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+        for number in (*_STOP_SIGNALS, *terminal):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, *_: object) -> None:
@@ -140,15 +143,20 @@ class ServingJob:
         """`_serve` in a thread: Ray's calls wait a minute for a cluster that the same signal ended, this does not."""
         with ThreadPoolExecutor(1) as pool:
             serving = pool.submit(self._serve, session, detach=detach)
+            head = _head_processes() if session.own else {}
             while not serving.done() and not self._stop.is_set():
                 wait([serving], _POLL_S)
+                # The signal may have ended it as well, and be heard here a moment later.
+                if not all(map(_lives, head.values())) and not self._stop.wait(_WATCH_S):
+                    self._say("a process of Ray has ended (killed, or out of memory), and the app ends with it")
+                    _end_at_once(2)
             # Before it ran, nobody's request is left to end.
             patience_s = self._config.engine.server.shutdown_timeout_s if self._ran else 0.0
             deadline = time.monotonic() + patience_s + _GIVE_UP_MARGIN_S
             while session.own and not serving.done():
-                if time.monotonic() > deadline or self._hurry.is_set() or not _gcs_lives():
+                if time.monotonic() > deadline or self._hurry.is_set() or not _lives(head["gcs_server"]):
                     self._say("stopped")
-                    _end_at_once()
+                    _end_at_once(0)
                 wait([serving], _POLL_S)
             try:
                 serving.result()
@@ -276,7 +284,8 @@ class ServingJob:
         self._print(f"{time.monotonic() - self._began:6.1f} s  {text}")
 
     def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False)
+        with contextlib.suppress(OSError):  # the terminal is gone, which SIGHUP tells
+            self._console.print(text, soft_wrap=True, markup=False)
 
 
 def _read_ahead() -> None:
@@ -285,13 +294,22 @@ def _read_ahead() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
 
 
-def _gcs_lives() -> bool:
-    """Whether the head process of our own cluster, our child, is there; a SIGTERM to the process group ends it."""
-    children = psutil.Process().children()
-    return any(child.name() == "gcs_server" and child.status() != psutil.STATUS_ZOMBIE for child in children)
+def _head_processes() -> dict[str, psutil.Process]:
+    """Children of this process, by name, without which a cluster of our own does nothing."""
+    found = {}
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[child.name()] = child
+    return {name: found[name] for name in ("gcs_server", "raylet")}
 
 
-def _end_at_once() -> NoReturn:
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _end_at_once(exit_code: int) -> NoReturn:
     """Ends every process below this one, all others of our own cluster and this one, without asking Ray.
 
     The others are known by their environment: a signal to the process group ends Ray's raylet, and who was below it, as
@@ -302,7 +320,7 @@ def _end_at_once() -> NoReturn:
         with contextlib.suppress(psutil.Error):
             if process in below or process.environ().get(METRICS_PORT) == os.environ[METRICS_PORT]:
                 process.kill()
-    os._exit(0)
+    os._exit(exit_code)
 
 
 def root_cause(message: str) -> str:

@@ -22,6 +22,8 @@ SETTINGS = {
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
     # HAProxy takes a request elsewhere that a stopping replica refuses: no replica has to stay half a minute for it.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
+    # After three such checks in vain it is replaced; nobody is answered meanwhile.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
 }
 """Environment of Ray Serve's controller, which its proxies and replicas inherit."""
 

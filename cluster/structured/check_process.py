@@ -8,6 +8,7 @@ is a single thread, and nothing has been done but to read the tokenizer.
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import resource
 import signal
@@ -67,12 +68,16 @@ def main() -> None:
         checks = f"Structured output is not available with this model's tokenizer: {error}"
     gc.collect()
     gc.freeze()  # a collection would touch, and so copy, every page that holds an object
+    checking = mmap.mmap(-1, 1)  # shared with the child: whether it owes a reply
     while True:
         if (pid := os.fork()) == 0:
-            _serve(sock, checks)
+            _serve(sock, checks, checking)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code == 0:
             return
+        if not checking[0]:
+            continue  # a reply to nothing would be taken for that to the next grammar
+        checking[0] = False
         reason = "takes too much time" if code == -signal.SIGPROF else "takes too much memory, or breaks the compiler"
         try:
             sock.sendall(pack(Died(reason)))
@@ -80,12 +85,13 @@ def main() -> None:
             return
 
 
-def _serve(sock: socket.socket, checks: _Checks | str) -> NoReturn:
+def _serve(sock: socket.socket, checks: _Checks | str, checking: mmap.mmap) -> NoReturn:
     """The child: answers until the other end closes. `checks` is an error where there are none."""
     status = 1
     try:
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + CHECK_MEMORY_BYTES,) * 2)
         while (frame := receive_frame(sock)) is not None:
+            checking[0] = True
             spec = msgspec.msgpack.decode(frame, type=GrammarSpec)
             if isinstance(checks, str):
                 reply: Reply = Refused(checks, "unsupported_parameter", spec.param)
@@ -94,6 +100,7 @@ def _serve(sock: socket.socket, checks: _Checks | str) -> NoReturn:
                 reply = checks.reply(spec)
                 # Not while it writes: half a reply would be taken for the beginning of another.
                 signal.setitimer(signal.ITIMER_PROF, 0)
+            checking[0] = False
             sock.sendall(pack(reply))
         status = 0
     except OSError:
