@@ -45,6 +45,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown type": ({"json_schema": {"type": "text"}}, "json_schema"),
     "a remote reference": ({"json_schema": {"$ref": "https://example.com/schema"}}, "json_schema"),
     "a schema nothing matches": ({"json_schema": {"type": "string", "enum": [1]}}, "json_schema"),
+    "a number that no bound reaches": (
+        {"json_schema": {"type": "integer", "minimum": 1e30, "maximum": 1e30}},
+        "json_schema",
+    ),
     "an overlapping oneOf": ({"json_schema": {"oneOf": [{"minimum": 1}, {"maximum": 5}]}}, "json_schema"),
     "an invalid regex": ({"regex": "(a"}, "regex"),
     "a look-ahead": ({"regex": "(?=a)b"}, "regex"),
@@ -63,6 +67,15 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "any JSON": {"json_schema": {}},
     "maxLength of a billion": {"json_schema": {"type": "string", "maxLength": 10**9}},
     "maxItems of a billion": {"json_schema": {"type": "array", "items": {"type": "integer"}, "maxItems": 10**9}},
+    "bounds of an int64": {"json_schema": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}},
+    "bounds of a float32": {"json_schema": {"type": "number", "minimum": -(2.0**128), "maximum": 2.0**128}},
+    "at least one of some properties": {"json_schema": {"properties": {"a": {}, "b": {}}, "minProperties": 1}},
+    "at least two, of a lenient schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": {"properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2}},
+        }
+    },
     "an enum of other things than strings": {"json_schema": {"enum": [1, None, {"a": [2.5]}]}},
     "5000 values": {"json_schema": {"enum": [f"v{i}" for i in range(2000)]}},
     "nested plus": {"regex": "(a+)+b"},

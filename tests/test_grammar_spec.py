@@ -176,6 +176,16 @@ def test_objects_that_say_nothing_of_other_properties_are_closed() -> None:
     assert inside["properties"]["properties"]["enum"] == {"const": {"properties": {"no": 1}}}
 
 
+def test_objects_with_a_least_number_of_properties_may_have_those_they_name() -> None:
+    schema = {"properties": {"a": {}, "b": {}}, "minProperties": 1}
+    assert prepare_schema(dict(schema), "s") == {**schema, "additionalProperties": False}
+    more = {"properties": {"a": {}, "b": {}}, "minProperties": 2}
+    assert prepare_schema(dict(more), "s")["minProperties"] == 2
+    # llguidance would count unnamed ones alone: where a keyword may be ignored, this one is.
+    assert "minProperties" not in prepare_schema(dict(more), "s", strict=False)
+    assert "minProperties" not in prepare_schema({**schema, "additionalProperties": True}, "s", strict=False)
+
+
 @pytest.mark.parametrize(
     "schema",
     [

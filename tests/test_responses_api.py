@@ -294,6 +294,9 @@ def test_a_background_stream_can_be_followed_from_any_event(run: Run) -> None:
         assert sse_events((await stack.http.get(path)).text) == events
         rest = (await stack.http.get(f"{path}&starting_after=4")).text
         assert json.loads(rest.split("\n")[1].removeprefix("data: "))["sequence_number"] == 5
+        after_the_last = await stack.http.get(f"{path}&starting_after={events[-1]['sequence_number']}")
+        assert (after_the_last.status_code, after_the_last.text) == (200, "")
+        assert after_the_last.headers["content-type"].startswith("text/event-stream")
         error_of(await stack.http.get(f"{path}&starting_after=x"), 400, "invalid_value")
 
     run(scenario)

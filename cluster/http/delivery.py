@@ -79,10 +79,15 @@ class Delivery:
         """Ends a streamed answer with `error`."""
         with contextlib.suppress(TimeoutError):  # a client that takes nothing has its connection closed instead
             async with asyncio.timeout(_LAST_WORDS_S):
-                await self.end(self._failure(error))
+                await self._end(self._failure(error))
 
-    async def end(self, last: bytes = b"") -> None:
-        """Ends a streamed answer."""
+    async def end(self, response: HttpResponse) -> None:
+        """Ends a streamed answer, which may have no event."""
+        if not self.streaming:
+            await self.stream(b"", response)
+        await self._end()
+
+    async def _end(self, last: bytes = b"") -> None:
         if self._keeping is not None:
             await self._keeping
         self.close()

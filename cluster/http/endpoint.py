@@ -72,7 +72,7 @@ class Endpoint:
                     delivery.keep_alive(response)
                     async for chunk in chunks:
                         await delivery.stream(chunk, response)
-                    await delivery.end()
+                    await delivery.end(response)
                 else:
                     await delivery.whole(chunks, response)
         except asyncio.CancelledError:

@@ -83,7 +83,7 @@ def _json(spec: GrammarSpec) -> Any:
 
 
 def _schema(schema: object, spec: GrammarSpec, param: str) -> dict[str, Any]:
-    prepared = prepare_schema(schema, param)
+    prepared = prepare_schema(schema, param, strict=spec.strict)
     options = {
         "whitespace_flexible": False,
         "item_separator": "," if spec.compact else ", ?",

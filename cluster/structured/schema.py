@@ -15,10 +15,13 @@ _MAX_PARAM_CHARS = 200
 # With these about, whether an object is open is decided by several schemas together.
 _ENTANGLING = {"not", "if", "dependentSchemas", "unevaluatedProperties"}
 _OF_OBJECTS = {"properties", "patternProperties", "additionalProperties", "required", "$ref", "allOf", "anyOf", "oneOf"}
+_LARGEST_BOUND = 2**63 - 1024  # the largest double that an int64 holds; llguidance refuses most bounds beyond it
 
 
-def prepare_schema(schema: object, param: str) -> dict[str, Any]:
-    """The schema to compile: `schema`, checked, with objects closed that do not say whether they are open.
+def prepare_schema(schema: object, param: str, *, strict: bool = True) -> dict[str, Any]:
+    """The schema to compile: `schema`, checked, with objects closed that do not say whether they are open, and without
+    bounds of numbers that llguidance cannot keep. Not `strict`: also without least numbers of properties that it
+    cannot.
 
     It is changed in place. An object that names its properties and says nothing about others would otherwise be
     followed by any number of made-up ones. The closed schema allows less: whatever matches it matches `schema`.
@@ -43,12 +46,16 @@ def prepare_schema(schema: object, param: str) -> dict[str, Any]:
         if num_values > MAX_ENUM_VALUES:
             raise _too_complex(f"has more than {MAX_ENUM_VALUES} enum values", f"{path}.enum")
         entangled = entangled or not _ENTANGLING.isdisjoint(node) or _merges(node)
+        _bound(node)
         nodes.append(node)
     if not _Finite(schema).ends():
         raise RequestError(f"{param} is matched by nothing finite.", param=param)
     if not entangled:
         for node in nodes:
             _close(node)
+    if not strict:
+        for node in nodes:
+            _forgive(node)
     return schema if isinstance(schema, dict) else {}
 
 
@@ -77,16 +84,35 @@ def _merges(node: dict[str, Any]) -> bool:
     return "properties" in node and (bool(parts) or not {"$ref", "anyOf", "oneOf"}.isdisjoint(node))
 
 
+def _bound(node: dict[str, Any]) -> None:
+    """Bounds as wide as an int64, a float32 or a double become the widest that llguidance knows, which allow less."""
+    for sign, keys in ((-1, ("minimum", "exclusiveMinimum")), (1, ("maximum", "exclusiveMaximum"))):
+        for key in keys:
+            bound = node.get(key)
+            if isinstance(bound, int | float) and sign * bound > _LARGEST_BOUND:
+                node[key] = sign * _LARGEST_BOUND
+
+
 def _close(node: dict[str, Any]) -> None:
     properties = node.get("properties")
     if (
         isinstance(properties, dict)
         and properties
-        and {"additionalProperties", "patternProperties", "minProperties"}.isdisjoint(node)
+        and {"additionalProperties", "patternProperties"}.isdisjoint(node)
+        and node.get("minProperties", 0) in range(len(properties) + 1)
         and isinstance(required := node.get("required", []), list)
         and all(name in properties for name in required if isinstance(name, str))
     ):
         node["additionalProperties"] = False
+
+
+def _forgive(node: dict[str, Any]) -> None:
+    """Takes away a least number of properties where some may be missing and llguidance counts only the unnamed ones."""
+    properties = node.get("properties")
+    some_are_optional = isinstance(properties, dict) and not properties.keys() <= set(_names(node))
+    kept = (node.get("additionalProperties"), node.get("minProperties"), node.get("maxProperties", 1)) == (False, 1, 1)
+    if some_are_optional and not kept:
+        node.pop("minProperties", None)
 
 
 class _Finite:
@@ -129,13 +155,17 @@ def _required(node: dict[str, Any], kind: object) -> list[object]:
     """The schemas of what a value of type `kind` cannot do without."""
     properties = node.get("properties")
     if kind == "object" and isinstance(properties, dict):
-        names = [name for name in _list(node.get("required")) if isinstance(name, str)]
-        return [properties[name] for name in names if name in properties]
+        return [properties[name] for name in _names(node) if name in properties]
     least = node.get("minItems")
     if kind == "array" and isinstance(least, int) and least > 0:
         first = _list(node.get("prefixItems"))
         return first[:least] if least <= len(first) else [*first, node.get("items", True)]
     return []
+
+
+def _names(node: dict[str, Any]) -> list[str]:
+    """The properties that an object must have."""
+    return [name for name in _list(node.get("required")) if isinstance(name, str)]
 
 
 def _list(value: object) -> list[Any]:
