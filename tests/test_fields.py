@@ -56,6 +56,9 @@ def test_strict_mode_refuses_an_unknown_field_and_names_the_nearest(run: Run, pa
         ("/v1/responses", {"guided_json": {}}),
         ("/v1/messages", {"mcp_servers": [{"type": "url"}]}),
         ("/v1/messages", {"container": "c"}),
+        ("/v1/messages", {"thread": {"type": "create"}}),
+        ("/v1/messages", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}),
+        ("/v1/chat/completions", {"moderation": {"policy": {"input": {"mode": "block"}}}}),
     ],
 )
 def test_a_field_that_would_change_the_answer_is_refused_by_name(run: Run, path: str, field: dict[str, Any]) -> None:

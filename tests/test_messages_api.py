@@ -162,6 +162,22 @@ def test_turns_of_blocks_become_a_chat() -> None:
     ]
 
 
+def test_lists_without_texts_say_nothing() -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": []}
+    chat = chat_of(system=[], messages=[*MESSAGES, {"role": "user", "content": [result]}])
+    assert [(turn.role, turn.text) for turn in chat.turns] == [("user", "hi"), ("tool", "")]
+
+
+def test_what_coding_agents_send_is_taken(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        tools = [{"name": f"mcp__{i:0123}", "input_schema": {"type": "object"}} for i in range(300)]
+        edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+        reply = await create(stack, context_management={"edits": edits}, tools=tools, tool_choice={"type": "none"})
+        assert (reply.status_code, reply.headers.get("x-ignored-fields")) == (200, None), reply.text
+
+    run(scenario)
+
+
 def test_an_answer_begun_by_the_caller_is_continued() -> None:
     chat = chat_of(messages=[*MESSAGES, {"role": "assistant", "content": "Sure: "}])
     assert (chat.continue_final, chat.add_generation_prompt) == (True, False)

@@ -101,6 +101,12 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
     assert turn.message() == {"role": "system", "content": "a\nb"}
 
 
+@pytest.mark.parametrize("said", [{"refusal": "No."}, {"content": [{"type": "refusal", "refusal": "No."}]}])
+def test_a_refusal_is_what_the_assistant_said(said: dict[str, Any]) -> None:
+    [turn] = parse_turns([{"role": "assistant", **said}])
+    assert turn.text == "No."
+
+
 def test_calls_have_their_arguments_as_objects_and_results_their_ids() -> None:
     calls = [
         {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}},

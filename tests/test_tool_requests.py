@@ -104,7 +104,7 @@ def _function(**fields: Any) -> list[dict[str, Any]]:
     ("tools", "choice", "param"),
     [
         ({}, None, "tools"),
-        ([NOW] * 129, None, "tools"),
+        ([NOW] * 513, None, "tools"),
         ([1], None, "tools[0]"),
         ([{"type": "custom", "custom": {"name": "f"}}], None, "tools[0].type"),
         ([{"type": "function"}], None, "tools[0].function"),
@@ -112,7 +112,7 @@ def _function(**fields: Any) -> list[dict[str, Any]]:
         (_function(name=""), None, "tools[0].function.name"),
         (_function(name="a b"), None, "tools[0].function.name"),
         (_function(name="a\n"), None, "tools[0].function.name"),
-        (_function(name="a" * 65), None, "tools[0].function.name"),
+        (_function(name="a" * 129), None, "tools[0].function.name"),
         ([NOW, NOW], None, "tools[1].function.name"),
         (_function(description=1), None, "tools[0].function.description"),
         (_function(strict="yes"), None, "tools[0].function.strict"),

@@ -77,7 +77,7 @@ def _tool_choice(choice: ToolChoiceParam) -> ToolChoice:
 
 def _turns(request: CountTokensRequest) -> list[Turn]:
     turns = []
-    if request.system is not None:
+    if request.system not in (None, []):
         turns.append(Turn(role="system", text=_text(request.system)))
     for i, message in enumerate(request.messages):
         path, content = f"messages[{i}].content", message.content

@@ -29,7 +29,7 @@ class TextParam(Shape):
     text: str
 
 
-Texts = Annotated[list[TextParam], Field(min_length=1, fail_fast=True), BeforeValidator(filled)]
+Texts = Annotated[list[TextParam], Field(fail_fast=True)]
 
 
 class ThinkingParam(Shape):
@@ -163,10 +163,14 @@ class MessagesRequest(SamplingFields, CountTokensRequest):
 FIELDS = FieldPolicy(
     {
         **UNSUPPORTED,
+        "compaction": neutral(),
         "container": neutral(),
-        "context_management": neutral(),
+        # Nothing is cleared here: what asks to keep it all, as Claude Code does, asks for nothing.
+        "context_management": neutral({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
         "mcp_servers": neutral([]),
+        "output_format": neutral(),
         "speed": neutral("standard"),
+        "thread": neutral(),
     },
     frozenset(
         {

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.openai.openai_request import AssistantTurn, ChatRequest, Content, Message, ToolCallParam, ToolMessage
+from cluster.openai.openai_request import (
+    AssistantTurn,
+    ChatRequest,
+    ContentPart,
+    Message,
+    RefusalPart,
+    ToolCallParam,
+    ToolMessage,
+)
 from cluster.openai.tool_fields import parse_tools
 from cluster.text.conversation import Call, Conversation, TemplateOption, Turn
 from configs.errors import RequestError
@@ -48,7 +56,7 @@ def _turn(message: Message, path: str) -> Turn:
         calls = tuple(map(_call, message.tool_calls or ()))
         return Turn(
             role="assistant",
-            text=text,
+            text=text or message.refusal or "",
             thinking=message.reasoning_content or message.reasoning or "",
             calls=calls,
             name=message.name,
@@ -64,7 +72,7 @@ def _call(call: ToolCallParam) -> Call:
     return Call(call.function.name, call.function.arguments or {}, call.id)
 
 
-def _text(content: Content | None) -> str:
+def _text(content: str | Sequence[ContentPart | RefusalPart] | None) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part.text for part in content or ())
+    return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content or ())

@@ -97,7 +97,15 @@ class ContentPart(Shape):
     text: str
 
 
+class RefusalPart(Shape):
+    """An earlier answer's refusal."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
+_Said = Annotated[ContentPart | RefusalPart, Field(discriminator="type")]
 
 
 def decoded_arguments(given: dict[str, Any] | str | None) -> dict[str, Any] | str:
@@ -141,7 +149,9 @@ class AssistantTurn(Shape):
     """An earlier answer of the model."""
 
     role: Literal["assistant"]
-    content: Content | None = None
+    content: str | Annotated[list[_Said], Field(fail_fast=True)] | None = None
+    refusal: str | None = None
+    """The refusal, where there is no `content`."""
     name: str | None = None
     tool_calls: Annotated[list[ToolCallParam], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = None
@@ -298,6 +308,7 @@ WITHOUT_EFFECT = frozenset(
     {
         "metadata",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",

@@ -91,6 +91,7 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
     "lora_request": neutral(),
     "mm_processor_kwargs": neutral({}),
     "modalities": neutral(["text"]),
+    "moderation": neutral(),
     "prompt_embeds": neutral(),
     "return_hidden_states": neutral(False),
     "session_params": neutral(),

@@ -28,7 +28,8 @@ from configs.errors import RequestError
 MAX_SEQUENCES = 1024
 """Most prompts times `n` of one request."""
 MAX_TOKENS = 2**31 - 1
-MAX_TOOLS = 128
+MAX_TOOLS = 512
+"""OpenAI takes 128; agents with tools of many servers bring Anthropic's API more."""
 
 
 class Shape(BaseModel):
@@ -137,7 +138,7 @@ def _schema_of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return schema
 
 
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 Description = Annotated[str, Field(max_length=1 << 16)]
 ArgumentsSchema = Annotated[dict[str, Any], AfterValidator(_schema_of_object)]
 """The JSON schema of a function's arguments, an object's."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.json_schema import SkipJsonSchema
 
-from cluster.openai.openai_request import CalledName, FunctionParam
+from cluster.openai.openai_request import CalledName, FunctionParam, RefusalPart
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, neutral
 from cluster.requests.sampling_fields import JsonObjectParam, SamplingFields, TextFormatParam
 from cluster.requests.shapes import MAX_TOKENS, MAX_TOOLS, Checked, ReasoningEffort, Shape, filled
@@ -25,13 +25,6 @@ class TextPart(Shape):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-
-
-class RefusalPart(Shape):
-    """An earlier answer's refusal."""
-
-    type: Literal["refusal"]
-    refusal: str
 
 
 _Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
@@ -210,7 +203,6 @@ FIELDS = FieldPolicy(
         "context_management": neutral([]),
         "conversation": neutral(),
         "image": neutral(),
-        "moderation": neutral(),
         "prompt": neutral(),
     },
     frozenset(
