@@ -37,7 +37,7 @@ def config_file_schema() -> dict[str, Any]:
         "description": "Where Ray Serve's proxies listen.",
         "properties": {
             "host": {"type": "string", "default": "127.0.0.1"},
-            "port": {"type": "integer", "minimum": 0, "maximum": 65535, "default": 8000},
+            "port": {"type": "integer", "minimum": 1, "maximum": 65535, "default": 8000},
         },
     }
     return {

@@ -77,8 +77,8 @@ def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:
     ours = (key for key in lines if key.startswith(_ARGS_PREFIX))
     places = {key.removeprefix(_ARGS_PREFIX): f"{path}:{lines[key]}" for key in ours}
     port = http.get("port", 8000)
-    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
-        raise ConfigError(f"http_options.port={port!r}: must be an integer from 0 to 65535")
+    if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535:
+        raise ConfigError(f"http_options.port={port!r}: must be an integer from 1 to 65535")
     route_prefix = application.get("route_prefix", "/")
     if not isinstance(route_prefix, str) or not route_prefix.startswith("/"):
         raise ConfigError(f"{path}: applications[0].route_prefix={route_prefix!r} must begin with /")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import httpx
 import psutil
@@ -277,6 +277,7 @@ def test_a_cluster_of_our_own_that_loses_its_raylet_ends_with_the_command(monkey
     monkeypatch.setattr(job, "_serve", lambda *_, **__: ended.wait(30))
     monkeypatch.setattr(serve, "_head_processes", lambda: head)
     monkeypatch.setattr(serve, "_end_at_once", end_at_once)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: Mock(gcs_address="127.0.0.1:0"))
     threading.Timer(0.2, raylet.kill).start()
     with pytest.raises(SystemExit, match="2"):
         job._serve_watchfully(Session(own=True), detach=False)
@@ -330,6 +331,11 @@ def test_help_is_quick() -> None:
     assert min(times) < 0.5
 
 
+def test_a_host_of_another_machine_is_named_and_not_its_port() -> None:
+    with pytest.raises(ConfigError, match=r"http_options\.host=203\.0\.113\.7 is no address of this machine"):
+        session.check_port_free("203.0.113.7", 8000)
+
+
 def test_a_taken_port_is_refused_before_anything_starts(smollm2_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -378,6 +384,7 @@ def test_serve_answers_and_an_interrupt_leaves_nothing_behind(smollm2_path: Path
         pytest.param("starting Ray\n", signal.SIGINT, marks=pytest.mark.exhaustive),
         pytest.param("starting ranks", signal.SIGINT, marks=pytest.mark.exhaustive),
         pytest.param("loading weights", signal.SIGTERM, marks=pytest.mark.exhaustive),
+        pytest.param("Ctrl-C ends it", signal.SIGTERM, marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_interrupt_during_the_start_leaves_nothing_behind(
@@ -517,6 +524,14 @@ def test_haproxy_is_chosen_where_it_reaches_every_replica(
     assert env_vars["RAY_SERVE_ENABLE_HA_PROXY"] == chosen
 
 
+def test_clusters_of_one_machine_share_no_port_that_ray_serve_shares_unasked() -> None:
+    one, other = ports_of_own(), ports_of_own()
+    assert len({*one.values(), *other.values()}) == 2 * len(one)
+    for name in one:
+        assert hasattr(ray.serve._private.constants, name), f"Ray Serve has no setting {name}"
+    assert "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT" in one
+
+
 @dataclass(frozen=True)
 class Head:
     """A cluster started by `ray start --head`."""
@@ -540,10 +555,12 @@ class Head:
         assert not check or result.returncode == 0, result.stdout
         return result.stdout
 
-    def submit(self, name: str, port: int, *arguments: str, wait: bool = True, check: bool = True) -> str:
+    def submit(
+        self, name: str, port: int, *arguments: str, wait: bool = True, check: bool = True, config: str | Path = CONFIG
+    ) -> str:
         """Output of a job that serves."""
         options = ["--submission-id", name, "--working-dir", ".", *([] if wait else ["--no-wait"])]
-        command = ["python", "-m", "cluster", "serve", CONFIG, "--set", f"http_options.port={port}", *arguments]
+        command = ["python", "-m", "cluster", "serve", str(config), "--set", f"http_options.port={port}", *arguments]
         return self.job("submit", *options, "--", *command, check=check)
 
     def replicas(self) -> dict[str, list[str]]:
@@ -622,7 +639,9 @@ def is_ready(url: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-def test_a_job_serves_stops_with_its_app_and_can_come_again(smollm2_path: Path, head: Head, free_port: int) -> None:
+def test_a_job_serves_stops_with_its_app_and_can_come_again(
+    smollm2_path: Path, head: Head, free_port: int, tmp_path: Path
+) -> None:
     url = f"http://127.0.0.1:{free_port}"
     head.submit("attached", free_port, wait=False)
     wait_for(lambda: is_ready(url), 180, "the endpoint's readiness")
@@ -645,6 +664,12 @@ def test_a_job_serves_stops_with_its_app_and_can_come_again(smollm2_path: Path, 
 
     refused = head.submit("refused", free_port + 1, check=False)
     assert f"port={free_port + 1}, but Ray Serve of this cluster already listens on port {free_port}" in refused
+    noisy, second = tmp_path / "noisy.yaml", tmp_path / "second.yaml"
+    noisy.write_text((ROOT / CONFIG).read_text() + "logging_config: {log_level: NOISY}\n")
+    assert "error: Ray Serve refused" in head.submit("noisy", free_port, check=False, config=noisy)
+    second.write_text((ROOT / CONFIG).read_text().replace("name: smollm2-135m\n", "name: second\n", 1))
+    taken = head.submit("taken", free_port, check=False, config=second)
+    assert "error: Ray Serve refused the application: Prefix / is being used" in taken
     missing = head.submit("missing", free_port, "--set", "model=/nowhere/x.gguf", check=False)
     assert "error: model=/nowhere/x.gguf does not exist" in missing
     assert "Job 'missing' failed" in missing

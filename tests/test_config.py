@@ -212,7 +212,8 @@ def test_problems_of_the_file_are_reported_together_with_their_lines(tmp_path: P
         ("applications: [{import_path: other:app}]", "it must be cluster.app:build_app"),
         ("applications: [{import_path: 'cluster.app:build_app', args: [1]}]", "args is a list"),
         (FILE + "http_options: {port: 1}\n", ":11: http_options is given twice, first on line 1"),
-        (FILE.replace("8123", "eighty"), "http_options.port='eighty': must be an integer from 0 to 65535"),
+        (FILE.replace("8123", "eighty"), "http_options.port='eighty': must be an integer from 1 to 65535"),
+        (FILE.replace("8123", "0"), "http_options.port=0: must be an integer from 1 to 65535"),
         (FILE.replace("name: tiny", "route_prefix: v1"), "route_prefix='v1' must begin with /"),
     ],
 )

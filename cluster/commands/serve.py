@@ -32,7 +32,7 @@ from cluster.engine.running_engine import describe
 from cluster.http.keys import open_keys
 from cluster.serve.haproxy import METRICS_PORT
 from cluster.serve.placement import NodeResources, group_bundles, uses_gpus
-from cluster.serve.session import ROOT, Session, check_port_free, cluster_address, ray_session
+from cluster.serve.session import ROOT, Session, check_port_free, cluster_address, ray_session, unreachable
 from configs.addresses import host_and_port
 from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig, load_app_config
@@ -69,6 +69,7 @@ class ServingJob:
         self._stop = threading.Event()
         self._hurry = threading.Event()  # asked to stop twice
         self._ran = False
+        self._replaced: set[str] = set()  # coordinators of replicas that were there before
         self._console = Console(file=sys.stdout, highlight=False)
         self._began = began
 
@@ -144,6 +145,7 @@ class ServingJob:
         with ThreadPoolExecutor(1) as pool:
             serving = pool.submit(self._serve, session, detach=detach)
             head = _head_processes() if session.own else {}
+            gcs_address = ray.get_runtime_context().gcs_address if session.own else ""
             while not serving.done() and not self._stop.is_set():
                 wait([serving], _POLL_S)
                 # The signal may have ended it as well, and be heard here a moment later.
@@ -154,7 +156,9 @@ class ServingJob:
             patience_s = self._config.engine.server.shutdown_timeout_s if self._ran else 0.0
             deadline = time.monotonic() + patience_s + _GIVE_UP_MARGIN_S
             while session.own and not serving.done():
-                if time.monotonic() > deadline or self._hurry.is_set() or not _lives(head["gcs_server"]):
+                # A SIGTERM to the process group has it refuse everybody, for a long time before it ends.
+                gone = not _lives(head["gcs_server"]) or unreachable(gcs_address) is not None
+                if time.monotonic() > deadline or self._hurry.is_set() or gone:
                     self._say("stopped")
                     _end_at_once(0)
                 wait([serving], _POLL_S)
@@ -167,16 +171,19 @@ class ServingJob:
 
     def _serve(self, session: Session, *, detach: bool) -> None:
         from cluster.commands.report import print_plan
-        from cluster.serve.deployment import Deployment
+        from cluster.serve.deployment import Deployment, serve_is_running
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         gpus = uses_gpus(self._config.engine, NodeResources.from_ray(ray.nodes()))
         print_plan(self._config, self._console, gpus=gpus)
         self._say("starting Ray Serve" if session.own else "deploying")
         deployment = Deployment.prepare(self._config, session)
-        stays = False
+        stays = serve_is_running()  # an app that runs goes on as it is where its change is refused
+        if stays:
+            self._replaced = set(coordinators(self._config.name))
         try:
             deployment.submit()
+            stays = False
             self._say("starting the replica")
             if not self._wait_until_running(deployment):
                 return
@@ -233,7 +240,9 @@ class ServingJob:
     def _progress(self) -> Progress | None:
         """Progress of the least advanced replica's start, from its coordinator; None while there is none."""
         found: list[Progress] = []
-        for coordinator in coordinators(self._config.name).values():
+        for name, coordinator in coordinators(self._config.name).items():
+            if name in self._replaced:
+                continue
             # A coordinator may end before the call, and is slow to answer while it imports.
             with contextlib.suppress(ray.exceptions.RayError):
                 answer: Any = ray.get(coordinator.progress.remote(), timeout=_PROGRESS_TIMEOUT_S)

@@ -17,7 +17,7 @@ import ray
 from pydantic import ValidationError
 from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from cluster.ranks.host import environment_options
@@ -104,7 +104,10 @@ class Deployment:
                 raise EngineError(f"Ray Serve refused the application: {error}{hint}") from None
             return
         target = serve.RunTarget(self.application, name=self.config.name, route_prefix=self.config.route_prefix)
-        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        try:
+            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        except RayTaskError as error:  # another app may have its route
+            raise EngineError(f"Ray Serve refused the application: {error.cause}") from None
 
 
 def serve_is_running() -> bool:

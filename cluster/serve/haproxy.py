@@ -7,6 +7,7 @@ starts Ray Serve; elsewhere the environment of `ray start`, or of the containers
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from importlib.util import find_spec
@@ -44,11 +45,12 @@ def use_haproxy() -> None:
 
 
 def ports_of_own() -> dict[str, str]:
-    """Environment of a Ray cluster that may be one of several on a machine: free ports for HAProxy's figures."""
-    with socket.socket() as metrics, socket.socket() as stats:
-        for probe in (metrics, stats):
+    """Environment of a Ray cluster that may be one of several on a machine: free ports for HAProxy's figures, and for
+    Ray's own proxy, which answers where no replica does and would share its port with those of other clusters."""
+    with contextlib.ExitStack() as stack:
+        ports = {}
+        for name in (METRICS_PORT, "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"):
+            probe = stack.enter_context(socket.socket())
             probe.bind(("", 0))
-        return {
-            METRICS_PORT: str(metrics.getsockname()[1]),
-            "RAY_SERVE_HAPROXY_STATS_PORT": str(stats.getsockname()[1]),
-        }
+            ports[name] = str(probe.getsockname()[1])
+        return ports

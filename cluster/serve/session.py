@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -45,12 +46,18 @@ class Session:
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Raises ConfigError when another program listens on `host:port`: Serve's proxy would only log it."""
+    """Raises ConfigError where nothing can listen on `host:port`, as when a program does: Serve's proxy would only log
+    it."""
     with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise ConfigError(
+                    f"http_options.host={host} is no address of this machine ({error.strerror}); with 127.0.0.1 only "
+                    "this machine is answered, with 0.0.0.0 others are too"
+                ) from None
             raise ConfigError(
                 f"http_options.port={port} on {host} cannot be used ({error.strerror}); choose another with "
                 f"--set http_options.port={min(port + 1, 65535)}, or stop what listens there"
@@ -73,7 +80,7 @@ def cluster_address(address: str | None) -> str | None:
         return None
     if address in (None, "", "auto"):
         recorded = _recorded_address()
-        if recorded is not None and _unreachable(recorded) is None:
+        if recorded is not None and unreachable(recorded) is None:
             return recorded
         if not address:
             return None
@@ -84,7 +91,7 @@ def cluster_address(address: str | None) -> str | None:
             f"{source}={address} is not of the form host:port; a dashboard's or client's address is for "
             "`ray job submit`, here give the cluster's own (by default its head's port 6379), auto or local"
         )
-    reason = _unreachable(address)
+    reason = unreachable(address)
     if reason is not None:
         raise ConfigError(
             f"no Ray cluster answers at {source}={address} ({reason}); correct it, or leave it out to start one here"
@@ -162,7 +169,7 @@ def _recorded_address() -> str | None:
     return None
 
 
-def _unreachable(address: str) -> str | None:
+def unreachable(address: str) -> str | None:
     """Why nothing answers at `host:port`; None when something does."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
