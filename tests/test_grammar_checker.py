@@ -76,6 +76,12 @@ HARMLESS: dict[str, dict[str, Any]] = {
             "json_schema": {"schema": {"properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2}},
         }
     },
+    "a look-ahead, of a lenient schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}},
+        }
+    },
     "an enum of other things than strings": {"json_schema": {"enum": [1, None, {"a": [2.5]}]}},
     "5000 values": {"json_schema": {"enum": [f"v{i}" for i in range(2000)]}},
     "nested plus": {"regex": "(a+)+b"},

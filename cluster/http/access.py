@@ -67,7 +67,8 @@ def route_path(scope: Scope) -> str:
 
 
 def _presented(scope: Scope) -> bytes | None:
-    """The key a request carries. Two different ones are none: who looks at one and who at the other must not differ."""
+    """The key a request carries, if any. Raises RequestError (401) for two different ones: who looks at one and who at
+    the other must not differ."""
     found = set()
     for name, value in scope["headers"]:
         if name == b"x-api-key":
@@ -76,7 +77,9 @@ def _presented(scope: Scope) -> bytes | None:
             scheme, _, credentials = value.strip().partition(b" ")
             found.add(credentials.strip() if scheme.lower() == b"bearer" else b"")
     found.discard(b"")
-    return found.pop() if len(found) == 1 else None
+    if len(found) > 1:
+        raise RequestError("The request has two different API keys; send one.", code="invalid_api_key", status=401)
+    return found.pop() if found else None
 
 
 def _check_local(scope: Scope) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,13 +16,14 @@ _MAX_PARAM_CHARS = 200
 # With these about, whether an object is open is decided by several schemas together.
 _ENTANGLING = {"not", "if", "dependentSchemas", "unevaluatedProperties"}
 _OF_OBJECTS = {"properties", "patternProperties", "additionalProperties", "required", "$ref", "allOf", "anyOf", "oneOf"}
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 _LARGEST_BOUND = 2**63 - 1024  # the largest double that an int64 holds; llguidance refuses most bounds beyond it
 
 
 def prepare_schema(schema: object, param: str, *, strict: bool = True) -> dict[str, Any]:
     """The schema to compile: `schema`, checked, with objects closed that do not say whether they are open, and without
-    bounds of numbers that llguidance cannot keep. Not `strict`: also without least numbers of properties that it
-    cannot.
+    bounds of numbers that llguidance cannot keep. Not `strict`: also without patterns and least numbers of properties
+    that it cannot.
 
     It is changed in place. An object that names its properties and says nothing about others would otherwise be
     followed by any number of made-up ones. The closed schema allows less: whatever matches it matches `schema`.
@@ -107,7 +109,11 @@ def _close(node: dict[str, Any]) -> None:
 
 
 def _forgive(node: dict[str, Any]) -> None:
-    """Takes away a least number of properties where some may be missing and llguidance counts only the unnamed ones."""
+    """Takes away a pattern that looks around, which llguidance does not, and a least number of properties where some
+    may be missing, of which it counts only the unnamed ones."""
+    pattern = node.get("pattern")
+    if isinstance(pattern, str) and _LOOK_AROUND.search(pattern):
+        del node["pattern"]
     properties = node.get("properties")
     some_are_optional = isinstance(properties, dict) and not properties.keys() <= set(_names(node))
     kept = (node.get("additionalProperties"), node.get("minProperties"), node.get("maxProperties", 1)) == (False, 1, 1)
