@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from configs.layers import Axis, HeadGroups
-from parallel import all_reduce
+from parallel import shared_memory
 from parallel.group import Strategy, TensorParallelGroup
 from parallel.numerics.tree import SumTree, halves
 from parallel.plan import Span, leaf_columns
@@ -105,7 +105,7 @@ def test_leaves_of_heads_are_of_one_group_and_eight_or_one_head(num_heads: int, 
 def test_ranks_sum_their_nodes_to_the_bits_of_one(
     strategy: Strategy, spans: tuple[Span, ...], num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(all_reduce, "_SLICED_BYTES", 100_000)  # so that more than one row in slices is cheap
+    monkeypatch.setattr(shared_memory, "_SLICED_BYTES", 100_000)  # so that more than one row in slices is cheap
     num_leaves, width, size = 9, 72, len(spans)
     leaves = _leaves(num_leaves, num_rows, width)
     expected = _value(leaves, Span(0, num_leaves))
