@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import os
@@ -21,7 +22,7 @@ from cluster.http.keys import ApiKey, KeyRing, new_key, open_keys, parse_keys
 from cluster.http.quota import Quotas
 from cluster.routes import ROUTES
 from cluster.serve.ingress import create_app
-from configs.errors import ConfigError, RequestError
+from configs.errors import ConfigError, EngineError, RequestError
 from configs.load import load_app_config
 from configs.schema import ServerConfig
 from tests.scripted_engine import MODEL, Run, Stack, error_of, served
@@ -119,8 +120,11 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path:
         now[0] += 2
         assert ring.find(secret.encode()) is not None
     os.remove(keys.path)
-    now[0] += 2
-    assert ring.find(secret.encode()) is not None
+    for _ in range(2):
+        now[0] += 2
+        assert ring.find(secret.encode()) is not None
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(keys.path)  # read, it would hold up the whole replica
 
 
 def test_every_key_is_compared_in_constant_time_whichever_is_presented(
@@ -307,6 +311,8 @@ def test_an_admin_ends_requests_and_flushes_the_cache(run: Run, keys: Keys) -> N
                 assert fields == asked
                 if stack.model.version == "full":
                     raise ConfigError("another resize or change of weights is under way; try again after it")
+                if stack.model.version == "failing":
+                    raise EngineError("rank 1 died", public_message="The replica is being replaced.")
                 return WeightsChanged("m@r", 0.5, 2.0, "host")
 
             stack.model.update_weights = update_weights
@@ -314,6 +320,9 @@ def test_an_admin_ends_requests_and_flushes_the_cache(run: Run, keys: Keys) -> N
             assert changed.json() == {"version": "m@r", "pause_s": 0.5, "load_s": 2.0, "staged_in": "host"}
             stack.model.version = "full"
             error_of(await http.post("/v1/admin/weights", json=asked, headers=root), 400, "weights_not_changed")
+            stack.model.version = "failing"
+            failed = await http.post("/v1/admin/weights", json=asked, headers=root)
+            assert "rank 1 died" in error_of(failed, 500, "engine_error")["message"]
 
             async def sleep(*, wakes: bool) -> float:
                 if wakes:

@@ -336,6 +336,13 @@ def test_a_host_of_another_machine_is_named_and_not_its_port() -> None:
         session.check_port_free("203.0.113.7", 8000)
 
 
+def test_a_chat_template_that_is_none_is_refused_before_anything_starts(smollm2_path: Path, tmp_path: Path) -> None:
+    (template := tmp_path / "mine.jinja").write_text("{% for m in messages %}")
+    result = run("serve", CONFIG, "--address", "local", "--set", f"server.chat_template={template}")
+    assert_refused(result, f"server.chat_template={template} is not Jinja")
+    assert "starting Ray" not in result.stdout
+
+
 def test_a_taken_port_is_refused_before_anything_starts(smollm2_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

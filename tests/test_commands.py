@@ -175,6 +175,7 @@ def test_status_sums_up_whole_seconds() -> None:
     assert "use 75% of the memory bandwidth (2,000 GB/s) and 10.0% of the FLOP/s (10.00 T)" in hardware
     assert "15 in use, 15 kept for prompts that begin alike, 70 free of 100; 25% of" in pages
     assert [line.split(maxsplit=2)[2] for line in ranks] == ["cuda:0, heard 0.0 s ago", "cuda:0, on another node"]
+    assert status_lines({**LIVE, "state": "sleeping"}, "http://x/v1", "1.2")[-1].endswith("cuda:0, asleep")
 
 
 @pytest.mark.ray
@@ -206,6 +207,7 @@ def test_endpoints_that_are_none_are_named(free_port: int) -> None:
     for command in ("bench", "status"):
         assert_refused(run(command, f"127.0.0.1:{free_port}"), "nothing answers", str(free_port))
     assert_refused(run("bench", "127.0.0.1:1", "--clients", "1,none"), "--clients=1,none")
+    assert_refused(run("bench", "127.0.0.1:1", "--json", "/none/figures"), "--json=/none/figures cannot be written")
 
 
 # ---- what a command costs

@@ -233,6 +233,9 @@ def test_a_cache_of_kernels_that_cannot_be_written_is_named(tmp_path: Path, monk
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert load(source).one() == 1, "there is room again"
+    (broken := tmp_path / "broken.c").write_text("int one(")
+    with pytest.raises(ConfigError, match=rf"did not compile broken\.c into {tmp_path}/lockstep/kernels, "):
+        load(broken)  # the compiler itself may find the disk full
 
 
 def test_products_of_no_rows_or_no_inputs() -> None:

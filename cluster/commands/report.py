@@ -14,7 +14,7 @@ from rich.table import Table
 
 from cluster.commands.fit import fits, sizes_to_show
 from cluster.serve.placement import group_bundles
-from cluster.text.chat_template import ChatTemplate, template_sources
+from cluster.text.chat_template import ChatTemplate, read_template, template_sources
 from cluster.text.formats import ModelFormats
 from cluster.text.tools.generic import GenericTools
 from configs.addresses import host_and_port
@@ -216,10 +216,10 @@ def _tools(config: EngineConfig, model_path: Path) -> str:
     if given is None and not tokenizer.exists():
         return "by the chat template, once the tokenizer is here"
     try:
-        sources = template_sources(tokenizer) if given is None else Path(given).expanduser().read_text("utf-8")
+        sources = template_sources(tokenizer) if given is None else read_template(given)
         template = None if sources is None else ChatTemplate(sources, {})
-    except (OSError, UnicodeDecodeError, TemplateError) as error:
-        raise ConfigError(f"the chat template {given or f'of {tokenizer}'} cannot be read: {error}") from error
+    except TemplateError as error:
+        raise ConfigError(f"the chat template of {tokenizer} cannot be read: {error}") from error
     if template is None:
         return "none: there is no chat template"
     match ModelFormats.of(template, config.server):

@@ -48,4 +48,5 @@ def resize_all(size: int, app: str, console: Console) -> None:
             raise cause if isinstance(cause, LockstepError) else EngineError(f"{name}: {cause!r}") from None
         except ray.exceptions.RayError:
             raise EngineError(f"{name} ended meanwhile") from None
-        console.print(f"{name}: {resized.size} ranks, requests waited {resized.pause_s:.2f} s", markup=False)
+        ranks = f"{resized.size} rank{'' if resized.size == 1 else 's'}"
+        console.print(f"{name}: {ranks}, requests waited {resized.pause_s:.2f} s", markup=False)

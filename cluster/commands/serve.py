@@ -33,6 +33,7 @@ from cluster.http.keys import open_keys
 from cluster.serve.haproxy import METRICS_PORT
 from cluster.serve.placement import NodeResources, group_bundles, uses_gpus
 from cluster.serve.session import ROOT, Session, check_port_free, cluster_address, ray_session, unreachable
+from cluster.text.chat_template import read_template
 from configs.addresses import host_and_port
 from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig, load_app_config
@@ -104,6 +105,8 @@ class ServingJob:
         if config.is_local_model:
             describe(config, gpus=asks_for_gpus(config), announce=False)
             check_checkpoint(config)
+        if config.server.chat_template is not None:
+            read_template(config.server.chat_template)
         if self._address is None:
             if detach:
                 raise ConfigError(

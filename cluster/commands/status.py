@@ -54,7 +54,8 @@ def status_lines(live: dict[str, Any], url: str, version: str) -> list[str]:
     ]
     for rank, state in enumerate(live["ranks"]):
         age = state["heartbeat_age_s"]
-        heard = "on another node" if age is None else f"heard {age:.1f} s ago"
+        elsewhere = "asleep" if live["state"] == "sleeping" else "on another node"
+        heard = elsewhere if age is None else f"heard {age:.1f} s ago"
         lines.append(f"rank {rank:<5} {state['device']}, {heard}")
     return lines
 

@@ -94,7 +94,7 @@ class ActiveRequests:
         self._life.enter(EngineState.DRAINING)
         await self._wait_idle(timeout_s)
         if self._requests:
-            logger.warning("%d requests are ended after server.shutdown_timeout_s=%g", len(self._requests), timeout_s)
+            logger.warning("%d requests that are left after %g s are ended", len(self._requests), timeout_s)
         for request in list(self._requests):
             request.end(OverloadedError(_STOPPING))
         await self._wait_idle(_LAST_WORDS_S)

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -160,5 +161,7 @@ def open_keys(server: ServerConfig) -> KeyRing | None:
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    stat = os.stat(path)
-    return (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"server.api_keys={path} is no regular file")  # a pipe would hold up whoever reads it
+    return (found.st_ino, found.st_size, found.st_mtime_ns)

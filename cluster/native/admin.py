@@ -20,7 +20,7 @@ from cluster.requests.answer import json_response
 from cluster.requests.json_body import prepared, validated
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import Shape
-from configs.errors import ConfigError, RequestError
+from configs.errors import ConfigError, EngineError, RequestError
 
 
 class AbortRequest(Shape):
@@ -90,14 +90,16 @@ async def abort_request(requests: ActiveRequests, body: bytes, context: RequestC
 
 async def change_weights(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /v1/admin/weights: has other weights serve, of the same shape; answers when they do. Raises RequestError
-    where they cannot be had, and EngineError where it failed: those there are go on, unless a rank failed in the
-    exchange."""
+    where they cannot be had, or it failed: those there are go on, unless a rank failed in the exchange."""
     request = await prepared(body, partial(validated, WeightsRequest))
     assert model.update_weights is not None, "an engine behind a socket alone has no ranks to tell"
     try:
         changed = await model.update_weights(**request.model_dump())
     except ConfigError as error:
         raise RequestError(str(error), code="weights_not_changed", param="model") from None
+    except EngineError as error:
+        # Its message for clients is about requests; an operator may know what the log says.
+        raise RequestError(str(error), code="engine_error", status=500) from error
     assert changed is not None, "a path is no part"
     return json_response(changed)
 

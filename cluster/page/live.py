@@ -66,7 +66,7 @@ class RankView(msgspec.Struct, frozen=True):
 
     device: str
     heartbeat_age_s: float | None
-    """None: it runs on another node, where its heartbeat is not seen."""
+    """None: it sleeps, or runs on another node, where its heartbeat is not seen."""
 
 
 class LiveView(msgspec.Struct, frozen=True, kw_only=True):

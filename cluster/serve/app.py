@@ -50,6 +50,7 @@ DEPLOYMENT = "Engine"
 _ONGOING_PER_SEQ = 4
 _HEALTH_CHECK_PERIOD_S = 2.0
 _HEALTH_CHECK_TIMEOUT_S = 10.0
+_WATCH_S = 0.05
 # Serve kills a stopping replica that much later: it must first find out, and tell the clients that are left.
 _LAST_WORDS_S = 10.0
 
@@ -86,7 +87,7 @@ class Engine:
         self._engine = await starting
         self._model: ServedModel = await self._engine.open_model(tokenizer)
         await self._model.grammars.start()
-        self._watching = asyncio.create_task(self._stop_watch.run())
+        self._watching = asyncio.gather(self._stop_watch.run(), self._end_with_engine())
         # The start's objects stay; collections that walk over it would hold up every stream.
         gc.collect()
         gc.freeze()
@@ -107,15 +108,19 @@ class Engine:
             logger.error("user_config is not applied, the replica stays as it is: %s", error)
 
     async def check_health(self) -> None:
-        """Ends this process once the engine has failed: Serve then replaces the replica, group and all.
-
-        A crash is acted on at once, a check that raises only after three periods. Every request has been told by then.
-        """
+        """Notes that Serve asks: it does not stop this replica."""
         self._stop_watch.asked()
-        if (failure := self._engine.failure) is not None:
-            logger.critical("the engine failed, this replica ends: %s", failure)
-            logging.shutdown()
-            os._exit(1)
+
+    async def _end_with_engine(self) -> None:
+        """Ends this process once the engine has failed and every request has been told: Serve then replaces the
+        replica, group and all, and HAProxy, which nothing answers here any more, goes to another."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if (failure := self._engine.failure) is not None:
+                logger.critical("the engine failed, this replica ends: %s", failure)
+                await self._requests.drain(0.0)
+                logging.shutdown()
+                os._exit(1)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Figures for `autoscaling_config.policy`, which Ray Serve asks for where there is one."""

@@ -24,7 +24,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from configs.errors import CheckpointError
+from configs.errors import CheckpointError, ConfigError
 from configs.gguf_header import GGUFHeader
 
 RENDER_TIMEOUT_S = 5.0
@@ -54,6 +54,18 @@ def template_sources(path: Path) -> str | dict[str, str] | None:
     if isinstance(found, list):
         return {str(entry["name"]): str(entry["template"]) for entry in found}
     return found if isinstance(found, str) else None
+
+
+def read_template(path: str) -> str:
+    """The text of `server.chat_template`. Raises ConfigError where it cannot be read, or is not Jinja."""
+    try:
+        source = Path(path).expanduser().read_text("utf-8")
+        ChatTemplate(source, {})
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"server.chat_template={path} cannot be read ({error}); name a Jinja file") from error
+    except TemplateError as error:
+        raise ConfigError(f"server.chat_template={path} is not Jinja: {error}") from None
+    return source
 
 
 class TemplateLimitError(TemplateError):

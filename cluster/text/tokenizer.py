@@ -17,10 +17,10 @@ from jinja2.exceptions import TemplateSyntaxError
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders
 
-from cluster.text.chat_template import ChatTemplate
+from cluster.text.chat_template import ChatTemplate, read_template
 from cluster.text.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
 from cluster.text.gguf_tokenizer import read_gguf_tokenizer
-from configs.errors import CheckpointError, ConfigError
+from configs.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -58,11 +58,10 @@ class Tokenizer:
         that is not known, and ConfigError where `chat_template` cannot be read, or is not Jinja."""
         source = Path(path).expanduser()
         fast = read_gguf_tokenizer(source) if source.suffix == ".gguf" else _load_directory(source)
+        template = None if chat_template is None else read_template(chat_template)
         try:
-            return cls(fast, chat_template=_read_template(chat_template))
+            return cls(fast, chat_template=template)
         except TemplateSyntaxError as error:
-            if chat_template is not None:
-                raise ConfigError(f"server.chat_template={chat_template} is not Jinja: {error}") from None
             raise CheckpointError(
                 f"the chat template in {source} is not Jinja ({error}); set server.chat_template to one that is"
             ) from None
@@ -163,12 +162,3 @@ def _load_directory(directory: Path) -> PreTrainedTokenizerFast:
         # transformers makes a family's tokenizer of config.json alone, without a word in it.
         raise CheckpointError(f"{directory} holds no tokenizer; set `tokenizer` to a directory or .gguf file with one")
     return cast("PreTrainedTokenizerFast", tokenizer)  # is_fast means this type
-
-
-def _read_template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).expanduser().read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"server.chat_template={path} cannot be read ({error}); name a Jinja file") from error

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from cluster.commands.bench.load_test import Traffic, level_line, run_levels, table_of, takes_ids
 from cluster.commands.endpoint_client import EndpointClient
+from configs.errors import ConfigError
 
 _TABLE_WIDTH = 120
 
@@ -30,7 +31,13 @@ def run_bench(
 ) -> bool:
     """Measures and prints each level of `clients`, then the table of all; returns whether every request succeeded.
     `requests`: of each level; None: two for each client, at least 8. `json_path` is written after every level: what was
-    measured outlives a run cut short. Raises ConfigError where `url` is none, EngineError where it does not answer."""
+    measured outlives a run cut short. Raises ConfigError where `url` is none or `json_path` cannot be
+    written, EngineError where it does not answer."""
+    if json_path is not None:
+        try:
+            json_path.touch()
+        except OSError as error:
+            raise ConfigError(f"--json={json_path} cannot be written: {error.strerror}") from None
     console = Console(highlight=False, soft_wrap=True)
     with EndpointClient(url) as endpoint:
         model = model or endpoint.first_model()

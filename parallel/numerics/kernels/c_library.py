@@ -61,7 +61,8 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise ConfigError(
-                f"{compiler} did not compile {source.name}, which device=cpu needs: {done.stderr[-2000:]}"
+                f"{compiler} did not compile {source.name} into {library.parent}, which device=cpu needs: "
+                f"{done.stderr[-2000:]}"
             )
         os.chmod(made, 0o755)
         os.replace(made, library)
