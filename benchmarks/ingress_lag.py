@@ -39,7 +39,7 @@ from benchmarks.report import circumstances
 from cluster.engine.client import EngineClient
 from cluster.engine.messages import EngineToCoordinator, Finished, FinishReason, StepOutput, Submit
 from cluster.openai.wire import Completion, CompletionChoice
-from cluster.requests.json_parts import event
+from cluster.requests.json_parts import event_parts
 from cluster.requests.served_model import ServedModel
 from cluster.serve.haproxy import REPLICA_SETTINGS, use_haproxy
 from cluster.serve.ingress import create_app
@@ -101,7 +101,7 @@ def run_without_ingress(num_streams: int, num_steps: int, step_s: float, out: Co
             sockets.append(client)
     time.sleep(_SETTLE_S)
     completion = Completion("cmpl-" + "0" * 32, 0, MODEL, [CompletionChoice(0, "a", None, None)])
-    part = event(completion)
+    part = b"".join(event_parts(completion))
     chunk = b"%x\r\n%b\r\n" % (len(part), part)
     sent = []
     began = time.monotonic()

@@ -23,7 +23,7 @@ from benchmarks.report import circumstances
 from cluster.structured.checker import GrammarChecker
 from cluster.structured.checker_messages import Setup
 from cluster.structured.guides import GrammarGuide, RequestGuides
-from cluster.structured.spec import GrammarSpec, lark_grammar, schema_grammar
+from cluster.structured.spec import GrammarKind, GrammarSpec, schema_grammar, text_grammar
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import OverloadedError, RequestError
 from tests.schemas import SchemaMaker
@@ -46,7 +46,7 @@ def _hostile(i: int) -> list[tuple[str, GrammarSpec]]:
     names = {"properties": {f"p{i}_{j}": {"type": "string"} for j in range(4000)}}
     return [
         ("multipleOf of a prime", _spec({"type": "integer", "multipleOf": 999_983, "title": str(i)})),
-        ("intersection of regexes", lark_grammar(text, "ebnf")),
+        ("intersection of regexes", text_grammar(GrammarKind.GRAMMAR, text, "ebnf")),
         ("4000 properties", _spec(names)),
         ("20000 enum values", _spec({"enum": list(range(i, 20_000 + i))})),
         ("nested 200 deep", _spec(nested)),

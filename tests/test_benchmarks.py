@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
 import json
 import statistics
 from collections.abc import Callable
@@ -52,6 +53,15 @@ SMALL = engine.Options(
     beside=(0, 1),
     rounds=1,
 )
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
+def test_every_benchmark_finds_what_it_imports(name: str) -> None:
+    try:
+        importlib.import_module(f"benchmarks.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":  # a CPU install has none
+            raise
 
 
 # ---- the engine
