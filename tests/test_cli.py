@@ -266,7 +266,7 @@ def test_a_terminal_that_goes_away_interrupts_unless_that_is_ignored() -> None:
 
 def test_a_cluster_of_our_own_that_loses_its_raylet_ends_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     raylet = subprocess.Popen(["sleep", "60"])
-    head = {"gcs_server": psutil.Process(), "raylet": psutil.Process(raylet.pid)}
+    head = [psutil.Process(), psutil.Process(raylet.pid)]
     ended = threading.Event()
 
     def end_at_once(exit_code: int) -> NoReturn:

@@ -147,21 +147,20 @@ class ServingJob:
         """`_serve` in a thread: Ray's calls wait a minute for a cluster that the same signal ended, this does not."""
         with ThreadPoolExecutor(1) as pool:
             serving = pool.submit(self._serve, session, detach=detach)
-            head = _head_processes() if session.own else {}
+            head = _head_processes() if session.own else []
             gcs_address = ray.get_runtime_context().gcs_address if session.own else ""
             while not serving.done() and not self._stop.is_set():
                 wait([serving], _POLL_S)
                 # The signal may have ended it as well, and be heard here a moment later.
-                if not all(map(_lives, head.values())) and not self._stop.wait(_WATCH_S):
+                if not all(map(_lives, head)) and not self._stop.wait(_WATCH_S):
                     self._say("a process of Ray has ended (killed, or out of memory), and the app ends with it")
                     _end_at_once(2)
             # Before it ran, nobody's request is left to end.
             patience_s = self._config.engine.server.shutdown_timeout_s if self._ran else 0.0
             deadline = time.monotonic() + patience_s + _GIVE_UP_MARGIN_S
             while session.own and not serving.done():
-                # A SIGTERM to the process group has it refuse everybody, for a long time before it ends.
-                gone = not _lives(head["gcs_server"]) or unreachable(gcs_address) is not None
-                if time.monotonic() > deadline or self._hurry.is_set() or gone:
+                # A SIGTERM to the process group has Ray's head refuse everybody, for a long time before it ends.
+                if time.monotonic() > deadline or self._hurry.is_set() or unreachable(gcs_address) is not None:
                     self._say("stopped")
                     _end_at_once(0)
                 wait([serving], _POLL_S)
@@ -306,13 +305,14 @@ def _read_ahead() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
 
 
-def _head_processes() -> dict[str, psutil.Process]:
-    """Children of this process, by name, without which a cluster of our own does nothing."""
-    found = {}
+def _head_processes() -> list[psutil.Process]:
+    """Children of this process without which a cluster of our own does nothing."""
+    found = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found[child.name()] = child
-    return {name: found[name] for name in ("gcs_server", "raylet")}
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended since, as the one that reads ahead
+            if child.name() in ("gcs_server", "raylet"):
+                found.append(child)
+    return found
 
 
 def _lives(process: psutil.Process) -> bool:
