@@ -6,8 +6,6 @@ PYTEST := $(BIN)/python -m pytest
 CONFIG ?= configs/smollm2-135m.yaml
 MODEL_DIR := $(HOME)/.cache/lockstep/smollm2-135m-instruct
 MODEL := $(MODEL_DIR)/SmolLM2-135M-Instruct.Q4_1.gguf
-# Ray's own clients and servers must agree on it; nothing here leaves the machine.
-export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .PHONY: serve test test-all test-exhaustive test-gpu check setup agents clean

@@ -86,7 +86,7 @@ def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:
     host = http.get("host", "127.0.0.1")
     if not isinstance(host, str):
         raise ConfigError(f'http_options.host={host!r}: must be an address or a name; put "::" in quotes')
-    _check_exposure(host, engine)
+    check_exposure(host, engine)
     return AppConfig(
         engine=engine,
         name=str(application.get("name", "default")),
@@ -124,7 +124,8 @@ def _settings(section: type[BaseModel], prefix: str) -> Iterable[str]:
             yield prefix + name
 
 
-def _check_exposure(host: str, engine: EngineConfig) -> None:
+def check_exposure(host: str, engine: EngineConfig) -> None:
+    """Raises ConfigError for an endpoint at `host` that other machines reach, and that asks nobody for a key."""
     if engine.server.api_keys is None and not is_loopback(host):
         raise ConfigError(
             f"http_options.host={host} can be reached from other machines, and server.api_keys names no file of keys; "

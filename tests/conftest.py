@@ -287,12 +287,10 @@ def ray_cluster() -> Iterator[None]:
     """A cluster of this run's own: one node, no GPUs, enough logical CPUs for every test's groups."""
     import ray
 
-    from cluster.serve.haproxy import ports_of_own, use_haproxy
+    from cluster.serve.session import prepare_own_cluster, remove_own_files
 
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] = "5"  # a test's patience
-    os.environ.update(ports_of_own())
-    use_haproxy()  # as `cluster serve` does where it starts Serve
+    prepare_own_cluster()  # as `cluster serve` does
     os.environ["PYTHONPATH"] = str(ROOT)  # the workers' way to this checkout
     ray.init(
         address="local",
@@ -304,6 +302,7 @@ def ray_cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+    remove_own_files()
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import ray
 
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import CheckpointError
@@ -263,18 +264,81 @@ def send(address: Any, garbage: bytes, family: int = socket.AF_INET) -> None:
         stranger.recv(4096)
 
 
+def all_listening() -> dict[str, set[str]]:
+    """Addresses at which this process, its Ray cluster and Ray Serve listen, by process name."""
+    found: dict[str, set[str]] = {}
+    this = psutil.Process()
+    for process in [this, *this.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.setdefault(process.name(), set()).add(connection.laddr.ip.removeprefix("::ffff:"))
+    return found
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-def test_no_process_listens_elsewhere_and_garbage_on_its_sockets_harms_nobody(endpoint: Any) -> None:
+def test_every_process_of_ray_and_serve_listens_on_loopback_alone(endpoint: Any) -> None:
+    listening = all_listening()
+    assert {"gcs_server", "raylet", "haproxy"} <= listening.keys()
+    assert len(listening) >= 6, listening
+    assert set().union(*listening.values()) == {"127.0.0.1"}, listening
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", ["disabled", "token"])
+def test_nobody_joins_the_cluster_without_its_token(endpoint: Any, mode: str, tmp_path: Path) -> None:
+    address = ray.get_runtime_context().gcs_address
+    script = (
+        "import ray, sys\n"
+        f"ray.init(address={address!r}, log_to_driver=False)\n"
+        "print('ran as', ray.get(ray.remote(lambda: 'root').remote()))"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    wrong = {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": "0" * 64} if mode == "token" else {"RAY_AUTH_MODE": mode}
+    stranger = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**kept, **wrong, "HOME": str(tmp_path), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert stranger.returncode != 0
+    assert "ran as" not in stranger.stdout
+    assert "uthent" in stranger.stderr, stranger.stderr[-2000:]
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_whose_client_leaves_ends_within_a_second(endpoint: Any, stream: bool) -> None:
+    """Head and body come in two packets, as httpx and urllib send them."""
+    fields = {"model": endpoint.model, "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": stream}
+    body = json.dumps(fields).encode()
+    host, port = endpoint.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body))
+        time.sleep(0.1)
+        client.sendall(body)
+        time.sleep(1.0)
+        assert endpoint.status()["num_running"] == 1
+    endpoint.wait_idle(1.0)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_garbage_on_the_sockets_of_our_processes_harms_nobody(endpoint: Any) -> None:
     processes = our_processes()
     assert len(processes) >= 3, processes
-    listening = set()
-    for process in processes.values():
-        sockets = [c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-        # Each Ray worker has the gRPC server of Ray itself, which the cluster's token guards; no other may be seen.
-        elsewhere = [address for address in sockets if not address.ip.startswith("127.")]
-        assert len(elsewhere) <= 1, (process, sockets)
-        listening |= {address.port for address in sockets}
+    listening = {
+        connection.laddr.port
+        for process in processes.values()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
     local = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@lockstep-" in line]
     assert local
     for garbage in GARBAGE:

@@ -32,7 +32,15 @@ from cluster.engine.running_engine import describe
 from cluster.http.keys import open_keys
 from cluster.serve.haproxy import METRICS_PORT
 from cluster.serve.placement import NodeResources, group_bundles, uses_gpus
-from cluster.serve.session import ROOT, Session, check_port_free, cluster_address, ray_session, unreachable
+from cluster.serve.session import (
+    ROOT,
+    Session,
+    check_port_free,
+    cluster_address,
+    ray_session,
+    remove_own_files,
+    unreachable,
+)
 from cluster.text.chat_template import read_template
 from configs.addresses import host_and_port
 from configs.errors import ConfigError, EngineError
@@ -332,6 +340,7 @@ def _end_at_once(exit_code: int) -> NoReturn:
         with contextlib.suppress(psutil.Error):
             if process in below or process.environ().get(METRICS_PORT) == os.environ[METRICS_PORT]:
                 process.kill()
+    remove_own_files()
     os._exit(exit_code)
 
 

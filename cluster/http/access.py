@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import ipaddress
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -21,6 +22,12 @@ USERS: Set[Role] = frozenset({Role.USER, Role.ADMIN})
 """Every path of which nothing else is said, also those that do not exist."""
 
 
+def peer_address(scope: Scope) -> str | None:
+    """The address of the other end of a request's connection; None if the connection has no addresses."""
+    client = scope.get("client")
+    return None if client is None or client[1] is None else str(client[0])
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
     """Lets requests pass, or refuses them."""
@@ -31,6 +38,8 @@ class Access:
     """The roles of the keys that may call it, by path."""
     anyone: bool = False
     """Whether requests from other machines are answered where there are no keys."""
+    client_address: Callable[[Scope], str | None] = peer_address
+    """The address of a request's client. None: the connection has no addresses, so the client is on this machine."""
 
     def admit(self, scope: Scope, request_id: str) -> tuple[RequestContext, ApiKey | None]:
         """The context of a request, and the key it came with. Raises RequestError: 401 without a good key, 403 where
@@ -39,11 +48,12 @@ class Access:
         if roles == ANYONE:
             return RequestContext(request_id=request_id), None
         if self.keys is None:
+            address = self.client_address(scope)
             if not self.anyone:
-                _check_local(scope)
+                _check_local(scope, address)
             if roles == ADMINS:
                 raise _absent()
-            return RequestContext(request_id=request_id), None
+            return RequestContext(request_id=request_id, network=_network(address)), None
         presented = _presented(scope)
         if presented is None:
             raise RequestError(
@@ -82,20 +92,29 @@ def _presented(scope: Scope) -> bytes | None:
     return found.pop() if found else None
 
 
-def _check_local(scope: Scope) -> None:
+def _check_local(scope: Scope, address: str | None) -> None:
     """Refuses callers from elsewhere, and pages from elsewhere in a browser that runs here; for servers without
     keys."""
-    server = scope.get("server")
-    # A server without a port is no TCP connection.
-    if server is not None and server[1] is not None and not is_loopback(server[0]):
+    if address is not None and not is_loopback(address):
         raise RequestError(
-            "This server has no API keys, so it answers only on the loopback address: set server.api_keys.",
+            "This server has no API keys, so it answers only clients on its own machine: set server.api_keys.",
             code="api_keys_not_configured",
             status=403,
         )
     for name, value in scope["headers"]:
         if name == b"origin" and not is_loopback(urlsplit(value.decode("latin-1")).hostname or ""):
             raise RequestError("Pages of other sites may not call this server.", code="origin_refused", status=403)
+
+
+def _network(address: str | None) -> str:
+    """The network whose clients count as one: an IPv4 address, or the 64 bits that one site has of an IPv6 address."""
+    try:
+        parsed = ipaddress.ip_address(address or "")
+    except ValueError:
+        return ""
+    if isinstance(parsed, ipaddress.IPv6Address):
+        return str(parsed.ipv4_mapped or ipaddress.ip_network((parsed, 64), strict=False))
+    return str(parsed)
 
 
 def _absent() -> RequestError:

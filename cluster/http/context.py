@@ -46,6 +46,8 @@ class RequestContext:
     """The client's `x-request-id` where that is a fit name, else one of ours."""
     client: str = ""
     """The client's name: the id of its API key, never the key. Empty where no keys are asked for."""
+    network: str = ""
+    """The client's network address, where no keys are asked for; empty for connections without addresses."""
     role: Role = Role.USER
     salt: bytes = field(default=b"", repr=False)
     """Secret of the client in this process; empty where no keys are asked for."""
@@ -59,6 +61,11 @@ class RequestContext:
     """W3C trace context: its headers `traceparent` and `tracestate`, where it has them."""
     keep_slot: KeepSlot = field(default=no_slot, repr=False, compare=False)
     """Counts what outlives the request among those that its client may have at once; ends with what it returns."""
+
+    @property
+    def share_owner(self) -> str:
+        """The client with which others share the engine: the id of its API key, or its network without keys."""
+        return self.client or self.network
 
     def cache_salt(self, asked: str | None = None) -> bytes:
         """The salt that keeps cached prompts apart: clients never share one, and one client does where it asks alike.

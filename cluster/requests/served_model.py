@@ -252,7 +252,7 @@ class ServedModel:
             ),
             text=text_options(fields, self._defaults, self.server, prompt_only=prompt_only),
             form=form,
-            client=context.client,
+            client=context.share_owner,
             priority=options.priority,
             cache_salt=context.cache_salt(options.cache_salt),
         )

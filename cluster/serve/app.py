@@ -29,7 +29,8 @@ from cluster.observability.replica import replica_telemetry
 from cluster.ranks.host import environment_options
 from cluster.serve.autoscaling import KV_USAGE, QUEUED_TOKENS, RUNNING_SHARE
 from cluster.serve.draining import StopWatch, replicas_are_stopping
-from cluster.serve.haproxy import REPLICA_SETTINGS
+from cluster.serve.exposure import check_serve_host, keep_grpc_local
+from cluster.serve.haproxy import REPLICA_SETTINGS, reinstall
 from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from cluster.serve.replicas import replica_options
 from configs.errors import ConfigError, LockstepError
@@ -59,6 +60,9 @@ class Engine:
     """The Engine replica: one group, behind the OpenAI API."""
 
     async def __init__(self, config: EngineConfig, gpus: bool) -> None:  # type: ignore[misc]  # Serve awaits it
+        keep_grpc_local()
+        reinstall()
+        await asyncio.to_thread(check_serve_host, config)
         self._keys = open_keys(config.server)
         life = EngineLife()
         self._requests = ActiveRequests(life=life)
@@ -184,6 +188,7 @@ def engine_app(
     """
     if config.server.api_keys and Path(config.server.api_keys).expanduser().exists():
         open_keys(config.server)  # without the file, this may be no node that serves
+    check_serve_host(config)
     nodes = NodeResources.from_ray(ray.nodes())
     gpus = uses_gpus(config, nodes)
     if config.is_local_model:

@@ -5,12 +5,14 @@ Declared, a re-run that changes only `deployments:` restarts nothing. Applicatio
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,10 +21,11 @@ from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.ranks.host import environment_options
 from cluster.serve.app import DEPLOYMENT, engine_app
-from cluster.serve.haproxy import SETTINGS
+from cluster.serve.haproxy import PROGRAM, SETTINGS, install
 from cluster.serve.session import Session, check_port_free
 from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig, is_loopback
@@ -30,6 +33,7 @@ from configs.load import AppConfig, is_loopback
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
+_INSTALL_TIMEOUT_S = 60.0  # a node may have to fetch this checkout first
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +137,8 @@ def _start_serve(declaration: dict[str, Any], environment: Mapping[str, str]) ->
     if is_loopback(schema.http_options.host) and sum(bool(node["Alive"]) for node in ray.nodes()) > 1:
         logger.warning("HAProxy -> Ray's own proxy (http_options.host=%s, several nodes)", schema.http_options.host)
         settings["RAY_SERVE_ENABLE_HA_PROXY"] = "0"  # replicas listen on the same address, which HAProxy has to reach
+    if settings["RAY_SERVE_ENABLE_HA_PROXY"] == "1" and PROGRAM not in os.environ:
+        settings |= _install_on_nodes()
     env_vars = {**settings, **(given or {}).get("env_vars", {})}
     try:
         serve.start(
@@ -145,6 +151,24 @@ def _start_serve(declaration: dict[str, Any], environment: Mapping[str, str]) ->
         )
     except RayError as error:  # a port of HAProxy's may be taken
         raise EngineError(f"Ray Serve did not start: {str(error).strip().splitlines()[-1]}") from None
+
+
+def _install_on_nodes() -> dict[str, str]:
+    """Installs HAProxy's program on every node, at the same path. Returns the environment by which Serve finds it."""
+    user = f"{os.geteuid()} {ray.get_runtime_context().gcs_address}"
+    directory = Path(f"/tmp/lockstep-{hashlib.sha256(user.encode()).hexdigest()[:8]}")
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    task = ray.remote(install).options(num_cpus=0)
+    calls = [
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(directory)
+        for node in nodes
+    ]
+    try:
+        environments: list[dict[str, str]] = ray.get(calls, timeout=_INSTALL_TIMEOUT_S)
+    except RayError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise EngineError(f"HAProxy could not be set up in {directory} of every node: {reason}") from None
+    return environments[0]
 
 
 def _declaration(config: AppConfig, session: Session) -> dict[str, Any]:

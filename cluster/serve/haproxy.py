@@ -8,9 +8,18 @@ starts Ray Serve; elsewhere the environment of `ray start`, or of the containers
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
+import shutil
 import socket
+import sys
 from importlib.util import find_spec
+from pathlib import Path
+
+from starlette.types import Scope
+
+from cluster.http.access import peer_address
+from cluster.serve import run_haproxy
 
 # A session keeps its replica while that has no more than half as many requests again as others; a replica more or less
 # moves only the sessions it must. Requests without a session go to the replicas in turn.
@@ -28,6 +37,9 @@ SETTINGS = {
 }
 """Environment of Ray Serve's controller, which its proxies and replicas inherit."""
 
+PROGRAM = "RAY_SERVE_HAPROXY_BINARY_PATH"
+"""A setting: the program that Ray Serve runs as HAProxy."""
+
 METRICS_PORT = "RAY_SERVE_HAPROXY_METRICS_PORT"
 """A setting that no two clusters on a machine have alike: see `ports_of_own`."""
 
@@ -42,6 +54,57 @@ def use_haproxy() -> None:
     """Sets what this process's environment does not set otherwise. To be called before `ray.serve` is imported."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+
+
+def install(directory: Path) -> dict[str, str]:
+    """Makes `directory` of this node HAProxy's, closed to other users, and puts the program there that Ray runs as
+    HAProxy (`run_haproxy`). Returns the environment by which Ray Serve uses them.
+
+    HAProxy's control socket is in it, in a directory of the node's id of 56 characters. A socket's path has at most 97
+    characters, so `directory` may have 29.
+    """
+    directory.mkdir(mode=0o700, exist_ok=True)
+    run_haproxy.close_to_others(directory)
+    for old in directory.iterdir():
+        if old.is_dir():
+            shutil.rmtree(old)  # of an earlier Ray Serve of this cluster
+    program = directory / "haproxy"
+    source = Path(run_haproxy.__file__).read_text(encoding="utf-8")
+    new = directory / f"haproxy.{os.getpid()}"
+    new.write_text(f"#!{sys.executable}\n{source}", encoding="utf-8")
+    new.chmod(0o700)
+    new.replace(program)
+    return {
+        PROGRAM: str(program),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{directory}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{directory}/admin.sock",
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{directory}/metrics.sock",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{directory}/server-state",
+    }
+
+
+def reinstall() -> None:
+    """Installs HAProxy's program on this node if Ray Serve shall run one that is missing, as on a node that joined the
+    cluster after Serve started. A replica calls it: HAProxy starts on the nodes that have replicas."""
+    program = os.environ.get(PROGRAM)
+    if program is not None and not Path(program).exists():
+        install(Path(program).parent)
+
+
+def client_address(proof: str, scope: Scope) -> str | None:
+    """The address of the client that sent a request: what HAProxy says, if HAProxy connected for the client, else the
+    other end of the connection. None: the connection has no addresses.
+
+    Args:
+        proof: `run_haproxy.proof()`. Other senders of the header are not believed.
+    """
+    for name, value in scope["headers"]:
+        if name == run_haproxy.CLIENT_HEADER.encode():
+            word, _, address = value.decode("latin-1").partition(" ")
+            if hmac.compare_digest(word.encode(), proof.encode()):
+                return str(address)
+    return peer_address(scope)
 
 
 def ports_of_own() -> dict[str, str]:

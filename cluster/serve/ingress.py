@@ -21,6 +21,8 @@ from cluster.http.response import LoopTurns
 from cluster.openapi import build_document
 from cluster.requests.served_model import ServedModel
 from cluster.routes import ROUTES, Route, Servings
+from cluster.serve.haproxy import client_address
+from cluster.serve.run_haproxy import proof
 
 
 def create_app(
@@ -59,7 +61,12 @@ def create_app(
     roles = {route.path: route.roles for route in ROUTES}
     return Guard(
         [served(route) for route in ROUTES],
-        Access(keys, roles, anyone=model.server.api_keys is False),
+        Access(
+            keys,
+            roles,
+            anyone=model.server.api_keys is False,
+            client_address=functools.partial(client_address, proof()),
+        ),
         engine_is_there=engine_is_there,
         on_error=telemetry.refused,
         names_responses=names_responses,

@@ -7,17 +7,22 @@ import errno
 import json
 import logging
 import os
+import secrets
+import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]  # two uses do not earn a stub package
 import ray
+from ray._private import ray_constants
 
 from cluster.ranks.rank import CUDA_ENVIRONMENT
-from cluster.serve.haproxy import REPLICA_SETTINGS, ports_of_own, use_haproxy
+from cluster.serve.haproxy import PROGRAM, REPLICA_SETTINGS, install, ports_of_own, use_haproxy
 from configs.addresses import family_of
 from configs.errors import ConfigError
 
@@ -29,6 +34,7 @@ _PROBE_TIMEOUT_S = 3.0
 _HTTP2_SETTINGS = b"\x04"
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0\0\0\0\0"
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+_DIRECTORY_PREFIX = "/tmp/lockstep"  # short: see `haproxy.install`
 
 
 @dataclass(frozen=True)
@@ -117,20 +123,63 @@ def ray_session(address: str | None, *, min_cpus: float) -> Iterator[Session]:
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     try:
+        if address is None:
+            prepare_own_cluster()
         yield _connect(address, min_cpus)
     except SystemExit:
         # Ray's own SIGTERM handler, in force while it starts.
         raise KeyboardInterrupt from None
     finally:
         ray.shutdown()
+        if address is None:
+            remove_own_files()
+
+
+def prepare_own_cluster() -> None:
+    """Sets what `ray.init` in this process needs to start a cluster that only this machine reaches, and with Ray's
+    token, only this user. `remove_own_files` removes the files of it.
+
+    Ray listens at 127.0.0.1 alone where it does not expect other machines, as on laptops. `ray.init(_node_ip_address=
+    "127.0.0.1")` does not do that: Ray replaces the address by the machine's own.
+    """
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False  # Ray read the variable when it was imported
+    _ensure_token()
+    _remove_abandoned_files()
+    directory = tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir="/")
+    use_haproxy()
+    # Every process starts with all of it, so that no process of ours needs another environment than the ones that Ray
+    # starts at once and keeps waiting.
+    os.environ.update(install(Path(directory)) | ports_of_own() | REPLICA_SETTINGS | CUDA_ENVIRONMENT)
+
+
+def remove_own_files() -> None:
+    """Removes the directory of `prepare_own_cluster`. To be called when the cluster has ended."""
+    shutil.rmtree(Path(os.environ[PROGRAM]).parent, ignore_errors=True)
+
+
+def _ensure_token() -> None:
+    """Makes a token where Ray would, in a file that other users cannot read; Ray's own would be readable to all."""
+    file = Path.home() / ".ray" / "auth_token"
+    if file.exists():
+        file.chmod(0o600)
+        return
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        opened.write(secrets.token_hex(32))
+
+
+def _remove_abandoned_files() -> None:
+    """Removes what clusters of this user left whose command was killed."""
+    for directory in Path("/tmp").glob(f"{Path(_DIRECTORY_PREFIX).name}*-*"):
+        pid = directory.name.removeprefix(Path(_DIRECTORY_PREFIX).name).split("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)) and directory.stat().st_uid == os.geteuid():
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _connect(address: str | None, min_cpus: float) -> Session:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
-        # No process of ours needs others then, so that all are among those that Ray starts at once and keeps waiting.
-        use_haproxy()
-        os.environ.update(ports_of_own() | REPLICA_SETTINGS | CUDA_ENVIRONMENT)
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, int(min_cpus) + 1),

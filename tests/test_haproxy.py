@@ -1,0 +1,233 @@
+"""Ray Serve's HAProxy as we run it: Ray writes its configuration, `run_haproxy` changes it, and it stands before a
+server that says what reached it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import resource
+import socket
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import uvicorn
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+from ray.serve.config import HTTPOptions
+
+from cluster.http.guard import is_request_id
+from cluster.serve.haproxy import SETTINGS, client_address, install
+from cluster.serve.run_haproxy import HEAD_TIMEOUT_S, TemplateError, close_to_others, hardened, proof
+from tests.conftest import unused_port
+
+pytestmark = pytest.mark.skipif(SETTINGS["RAY_SERVE_ENABLE_HA_PROXY"] != "1", reason="Ray has HAProxy for Linux alone")
+NUM_HALF_OPEN = 4200
+
+
+@dataclass
+class Replica:
+    """An ASGI app that answers with the client's address, or, asked for /silent, notes when the client left."""
+
+    waits: threading.Event = field(default_factory=threading.Event)
+    was_left: threading.Event = field(default_factory=threading.Event)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        if scope["path"] == "/silent":
+            self.waits.set()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.was_left.set()
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"replica")]})
+        await send({"type": "http.response.body", "body": json.dumps(client_address(proof(), scope)).encode()})
+
+
+@dataclass
+class Proxy:
+    """A running HAProxy."""
+
+    port: int
+    replica: Replica
+    process: subprocess.Popen[bytes]
+    directory: Path
+
+    def connect(self, source: str = "127.0.0.1") -> socket.socket:
+        """A connection from that address."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10, source_address=(source, 0))
+
+    def get(self, *headers: tuple[str, str], source: str = "127.0.0.1") -> tuple[int, Any, Sequence[str]]:
+        """Status, JSON and request ids of the answer to a request with these headers, from that address."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30, source_address=(source, 0))
+        with contextlib.closing(connection):
+            connection.putrequest("GET", "/")
+            for name, value in headers:
+                connection.putheader(name, value.encode("latin-1"))
+            connection.endheaders()
+            response = connection.getresponse()
+            return response.status, json.loads(response.read()), response.headers.get_all("x-request-id") or []
+
+
+def write_as_ray(directory: Path, port: int, replica_port: int) -> Path:
+    """The configuration that Ray Serve writes for one replica."""
+    path = directory / "haproxy.cfg"
+    config = HAProxyConfig(
+        http_options=HTTPOptions(host="127.0.0.1", port=port),
+        socket_path=f"{directory}/admin.sock",
+        server_state_base=str(directory),
+        server_state_file=f"{directory}/server-state",
+        metrics_socket_path=f"{directory}/metrics.sock",
+        stats_port=unused_port(),
+        metrics_port=unused_port(),
+        is_head=True,
+    )
+    replica = ServerConfig("replica", "127.0.0.1", replica_port)
+    HAProxyApi(
+        config, {"app": BackendConfig("app", "/", servers=[replica])}, str(path)
+    )._generate_config_file_internal()
+    return path
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    """HAProxy before a `Replica`, started as Ray Serve starts it."""
+    directory = tmp_path_factory.mktemp("h")
+    replica, port, replica_port = Replica(), unused_port(), unused_port()
+    server = uvicorn.Server(
+        uvicorn.Config(replica, port=replica_port, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+    )
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    program = install(directory)["RAY_SERVE_HAPROXY_BINARY_PATH"]
+    node = directory / "node"
+    node.mkdir()
+    process = subprocess.Popen(
+        [program, "-db", "-f", write_as_ray(node, port, replica_port)], stderr=subprocess.DEVNULL
+    )
+    proxy = Proxy(port, replica, process, node)
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                if proxy.get()[0] == 200:
+                    break
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield proxy
+    finally:
+        process.kill()
+        process.wait()
+        server.should_exit = True
+        thread.join()
+
+
+def test_only_its_user_controls_haproxy_and_reads_its_configuration(proxy: Proxy) -> None:
+    for directory in (proxy.directory, proxy.directory.parent):
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE((proxy.directory / "admin.sock").stat().st_mode) == 0o600
+
+
+def test_haproxy_serves_its_figures_where_the_endpoint_listens(proxy: Proxy) -> None:
+    listening = [it.laddr for it in psutil.Process(proxy.process.pid).net_connections("inet") if it.status == "LISTEN"]
+    assert len(listening) == 3
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+
+
+def test_a_replica_is_told_the_address_of_haproxys_client_and_believes_nobody_else(proxy: Proxy) -> None:
+    assert proxy.get(source="127.0.0.7")[:2] == (200, "127.0.0.7")
+    for word in (proof(), "0" * 64):
+        assert proxy.get(("x-lockstep-client", f"{word} 10.1.2.3"), source="127.0.0.8")[:2] == (200, "127.0.0.8")
+    scope = {"client": ("127.0.0.9", 1), "headers": [(b"x-lockstep-client", b"0 10.1.2.3")]}
+    assert client_address(proof(), scope) == "127.0.0.9"
+
+
+@pytest.mark.parametrize("name", ["x-request-id", "x-session-id"])
+def test_a_name_that_may_not_stand_in_a_log_is_refused_once_and_in_json(proxy: Proxy, name: str) -> None:
+    odd = ["a b", "caf\xe9", "\x1b[31mred", "a\tb", '"', "x" * 129, "x" * 14_000, "", "a,b"]
+    for value in odd:
+        status, body, ids = proxy.get((name, value))
+        assert (status, body["error"]["code"], len(ids)) == (400, "invalid_header", 1), value
+        assert is_request_id(ids[0].encode())
+        assert not is_request_id(value.encode("latin-1"))  # the replica's own rule is the same
+    assert proxy.get((name, "a"), (name, "b"))[0] == 400
+    for value in ("conversation-7", "a/b:c+d=e@f._-", "x" * 128):
+        assert is_request_id(value.encode())
+        assert proxy.get((name, value))[0] == 200
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.1], ids=["one packet", "head and body apart"])
+def test_a_replica_learns_within_a_second_that_a_client_has_left(proxy: Proxy, pause_s: float) -> None:
+    proxy.replica.waits.clear()
+    proxy.replica.was_left.clear()
+    with proxy.connect() as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client.sendall(b"POST /silent HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n")
+        time.sleep(pause_s)
+        client.sendall(b"hello")
+        assert proxy.replica.waits.wait(10)
+        time.sleep(0.5)  # longer than HAProxy takes to hand the body on
+    assert proxy.replica.was_left.wait(1.0)
+
+
+def test_thousands_of_half_open_connections_keep_nobody_waiting(proxy: Proxy) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * NUM_HALF_OPEN)), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        half_open = [stack.enter_context(proxy.connect()) for _ in range(NUM_HALF_OPEN)]
+        for connection in half_open:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        began = time.monotonic()
+        assert proxy.get()[0] == 200
+        assert proxy.get(source="127.0.0.2")[0] == 200
+        assert time.monotonic() - began < 2.0
+        # Their heads are late: HAProxy says so and closes.
+        assert half_open[0].recv(4096).startswith(b"HTTP/1.1 408 ")
+        assert time.monotonic() - began < HEAD_TIMEOUT_S + 5
+
+
+def test_one_address_holds_three_quarters_of_the_connections_and_others_are_served(
+    proxy: Proxy, tmp_path: Path
+) -> None:
+    """The bound is read from the configuration: nobody opens so many here."""
+    text = (proxy.directory / "haproxy.cfg").read_text()
+    [maximum] = [int(line.split()[1]) for line in text.splitlines() if line.startswith("    maxconn ")]
+    assert f"tcp-request connection reject if {{ sc0_conn_cur gt {maximum * 3 // 4} }}" in text
+    assert maximum * 3 // 4 > NUM_HALF_OPEN
+
+
+def test_another_template_of_rays_ends_the_start_with_what_is_missing(tmp_path: Path) -> None:
+    text = write_as_ray(tmp_path, 8000, 30000).read_text()
+    for line in ("option splice-request", "mode 666 level admin", "frontend prometheus", "bind *:"):
+        with pytest.raises(TemplateError, match="not the one that Lockstep knows"):
+            hardened(text.replace(line, "other words"), 1000)
+    program = install(tmp_path)["RAY_SERVE_HAPROXY_BINARY_PATH"]
+    (tmp_path / "haproxy.cfg").write_text(text.replace("option splice-request", ""))
+    ended = subprocess.run(
+        [program, "-db", "-f", tmp_path / "haproxy.cfg"], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert "splice-request" in ended.stderr
+
+
+def test_a_directory_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="no directory of the user"):
+        close_to_others(tmp_path)
+
+
+def test_the_number_of_connections_that_an_operator_sets_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_MAXCONN", "4096")
+    text = write_as_ray(tmp_path, 8000, 30000).read_text()
+    assert "    maxconn 4096\n" in hardened(text, 1000)
