@@ -1,7 +1,7 @@
 """The settings that a user may give: plain, frozen data. `args` of the Ray Serve config file is an `EngineConfig`.
 
 Values of `auto` (None where a number is meant) are decided once by `configs.resolve`, into a new object.
-Growth is visible: tests pin the list of settings in `tests/settings.txt`, at most 61.
+Growth is visible: tests pin the list of settings in `tests/settings.txt`, at most 62.
 """
 
 from __future__ import annotations
@@ -220,6 +220,10 @@ class ServerConfig(_Section):
     admin and metrics; `:tokens=100000` (tokens a minute) and `:priority=-10..10` (priorities that count against other
     clients) may follow. `python -m cluster key ID` makes a line. The file is read again when it changes. None: no keys,
     and only this machine is answered. false: no keys, and whoever reaches the port is answered."""
+    host_names: list[str] = Field(default_factory=list)
+    """Names by which clients may call a server without keys; requests to other names get 403, so that no web page can
+    read its answers by pointing a DNS name of its own at this machine. Always accepted: localhost and loopback
+    addresses; with `api_keys: false` also every IP address and the machine's own name. With keys nothing is refused."""
     generation_config: Annotated[
         Annotated[Literal["auto", "off"], Tag("<word>")] | Annotated[GenerationDefaults, Tag("<values>")],
         Discriminator(lambda given: "<word>" if isinstance(given, str) else "<values>"),

@@ -535,6 +535,7 @@ def test_a_client_has_only_so_many_requests_at_once(run: Run, tmp_path: Path, st
 
 def scope_of(server: tuple[str, int | None] | None, origin: str | None = None) -> dict[str, Any]:
     headers = [] if origin is None else [(b"origin", origin.encode())]
+    headers.append((b"host", b"localhost"))
     return {"type": "http", "path": "/v1/models", "headers": headers, "server": server}
 
 
@@ -557,6 +558,64 @@ def test_without_keys_no_page_of_another_site_is_answered() -> None:
         with pytest.raises(RequestError, match="other sites"):
             closed.admit(scope_of(("127.0.0.1", 80), origin), "r")
         access.Access(None, anyone=True).admit(scope_of(("127.0.0.1", 80), origin), "r")
+
+
+def status_for(stack_access: access.Access, *hosts: str | None, version: str = "1.1", path: str = "/v1/models") -> int:
+    headers = [(b"host", host.encode("latin-1")) for host in hosts if host is not None]
+    scope = {"type": "http", "path": path, "headers": headers, "server": ("127.0.0.1", 80), "http_version": version}
+    try:
+        stack_access.admit(scope, "r")
+    except RequestError as error:
+        return error.status if error.code in ("host_refused", "invalid_host") else -1
+    return 200
+
+
+def test_without_keys_only_requests_to_the_servers_own_names_are_answered() -> None:
+    local = access.Access(None, host_names={"inside.example"})
+    public = access.Access(None, anyone=True, host_names={"inside.example"})
+    for own in ("localhost", "LOCALHOST:8000", "127.0.0.1", "127.9.9.9:80", "[::1]:8000", "Inside.Example.:80"):
+        assert status_for(local, own) == status_for(public, own) == 200, own
+    for address in ("10.0.0.5:8000", "0.0.0.0", "[2001:db8::1]", "169.254.169.254"):
+        assert (status_for(local, address), status_for(public, address)) == (403, 200), address
+    for name in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "x"):
+        assert status_for(local, name) == status_for(public, name) == 403, name
+    for odd in ("", "a b", "localhost@evil.example", "localhost:80:80", "::1", "\xe9", "localhost/x", "[::1"):
+        assert status_for(local, odd) == status_for(public, odd) == 400, odd
+    assert status_for(local) == status_for(local, "localhost", "localhost") == 400
+    assert status_for(local, version="1.0") == 200  # it has no Host
+
+
+def test_with_keys_a_host_of_any_name_is_answered(keys: Keys) -> None:
+    headers = [(b"authorization", keys.bearer("alice")["authorization"].encode()), (b"host", b"evil.example")]
+    scope = {"type": "http", "path": "/v1/models", "headers": headers, "server": ("127.0.0.1", 80)}
+    access.Access(KeyRing(keys.path)).admit(scope, "r")
+
+
+def test_a_server_that_answers_other_machines_knows_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "Node7")
+    monkeypatch.setattr("socket.getfqdn", lambda: "node7.lan.")
+    assert access.own_host_names(ServerConfig(api_keys=False, host_names=["LLM.example"])) == {
+        "node7",
+        "node7.lan",
+        "llm.example",
+    }
+    assert access.own_host_names(ServerConfig()) == frozenset()
+
+
+def test_a_page_whose_name_points_here_reads_nothing(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        async with served(stack.model) as url, httpx.AsyncClient(base_url=url, trust_env=False) as http:
+            evil = {"host": "evil.example"}
+            # Admin routes are refused before they are found to be absent, so all routes answer alike.
+            for route in ROUTES:
+                response = await http.request(route.method, route.path.split("{")[0], headers=evil)
+                if route.roles == access.ANYONE:
+                    assert response.status_code != 403, route.path
+                elif "{" not in route.path:
+                    assert response.status_code == 403, (route.path, response.text)
+            assert (await http.get("/v1/models")).status_code == 200
+
+    run(scenario)
 
 
 def test_a_public_address_without_keys_is_refused_at_start_up(tmp_path: Path, keys: Keys) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from starlette import routing
 
 from cluster.anthropic.message_objects import AnthropicError
-from cluster.http.access import Access
+from cluster.http.access import Access, own_host_names
 from cluster.http.active import ActiveRequests
 from cluster.http.endpoint import Endpoint, Handler
 from cluster.http.guard import Guard
@@ -59,7 +59,7 @@ def create_app(
     roles = {route.path: route.roles for route in ROUTES}
     return Guard(
         [served(route) for route in ROUTES],
-        Access(keys, roles, anyone=model.server.api_keys is False),
+        Access(keys, roles, anyone=model.server.api_keys is False, host_names=own_host_names(model.server)),
         engine_is_there=engine_is_there,
         on_error=telemetry.refused,
         names_responses=names_responses,
