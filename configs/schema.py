@@ -1,7 +1,7 @@
 """The settings that a user may give: plain, frozen data. `args` of the Ray Serve config file is an `EngineConfig`.
 
 Values of `auto` (None where a number is meant) are decided once by `configs.resolve`, into a new object.
-Growth is visible: tests pin the list of settings in `tests/settings.txt`, at most 62.
+Growth is visible: tests pin the list of settings in `tests/settings.txt`, at most 63.
 """
 
 from __future__ import annotations
@@ -232,6 +232,10 @@ class ServerConfig(_Section):
     An object such as {temperature: 0.7}: these over the model's."""
     chat_template: str | None = None
     """A Jinja file used in place of the model's own chat template."""
+    special_tokens_in_text: bool = False
+    """Whether the characters of a special token, such as `<|im_end|>`, become that token where they stand in the text
+    of a chat: messages, tools, documents. false: only the chat template writes special tokens, so that no user's text
+    can end its turn and begin one of the system. Prompts that are no chats are encoded as they come."""
     tool_template: Literal["auto", "generic", "off"] = "auto"
     """How the model is shown tools, calls and their results. auto: its chat template where that shows all three in a
     format that is known, else generic. generic: text in the system message, calls in `<tool_call>` and results as user

@@ -162,7 +162,7 @@ class CleanNames:
 
 
 def ray_middlewares() -> list[Middleware]:
-    """What Ray Serve puts before its own code in a replica; see `cluster.serve.haproxy.REPLICA_SETTINGS`."""
+    """The middlewares before Ray Serve's own code in a replica; `cluster.serve.haproxy.REPLICA_SETTINGS` names this."""
     return [Middleware(CleanNames)]
 
 
