@@ -1,7 +1,7 @@
 """The settings that a user may give: plain, frozen data. `args` of the Ray Serve config file is an `EngineConfig`.
 
 Values of `auto` (None where a number is meant) are decided once by `configs.resolve`, into a new object.
-Growth is visible: tests pin the list of settings in `tests/settings.txt`, at most 61.
+Growth is visible: tests pin the list of settings in `tests/settings.txt`, at most 63.
 """
 
 from __future__ import annotations
@@ -217,8 +217,13 @@ class ServerConfig(_Section):
     A second interrupt of `cluster serve` does not wait."""
     api_keys: str | Literal[False] | None = None
     """A file of API keys, a line each: `id:sha256[:role[:requests a minute[:requests at once]]]`, with the roles user,
-    admin and metrics; `python -m cluster key ID` makes one. Read again when it changes. None: no keys, and only this
-    machine is answered. false: no keys, and whoever reaches the port is answered."""
+    admin and metrics; `:tokens=100000` (tokens a minute) and `:priority=-10..10` (priorities that count against other
+    clients) may follow. `python -m cluster key ID` makes a line. The file is read again when it changes. None: no keys,
+    and only this machine is answered. false: no keys, and whoever reaches the port is answered."""
+    host_names: list[str] = Field(default_factory=list)
+    """Names by which clients may call a server without keys; requests to other names get 403, so that no web page can
+    read its answers by pointing a DNS name of its own at this machine. Always accepted: localhost and loopback
+    addresses; with `api_keys: false` also every IP address and the machine's own name. With keys nothing is refused."""
     generation_config: Annotated[
         Annotated[Literal["auto", "off"], Tag("<word>")] | Annotated[GenerationDefaults, Tag("<values>")],
         Discriminator(lambda given: "<word>" if isinstance(given, str) else "<values>"),
@@ -227,6 +232,10 @@ class ServerConfig(_Section):
     An object such as {temperature: 0.7}: these over the model's."""
     chat_template: str | None = None
     """A Jinja file used in place of the model's own chat template."""
+    special_tokens_in_text: bool = False
+    """Whether the characters of a special token, such as `<|im_end|>`, become that token where they stand in the text
+    of a chat: messages, tools, documents. false: only the chat template writes special tokens, so that no user's text
+    can end its turn and begin one of the system. Prompts that are no chats are encoded as they come."""
     tool_template: Literal["auto", "generic", "off"] = "auto"
     """How the model is shown tools, calls and their results. auto: its chat template where that shows all three in a
     format that is known, else generic. generic: text in the system message, calls in `<tool_call>` and results as user

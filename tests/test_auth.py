@@ -90,6 +90,12 @@ def test_a_made_key_is_found_by_its_line_and_only_its_digest_is_written(tmp_path
         ("alice:" + "0" * 64 + ":user:many", "keys:1: the limit 'many' is no positive number"),
         ("alice:" + "0" * 64 + ":user:0", "keys:1: the limit '0' is no positive number"),
         ("alice:" + "0" * 64 + ":user:1:2:3", "keys:1: the line is not of the form"),
+        ("alice:" + "0" * 64 + ":user:1:2:rows=3", "keys:1: the line is not of the form"),
+        ("alice:" + "0" * 64 + ":tokens=3:user", "keys:1: the line is not of the form"),
+        ("alice:" + "0" * 64 + ":tokens=1:tokens=2", "keys:1: the line is not of the form"),
+        ("alice:" + "0" * 64 + ":tokens=", "keys:1: the limit '' is no positive number"),
+        ("alice:" + "0" * 64 + ":priority=5", "keys:1: the range '5' is not of the form -10..10"),
+        ("alice:" + "0" * 64 + ":priority=5..-5", "keys:1: the range '5..-5' is not of the form -10..10"),
         ("alice:" + "0" * 64 + "\nbob:" + "0" * 64, "keys:2: the key of bob is listed twice"),
     ],
 )
@@ -97,6 +103,23 @@ def test_a_wrong_line_is_named_by_its_number(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         parse_keys(text, "keys")
     assert "000000" not in str(caught.value)
+
+
+def test_a_line_may_grant_tokens_a_minute_and_a_range_of_priorities() -> None:
+    digest = "0" * 64
+    [key] = parse_keys(f"alice:{digest}:user:600:32:tokens=100000:priority=-10..10", "keys")
+    assert key == ApiKey("alice", bytes(32), Role.USER, 600, 32, tokens=100_000, priorities=(-10, 10))
+    [key] = parse_keys(f"alice:{digest}:priority=0..5", "keys")
+    assert key == ApiKey("alice", bytes(32), priorities=(0, 5))
+
+
+def test_a_request_carries_the_range_of_priorities_of_its_key(tmp_path: Path) -> None:
+    keys = Keys(tmp_path, ("alice", Role.USER, ":::priority=-3..4"), ("bob", Role.USER, ""))
+    admit = access.Access(KeyRing(keys.path)).admit
+    for id_, granted in (("alice", (-3, 4)), ("bob", None)):
+        headers = [(b"authorization", keys.bearer(id_)["authorization"].encode())]
+        context, _ = admit({"type": "http", "path": "/v1/models", "headers": headers}, "r")
+        assert context.priorities == granted
 
 
 def test_a_file_that_is_not_there_names_the_setting(tmp_path: Path) -> None:
@@ -510,9 +533,11 @@ def test_a_client_has_only_so_many_requests_at_once(run: Run, tmp_path: Path, st
 # --- Without keys -----------------------------------------------------------------------------------------------------
 
 
-def scope_of(server: tuple[str, int | None] | None, origin: str | None = None) -> dict[str, Any]:
+def scope_of(client: tuple[str, int | None] | None, origin: str | None = None) -> dict[str, Any]:
+    """A request of that client, which HAProxy on this machine may have sent on."""
     headers = [] if origin is None else [(b"origin", origin.encode())]
-    return {"type": "http", "path": "/v1/models", "headers": headers, "server": server}
+    headers.append((b"host", b"localhost"))
+    return {"type": "http", "path": "/v1/models", "headers": headers, "client": client, "server": ("127.0.0.1", 80)}
 
 
 def test_without_keys_only_this_machine_is_answered() -> None:
@@ -534,6 +559,64 @@ def test_without_keys_no_page_of_another_site_is_answered() -> None:
         with pytest.raises(RequestError, match="other sites"):
             closed.admit(scope_of(("127.0.0.1", 80), origin), "r")
         access.Access(None, anyone=True).admit(scope_of(("127.0.0.1", 80), origin), "r")
+
+
+def status_for(stack_access: access.Access, *hosts: str | None, version: str = "1.1", path: str = "/v1/models") -> int:
+    headers = [(b"host", host.encode("latin-1")) for host in hosts if host is not None]
+    scope = {"type": "http", "path": path, "headers": headers, "server": ("127.0.0.1", 80), "http_version": version}
+    try:
+        stack_access.admit(scope, "r")
+    except RequestError as error:
+        return error.status if error.code in ("host_refused", "invalid_host") else -1
+    return 200
+
+
+def test_without_keys_only_requests_to_the_servers_own_names_are_answered() -> None:
+    local = access.Access(None, host_names={"inside.example"})
+    public = access.Access(None, anyone=True, host_names={"inside.example"})
+    for own in ("localhost", "LOCALHOST:8000", "127.0.0.1", "127.9.9.9:80", "[::1]:8000", "Inside.Example.:80"):
+        assert status_for(local, own) == status_for(public, own) == 200, own
+    for address in ("10.0.0.5:8000", "0.0.0.0", "[2001:db8::1]", "169.254.169.254"):
+        assert (status_for(local, address), status_for(public, address)) == (403, 200), address
+    for name in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "x"):
+        assert status_for(local, name) == status_for(public, name) == 403, name
+    for odd in ("", "a b", "localhost@evil.example", "localhost:80:80", "::1", "\xe9", "localhost/x", "[::1"):
+        assert status_for(local, odd) == status_for(public, odd) == 400, odd
+    assert status_for(local) == status_for(local, "localhost", "localhost") == 400
+    assert status_for(local, version="1.0") == 200  # it has no Host
+
+
+def test_with_keys_a_host_of_any_name_is_answered(keys: Keys) -> None:
+    headers = [(b"authorization", keys.bearer("alice")["authorization"].encode()), (b"host", b"evil.example")]
+    scope = {"type": "http", "path": "/v1/models", "headers": headers, "server": ("127.0.0.1", 80)}
+    access.Access(KeyRing(keys.path)).admit(scope, "r")
+
+
+def test_a_server_that_answers_other_machines_knows_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "Node7")
+    monkeypatch.setattr("socket.getfqdn", lambda: "node7.lan.")
+    assert access.own_host_names(ServerConfig(api_keys=False, host_names=["LLM.example"])) == {
+        "node7",
+        "node7.lan",
+        "llm.example",
+    }
+    assert access.own_host_names(ServerConfig()) == frozenset()
+
+
+def test_a_page_whose_name_points_here_reads_nothing(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        async with served(stack.model) as url, httpx.AsyncClient(base_url=url, trust_env=False) as http:
+            evil = {"host": "evil.example"}
+            # Admin routes are refused before they are found to be absent, so all routes answer alike.
+            for route in ROUTES:
+                response = await http.request(route.method, route.path.split("{")[0], headers=evil)
+                if route.roles == access.ANYONE:
+                    assert response.status_code != 403, route.path
+                elif "{" not in route.path:
+                    assert response.status_code == 403, (route.path, response.text)
+            assert (await http.get("/v1/models")).status_code == 200
+
+    run(scenario)
 
 
 def test_a_public_address_without_keys_is_refused_at_start_up(tmp_path: Path, keys: Keys) -> None:

@@ -6,11 +6,13 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
 from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext, Role, current_request
+from cluster.http.guard import CleanNames
 from cluster.serve.ingress import create_app
 from tests.scripted_engine import MODEL, Run, Stack, error_of
 
@@ -41,20 +43,65 @@ def test_every_response_has_the_requests_name_and_no_sniffing(run: Run) -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "é", '"', "a\tb", "<script>"])
-def test_a_name_that_is_not_fit_for_logs_is_replaced(run: Run, name: str) -> None:
+ODD_NAMES = [b"a b", b"x" * 129, b"x" * 14_000, "é".encode(), b"\xff\xfe", b'"', b"a\tb", b"<script>", b"\x1b[31m"]
+
+
+@pytest.mark.parametrize("header", [b"x-request-id", b"x-session-id", b"X_Session_Id"])
+@pytest.mark.parametrize("name", ODD_NAMES, ids=range(len(ODD_NAMES)))
+def test_a_name_with_odd_bytes_is_refused_with_an_id_of_ours(
+    run: Run, header: bytes, name: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario(stack: Stack) -> None:
-        response = await stack.http.get("/health", headers=[(b"x-request-id", name.encode())])
-        assert response.headers["x-request-id"] != name
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            response = await stack.http.post(path, json=BODY, headers=[(header, name)])
+            assert response.status_code == 400
+            assert response.headers["content-type"] == "application/json"
+            [shown] = response.headers.get_list("x-request-id")
+            assert len(shown) == 32
+            assert "x-s" in response.json()["error"]["message"] or "x-r" in response.json()["error"]["message"]
+        assert stack.coordinator.requests == []
+
+    run(scenario)
+    assert name.decode("latin-1") not in caplog.text
+
+
+def test_a_name_that_comes_twice_is_refused_and_an_empty_one_is_none(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        for names in (("x-request-id", "x-request-id"), ("x-session-id", "x_session_id")):
+            response = await stack.http.get("/health", headers=[(names[0], "a"), (names[1], "b")])
+            error_of(response, 400, "invalid_header")
+        response = await stack.http.get("/health", headers={"x-request-id": "", "x-session-id": ""})
+        assert response.status_code == 200
         assert len(response.headers["x-request-id"]) == 32
 
     run(scenario)
 
 
-def test_a_request_with_two_names_gets_a_third(run: Run) -> None:
+def test_behind_ray_serve_a_response_has_one_name_and_no_header_steers_ray(run: Run) -> None:
+    """Ray's own middleware stands between `CleanNames` and the app, as in a replica."""
+    from ray.serve._private.http_util import RequestIdMiddleware
+
     async def scenario(stack: Stack) -> None:
-        response = await stack.http.get("/health", headers=[("x-request-id", "a"), ("x-request-id", "b")])
-        assert len(response.headers["x-request-id"]) == 32
+        seen: list[dict[bytes, bytes]] = []
+        inner = create_app(stack.model, names_responses=False)
+
+        async def replica(scope: Scope, receive: Receive, send: Send) -> None:
+            headers = dict(scope["headers"])
+            seen.append(headers)
+            for value in headers.values():
+                value.decode()  # as Ray does
+            await inner(scope, receive, send)
+
+        app = CleanNames(RequestIdMiddleware(replica))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+            for value, status in ((b"\xff\xfe", 400), (b"fit", 200), (None, 200)):
+                headers = [] if value is None else [(b"x-request-id", value), (b"x-session-id", value)]
+                steering = [(b"serve_multiplexed_model_id", b"\xff"), (b"x-request-disconnect-disabled", b"?1")]
+                response = await http.get("/v1/models", headers=headers + steering)
+                assert response.status_code == status, response.text
+                [shown] = response.headers.get_list("x-request-id")
+                assert (shown == "fit") == (value == b"fit")
+                assert {b"serve_multiplexed_model_id", b"x-request-disconnect-disabled"}.isdisjoint(seen[-1])
 
     run(scenario)
 

@@ -285,3 +285,8 @@ def test_the_anthropic_package_works_unmodified(run: Run) -> None:
             assert abs(listed.created_at.timestamp() - time.time()) < 600
 
     run(scenario)
+
+
+def test_a_chat_of_empty_system_messages_alone_is_refused() -> None:
+    with pytest.raises(RequestError, match="only system messages"):
+        chat_of(messages=[{"role": "system", "content": []}])

@@ -377,6 +377,33 @@ def test_hostile_heads_are_refused_and_old_clients_are_served(endpoint: Any) -> 
     assert json.loads(answer)["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_odd_names_of_requests_are_refused_in_json_and_reach_no_log(endpoint: Any) -> None:
+    """Behind Ray Serve, whose own code echoes, decodes and logs them."""
+    mark = b"odd-name-4711"
+    for header in (b"x-request-id", b"x-session-id", b"x_session_id"):
+        for name in (b"\xff\xfe" + mark, b"\xe2\x80\xae" + mark, mark + b" b", mark * 1000, mark + b"\tx"):
+            head = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n%s: %s\r\n\r\n"
+            answer, _, body = ask_raw(endpoint.url, head % (header, name)).partition(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 400 "), (header, name[:40], answer)
+            assert mark not in answer
+            assert json.loads(body)["error"]["code"] == "invalid_header"
+            assert answer.lower().count(b"\r\nx-request-id: ") == 1
+    fit = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nx-request-id: fit\r\n\r\n"
+    answer = ask_raw(endpoint.url, fit)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.lower().count(b"\r\nx-request-id: ") == 1
+    evil = b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
+    assert b'"host_refused"' in ask_raw(endpoint.url, evil)
+    import ray
+
+    logs_of_this_run = Path(ray._private.worker._global_node.get_logs_dir_path())
+    logs = [path for path in logs_of_this_run.rglob("*") if path.is_file()]
+    assert logs
+    assert not [path for path in logs if mark in path.read_bytes()]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.timeout(900)

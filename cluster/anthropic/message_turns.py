@@ -26,6 +26,8 @@ _MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.NAME
 def conversation(request: CountTokensRequest) -> Conversation:
     """The conversation that the model goes on with. Raises RequestError, with the path of the field at fault."""
     turns = _turns(request)
+    if not turns:
+        raise RequestError("messages has only system messages, all empty.", param="messages")
     if len(turns) > 1 and turns[-1] == Turn(role="assistant", path=turns[-1].path):
         turns.pop()  # an answer that was cut off before it said anything
     # The answer goes on where the caller's beginning of it ends.

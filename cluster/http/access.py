@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+import socket
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -13,6 +15,9 @@ from cluster.http.context import RequestContext, Role
 from cluster.http.keys import ApiKey, KeyRing
 from configs.errors import RequestError
 from configs.load import is_loopback
+from configs.schema import ServerConfig
+
+_HOST = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]*)?")
 
 ANYONE: Set[Role] = frozenset()
 """Paths that need no key: those of probes, and the page, which asks for one itself. None tells anything."""
@@ -40,6 +45,8 @@ class Access:
     """Whether requests from other machines are answered where there are no keys."""
     client_address: Callable[[Scope], str | None] = peer_address
     """The address of a request's client. None: the connection has no addresses, so the client is on this machine."""
+    host_names: Set[str] = frozenset()
+    """Names, in lower case, that a request's Host may have where there are no keys, besides this machine's."""
 
     def admit(self, scope: Scope, request_id: str) -> tuple[RequestContext, ApiKey | None]:
         """The context of a request, and the key it came with. Raises RequestError: 401 without a good key, 403 where
@@ -51,6 +58,7 @@ class Access:
             address = self.client_address(scope)
             if not self.anyone:
                 _check_local(scope, address)
+            _check_host(scope, self.host_names, any_address=self.anyone)
             if roles == ADMINS:
                 raise _absent()
             return RequestContext(request_id=request_id, network=_network(address)), None
@@ -66,7 +74,10 @@ class Access:
         if key.role not in roles:
             raise RequestError(f"Keys of the role {key.role} may not call this.", code="permission_denied", status=403)
         salt = self.keys.salt(key.id)
-        return RequestContext(request_id=request_id, client=key.id, role=key.role, salt=salt), key
+        context = RequestContext(
+            request_id=request_id, client=key.id, role=key.role, priorities=key.priorities, salt=salt
+        )
+        return context, key
 
 
 def route_path(scope: Scope) -> str:
@@ -115,6 +126,48 @@ def _network(address: str | None) -> str:
     if isinstance(parsed, ipaddress.IPv6Address):
         return str(parsed.ipv4_mapped or ipaddress.ip_network((parsed, 64), strict=False))
     return str(parsed)
+
+
+def own_host_names(server: ServerConfig) -> Set[str]:
+    """The names that a keyless server answers to: those of `server.host_names`, and if it answers other machines, this
+    machine's own. Asks the machine's resolver, which may take a second."""
+    own = {socket.gethostname(), socket.getfqdn()} if server.api_keys is False else set()
+    return frozenset(name.lower().rstrip(".") for name in own.union(server.host_names))
+
+
+def _check_host(scope: Scope, names: Set[str], *, any_address: bool) -> None:
+    """Raises RequestError if a request's Host is none of this server's. A page whose own DNS name points to this
+    machine has its browser send that name: the browser would let the page read the answers.
+
+    Args:
+        names: accepted besides loopback addresses and `localhost`.
+        any_address: accept every IP address; a browser sends one only to pages that were opened by an address.
+    """
+    server = scope.get("server")
+    if server is None or server[1] is None:
+        return  # no TCP connection: no browser sends requests this way
+    given = [value for name, value in scope["headers"] if name == b"host"]
+    if not given and scope.get("http_version") == "1.0":
+        return  # that version has no Host, and no browser speaks it
+    found = _HOST.fullmatch(given[0].strip()) if len(given) == 1 else None
+    if found is None:
+        raise RequestError("The request must have one Host header with a name or an address.", code="invalid_host")
+    host = (found[1] or found[2]).decode().lower().rstrip(".")
+    if not (is_loopback(host) or host in names or (any_address and _is_address(host))):
+        raise RequestError(
+            "This server has no API keys, so it answers only requests whose Host is its own name; list the name in "
+            "server.host_names, or set server.api_keys.",
+            code="host_refused",
+            status=403,
+        )
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _absent() -> RequestError:

@@ -49,6 +49,9 @@ class RequestContext:
     network: str = ""
     """The client's network address, where no keys are asked for; empty for connections without addresses."""
     role: Role = Role.USER
+    priorities: tuple[int, int] | None = None
+    """Lowest and highest `priority` that counts against other clients' requests, as the operator granted the API key.
+    None: none was granted, so a priority orders this client's own requests only."""
     salt: bytes = field(default=b"", repr=False)
     """Secret of the client in this process; empty where no keys are asked for."""
     path_params: Mapping[str, str] = field(default_factory=dict)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Router
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.http.access import Access
 from cluster.http.context import serving
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 MAX_HEADERS = 256
 MAX_HEADER_BYTES = 64 << 10
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
+# Ray Serve reads the first two itself, echoes the first and logs it: odd bytes there end in its errors, not ours.
+_NAME_HEADERS = ("x-request-id", "x-session-id")
+_RAY_HEADERS = ("serve-multiplexed-model-id", "x-request-timeout-seconds", "x-request-disconnect-disabled")
+_ODD_NAME = "lockstep.odd_name"
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 _HTTP_ERRORS = {404: ("not_found", "There is no such route."), 405: ("method_not_allowed", "Not allowed here: ")}
 
@@ -49,7 +54,8 @@ class Guard:
         on_error: is told of every response that is not a success.
         error_shapes: by path, how errors look there and below, where responses have `request-id` as Anthropic's do;
             elsewhere they look like OpenAI's.
-        names_responses: False where a server in front adds `x-request-id` from the request to every response.
+        names_responses: False where a server in front adds `x-request-id` from the request to every response; it must
+            have `CleanNames` before it.
         """
         self.router = Router(routes, redirect_slashes=False)
         self._access = access
@@ -72,14 +78,19 @@ class Guard:
             # Before it is accepted, closing a websocket answers it with 403.
             await send({"type": "websocket.close", "code": 1008})
             return
-        request_id, known = _request_id(scope)
-        names = [] if known and not self._names_responses else ["x-request-id"]
+        clean_names(scope)
+        request_id = _request_id(scope)
+        names = ["x-request-id"] if self._names_responses else []
         if self._error_shape(scope) is not None:
             names.append("request-id")
         response = _Response(send, [(name.encode(), request_id.encode()) for name in names])
         scope["app"] = self  # the router then raises for a path or method it does not have
         try:
             _check_headers(scope)
+            if (odd := scope.get(_ODD_NAME)) is not None:
+                raise RequestError(
+                    f"{odd} must come once, with 1 to 128 letters, digits or . _ : + / = @ -", code="invalid_header"
+                )
             context, key = self._access.admit(scope, request_id)
             if trace := _trace(scope):
                 context = replace(context, trace=trace)
@@ -138,12 +149,47 @@ def is_request_id(name: bytes) -> bool:
     return _REQUEST_ID.fullmatch(name) is not None
 
 
-def _request_id(scope: Scope) -> tuple[str, bool]:
-    """The request's name, and whether it came with it."""
-    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
-    if len(given) == 1 and is_request_id(given[0]):
-        return given[0].decode(), True
-    return uuid.uuid4().hex, False
+class CleanNames:
+    """ASGI middleware: `clean_names` before any other code of a server reads the request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            clean_names(scope)
+        await self._app(scope, receive, send)
+
+
+def ray_middlewares() -> list[Middleware]:
+    """The middlewares before Ray Serve's own code in a replica; `cluster.serve.haproxy.REPLICA_SETTINGS` names this."""
+    return [Middleware(CleanNames)]
+
+
+def clean_names(scope: Scope) -> None:
+    """Removes headers by which a client would steer Ray Serve. If `x-request-id` or `x-session-id` has odd bytes, is
+    too long or comes twice, removes it too, gives the request an id of ours, and notes it for `Guard` to refuse."""
+    kept: list[tuple[bytes, bytes]] = []
+    given: dict[str, bytes] = {}
+    odd = None
+    for name, value in scope["headers"]:
+        plain = name.decode("latin-1").lower().replace("_", "-")
+        if plain in _NAME_HEADERS and value:  # an empty one is none
+            if plain in given or not is_request_id(value):
+                odd = plain
+            given[plain] = value
+        elif plain not in _NAME_HEADERS + _RAY_HEADERS:
+            kept.append((name, value))
+    if odd is not None:
+        scope[_ODD_NAME] = odd
+        given = {_NAME_HEADERS[0]: uuid.uuid4().hex.encode()}
+    scope["headers"] = kept + [(name.encode(), value) for name, value in given.items()]
+
+
+def _request_id(scope: Scope) -> str:
+    """The request's name: the one it came with, or a new one."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return given.decode() or uuid.uuid4().hex
 
 
 def _trace(scope: Scope) -> dict[str, str]:

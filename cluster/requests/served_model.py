@@ -5,6 +5,7 @@ Owns what a request must pass before it is a `Job`: the model's name, room in th
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 import uuid
@@ -87,7 +88,7 @@ class ServedModel:
         self.grammars = GrammarChecker(lambda: Setup(tokenizer.to_json(), self.vocab_size, list(eos)))
         self._vocabulary = Vocabulary(tokenizer=tokenizer, size=self.vocab_size, eos_token_ids=frozenset(eos_token_ids))
         self.formats = ModelFormats.of(tokenizer.template, server)
-        self.prompts = PromptEncoder(tokenizer, self.formats)
+        self.prompts = PromptEncoder(tokenizer, self.formats, special_tokens_in_text=server.special_tokens_in_text)
         self._defaults = defaults or GenerationDefaults()
         self._next_seed = next_seed
         self.started = int(time.time())
@@ -112,6 +113,7 @@ class ServedModel:
 
     async def warm_up(self, timeout_s: float | None = None) -> None:
         """Generates one token; the server is ready after it. Arguments and errors are those of `generate_one`."""
+        await asyncio.to_thread(self.prompts.prepare)
         await self.generate_one(timeout_s)
         self.engine.telemetry.life.enter(EngineState.RUNNING)
 

@@ -46,6 +46,8 @@ METRICS_PORT = "RAY_SERVE_HAPROXY_METRICS_PORT"
 REPLICA_SETTINGS = {
     # Answers go from the replica's event loop straight to the connection, which then holds up those of a slow client.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    # Ray Serve's own code fails with odd bytes in x-request-id and x-session-id, and logs what it gets there.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.http.guard:ray_middlewares",
 }
 """Environment of a replica."""
 

@@ -12,7 +12,7 @@ import msgspec
 from starlette import routing
 
 from cluster.anthropic.message_objects import AnthropicError
-from cluster.http.access import Access
+from cluster.http.access import Access, own_host_names
 from cluster.http.active import ActiveRequests
 from cluster.http.endpoint import Endpoint, Handler
 from cluster.http.guard import Guard
@@ -65,6 +65,7 @@ def create_app(
             keys,
             roles,
             anyone=model.server.api_keys is False,
+            host_names=own_host_names(model.server),
             client_address=functools.partial(client_address, proof()),
         ),
         engine_is_there=engine_is_there,

@@ -30,11 +30,6 @@ _MAX_CONNECTIONS = 16384
 _BYTES_PER_CONNECTION = 20 << 10  # one buffer, which an incomplete head holds, and HAProxy's own record
 _MEMORY_SHARE = 64  # connections may take one part in so many of the machine's memory
 _OTHER_DESCRIPTORS = 512  # listeners, health checks and logs of HAProxy
-_NAME = "^[A-Za-z0-9._:+/=@-]{1,128}$"  # what may stand in a log line and in a response header as it came
-_ODD_NAME = (
-    r"{\"error\":{\"message\":\"x-request-id and x-session-id may each be given once, with 1 to 128 letters, digits and"
-    r" characters of ._:+/=@-.\",\"type\":\"invalid_request_error\",\"param\":null,\"code\":\"invalid_header\"}}"
-)
 
 
 class TemplateError(Exception):
@@ -58,7 +53,7 @@ def hardened(config: str, max_connections: int) -> str:
     - HAProxy serves its figures at the endpoint's address, not at every address of the machine.
     - Requests are not spliced, since HAProxy does not notice that the client of a spliced request has left.
     - The head of a request must come within `HEAD_TIMEOUT_S`. One address may hold three quarters of the connections.
-    - Names of requests and sessions are checked, and replicas get the client's address.
+    - Replicas get the client's address.
 
     Raises:
         TemplateError: a line to change is missing.
@@ -96,17 +91,8 @@ def _rules(max_connections: int) -> str:
         "stick-table type ipv6 size 64k expire 60s store conn_cur",
         "tcp-request connection track-sc0 src",
         f"tcp-request connection reject if {{ sc0_conn_cur gt {max_connections * 3 // 4} }}",
+        f'http-request set-header {CLIENT_HEADER} "{proof()} %[src]"',
     ]
-    for name in ("x-request-id", "x-session-id"):
-        conditions = (
-            f"{{ req.fhdr_cnt({name}) gt 1 }}",
-            f"{{ req.fhdr_cnt({name}) 1 }} !{{ req.fhdr({name}) -m reg {_NAME} }}",
-        )
-        lines.append(
-            f'http-request return status 400 content-type application/json hdr x-request-id "%[uuid]" '
-            f'string "{_ODD_NAME}" if {" or ".join(conditions)}'
-        )
-    lines.append(f'http-request set-header {CLIENT_HEADER} "{proof()} %[src]"')
     return "".join(f"    {line}\n" for line in lines)
 
 

@@ -11,6 +11,7 @@ from jinja2.exceptions import TemplateError
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.conversation import Conversation, as_given
 from cluster.text.formats import ModelFormats
+from cluster.text.special_tokens import Marks, SpecialTokens
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import OverloadedError, RequestError
 
@@ -23,11 +24,18 @@ _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, 
 class PromptEncoder:
     """Encodes for one model; chats in threads of its own."""
 
-    def __init__(self, tokenizer: Tokenizer, formats: ModelFormats) -> None:
+    def __init__(self, tokenizer: Tokenizer, formats: ModelFormats, *, special_tokens_in_text: bool = False) -> None:
+        """`special_tokens_in_text`: the texts of a chat may hold special tokens (`server.special_tokens_in_text`)."""
+        self._special = None if special_tokens_in_text else SpecialTokens(tokenizer, formats)
         self._tokenizer = tokenizer
         self._formats = formats
         self._renderers = ThreadPoolExecutor(_NUM_RENDERERS, thread_name_prefix="chat-template")
         self._num_rendering = 0
+
+    def prepare(self) -> None:
+        """Makes ready what only some chats need, before the first of them comes. Blocks for up to a second."""
+        if self._special is not None:
+            self._special.prepare()
 
     def close(self) -> None:
         """Takes no more chats."""
@@ -48,8 +56,12 @@ class PromptEncoder:
             raise OverloadedError("Too many chats are being prepared; try again later.")
 
         def encode() -> list[int]:
-            text = render(conversation, template, formats)
-            return self._tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens)
+            marks = Marks()
+            marked = conversation if self._special is None else self._special.marked(conversation, marks)
+            add = conversation.add_special_tokens
+            if self._special is not None and marks:
+                return self._special.encode(render(marked, template, formats), marks, add_special_tokens=add)
+            return self._tokenizer.encode(render(conversation, template, formats), add_special_tokens=add)
 
         self._num_rendering += 1
         try:

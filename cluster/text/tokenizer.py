@@ -89,6 +89,15 @@ class Tokenizer:
         [text] = self._rust.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
+    def added_tokens(self) -> dict[str, bool]:
+        """The texts that are always one token, and whether each is flagged as special."""
+        return {token.content: token.special for token in self._rust.get_added_tokens_decoder().values()}
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is written as `text`."""
+        id_: int | None = self._rust.token_to_id(text)
+        return id_
+
     def special_id(self, text: str) -> int | None:
         """The id of the special token that is written as `text`; None where it is no special token."""
         id_ = self._rust.token_to_id(text)

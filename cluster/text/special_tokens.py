@@ -1,0 +1,219 @@
+"""Keeps the texts of a request from becoming special tokens of its prompt.
+
+A chat template writes tokens such as `<|im_end|>` around each turn. A tokenizer makes the same token of the same
+characters in a user's text, which could then end the turn and begin one of the system. Here such characters are
+replaced by marks before the template is rendered. What it writes itself is encoded as tokens, and the marked
+characters as plain text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from cluster.text.conversation import Conversation, Turn
+from cluster.text.formats import ModelFormats
+from cluster.text.tokenizer import Tokenizer
+from configs.errors import CheckpointError
+
+_SEARCHED_CHARS = 1 << 20  # at once: a search holds the GIL, for 5 ms or so
+_STEM_BITS = 80
+
+
+class Marks:
+    """The marks in one conversation. They are digits, which templates and JSON leave as they are, and random, so that
+    no text of a client holds one."""
+
+    def __init__(self) -> None:
+        self._stem = f"{secrets.randbits(_STEM_BITS):025d}"
+        self._texts: dict[str, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
+
+    def mark(self, text: str) -> str:
+        """The mark that stands for `text`."""
+        return f"{self._stem}{self._texts.setdefault(text, len(self._texts)):06d}"
+
+    def restored(self, marked: str) -> str:
+        """`marked` with the text of each mark in its place."""
+        texts = list(self._texts)
+        return re.sub(rf"{self._stem}(\d{{6}})", lambda found: texts[int(found[1])], marked)
+
+
+class _Finder:
+    """Finds some tokens' characters in texts, and parts of them at a text's ends: the template, or another text, may
+    stand beside it with the other part."""
+
+    def __init__(self, tokens: Collection[str]) -> None:
+        self._tokens = re.compile(_pattern(tokens)) if tokens else None
+        self._longest = max(map(len, tokens), default=0)
+        self._begins = {token[:size] for token in tokens for size in range(1, len(token))}
+        self._ends = {token[-size:] for token in tokens for size in range(1, len(token))}
+        self._first, self._last = ({token[at] for token in tokens} for at in (0, -1))
+
+    def marked(self, text: str, mark: Callable[[str], str]) -> str:
+        """`text` with a mark in place of what was found; `text` itself if nothing was."""
+        if self._tokens is None:
+            return text
+        for start in range(0, len(text), _SEARCHED_CHARS):
+            if self._tokens.search(text, start, start + _SEARCHED_CHARS + self._longest):
+                text = self._tokens.sub(lambda found: mark(found[0]), text)
+                break
+        # Templates strip whitespace at the ends.
+        kept = text.rstrip()
+        if part := self._at_end(kept):
+            text = kept[: -len(part)] + mark(part) + text[len(kept) :]
+        kept = text.lstrip()
+        if part := self._at_start(kept):
+            text = text[: len(text) - len(kept)] + mark(part) + kept[len(part) :]
+        return text
+
+    def _at_end(self, text: str) -> str:
+        tail = text[-self._longest :]
+        if self._first.isdisjoint(tail):
+            return ""
+        return next((tail[at:] for at in range(len(tail)) if tail[at:] in self._begins), "")
+
+    def _at_start(self, text: str) -> str:
+        head = text[: self._longest]
+        if self._last.isdisjoint(head):
+            return ""
+        return next((head[:size] for size in range(len(head), 0, -1) if head[:size] in self._ends), "")
+
+    def replaced(self, text: str, names: Mapping[str, str]) -> str:
+        """`text` with each token's name in its place."""
+        return text if self._tokens is None else self._tokens.sub(lambda found: names[found[0]], text)
+
+
+class SpecialTokens:
+    """The tokens that only the chat template of one model may write. May be used from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, formats: ModelFormats) -> None:
+        self._tokenizer = tokenizer
+        self._lock = Lock()
+        source = "" if tokenizer.template is None else tokenizer.template.source
+        added = tokenizer.added_tokens()
+        # Some tokenizers do not flag the tokens of turns: those that the template writes by name count too.
+        names = {
+            name for name, special in added.items() if name.strip() and (special or (_is_tag(name) and name in source))
+        }
+        # An answer that a client gives back has the model's own thinking and calls in it.
+        calls = () if formats.calls is None else formats.calls.tags
+        own = {name for name in calls if not added.get(name)}
+        if formats.reasoning is not None:
+            own |= {formats.reasoning.begin, formats.reasoning.end}
+        self._names = names
+        self._everywhere = _Finder(names)
+        self._in_answers = _Finder(names - own)
+
+    def prepare(self) -> None:
+        """Does now what `encode` does at its first call: it holds the GIL for a few tenths of a second."""
+        with self._lock:
+            _ = self._twin
+
+    def marked(self, conversation: Conversation, marks: Marks) -> Conversation:
+        """`conversation` with marks in place of all special tokens' characters in its texts."""
+        tools = conversation.tools
+        if tools is not None:
+            shown = tuple(replace(tool, shown=self._value(tool.shown, marks)) for tool in tools.tools)
+            tools = replace(tools, tools=shown)
+        return replace(
+            conversation,
+            turns=[self._turn(turn, marks) for turn in conversation.turns],
+            tools=tools,
+            documents=self._value(conversation.documents, marks),
+            options=[replace(option, value=self._value(option.value, marks)) for option in conversation.options],
+        )
+
+    def encode(self, rendered: str, marks: Marks, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a template's text with marks: the tokens are those that the template wrote, and all other text
+        is encoded as ever."""
+        with self._lock:
+            twin, names = self._twin
+        text = marks.restored(self._everywhere.replaced(rendered, names))
+        [encoding] = twin.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _turn(self, turn: Turn, marks: Marks) -> Turn:
+        finder = self._in_answers if turn.role == "assistant" else self._everywhere
+
+        def marked(text: Any) -> Any:
+            return self._value(text, marks, finder)
+
+        return replace(
+            turn,
+            text=marked(turn.text),
+            thinking=marked(turn.thinking),
+            calls=tuple(
+                replace(call, name=marked(call.name), arguments=marked(call.arguments), id=marked(call.id))
+                for call in turn.calls
+            ),
+            call_id=marked(turn.call_id),
+            name=marked(turn.name),
+        )
+
+    def _value(self, value: Any, marks: Marks, finder: _Finder | None = None) -> Any:
+        """`value`, of JSON's types, with marks in its texts."""
+        finder = finder or self._everywhere
+        if isinstance(value, str):
+            return finder.marked(value, marks.mark)
+        if isinstance(value, Mapping):
+            return {finder.marked(key, marks.mark): self._value(entry, marks, finder) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._value(entry, marks, finder) for entry in value]
+        return value
+
+    @cached_property
+    def _twin(self) -> tuple[RustTokenizer, dict[str, str]]:
+        """The model's tokenizer with secret names for its special tokens, and these names. It makes no token of the
+        real names, which so are plain text.
+
+        Raises CheckpointError where a token has another id under its secret name."""
+        stem = f"{secrets.randbits(_STEM_BITS):025d}"
+        names = {name: f"<{stem}{i:06d}>" for i, name in enumerate(sorted(self._names))}
+        state = json.loads(self._tokenizer.to_json())
+        for token in state["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = state["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(piece, piece): id_ for piece, id_ in model["vocab"].items()}
+        else:
+            model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        twin = RustTokenizer.from_str(json.dumps(state, ensure_ascii=False))
+        for name, secret in names.items():
+            if twin.token_to_id(secret) != self._tokenizer.token_id(name):
+                raise CheckpointError(
+                    f"the tokenizer's special token {name!r} cannot be kept apart from text; set "
+                    "server.special_tokens_in_text"
+                )
+        return twin, names
+
+
+def _is_tag(name: str) -> bool:
+    """Whether a token looks like one of turns: others that are not flagged are whitespace, digits or words."""
+    return len(name) > 2 and not any(end.isalnum() or end.isspace() for end in (name[0], name[-1]))
+
+
+def _pattern(tokens: Collection[str]) -> str:
+    """A regular expression for any of `tokens`, the longest that fits. It tries each character once, also where a
+    thousand tokens begin alike."""
+    branches: dict[str, list[str]] = {}
+    for token in tokens:
+        if token:
+            branches.setdefault(token[0], []).append(token[1:])
+    choices = [re.escape(first) + _pattern(rest) for first, rest in branches.items()]
+    if len(choices) == 1 and "" not in tokens:
+        return choices[0]
+    return f"(?:{'|'.join(choices)}){'?' if '' in tokens else ''}" if choices else ""
