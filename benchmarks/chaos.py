@@ -274,7 +274,6 @@ def main() -> None:
     if arguments.plot is not None:
         arguments.plot.with_suffix(".svg").write_text(drawn(json.loads(arguments.plot.read_text())["held"]))
         return
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     # The workers' way to this checkout.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     num_gpus = None if arguments.config else 0

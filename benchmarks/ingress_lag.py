@@ -209,7 +209,6 @@ def replica(path: str, tokenizer: str, num_steps: int) -> Iterator[tuple[str, in
 @contextlib.contextmanager
 def behind_serve(path: str, tokenizer: str, num_steps: int) -> Iterator[tuple[str, int]]:
     """Host and port of Ray Serve with the app in a replica."""
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     use_haproxy()
     os.environ.update(REPLICA_SETTINGS)
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)

@@ -17,7 +17,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import ConfigError, DeadlineError, EngineError
 from parallel.collectives import Collectives, await_stream, late
+from parallel.store_relay import STORE_HOST
 
+_ANY_PORT = 9  # nothing is sent there
 # A blocked rank looks for an abort this often.
 _SLICE_S = 0.02
 
@@ -184,10 +186,11 @@ def _own_address(*, rank: int, size: int, store: Store, timeout_s: float) -> str
         return "127.0.0.1"
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, torch.distributed.TCPStore):  # type: ignore[attr-defined]  # not in its `__all__`
+    if not store.check([STORE_HOST]):
         return None
-    # The interface that reaches the store is the one the ranks share. Connecting UDP sends nothing.
-    family, kind, _, _, store_address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    # The interface that reaches the coordinator is the one that the ranks share. Connecting UDP sends nothing.
+    host = store.get(STORE_HOST).decode()
+    family, kind, _, _, store_address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(store_address)
         address: str = probe.getsockname()[0]

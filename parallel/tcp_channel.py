@@ -7,6 +7,7 @@ that arrives is unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import secrets
 import socket
@@ -179,8 +180,7 @@ class TcpListener:
                     f"channel ends {missing} did not connect within {_INIT_TIMEOUT}={timeout_s:g}"
                 ) from None
             try:
-                sock.settimeout(min(_HANDSHAKE_S, left))
-                index = self._admit(sock)
+                index = self.admit(sock, min(_HANDSHAKE_S, left))
             except (OSError, EngineError):
                 sock.close()
                 continue
@@ -190,11 +190,23 @@ class TcpListener:
             connections[index] = Connection(sock, f"channel end {index} at {address[0]}")
         return [connections[index] for index in range(num_peers)]
 
+    def accept_any(self) -> socket.socket:
+        """The next connection, which has yet to be admitted. Raises OSError once this listener is closed."""
+        return self._sock.accept()[0]
+
     def close(self) -> None:
         """Takes no more connections; those accepted live on."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in `accept_any`
         self._sock.close()
 
-    def _admit(self, sock: socket.socket) -> int:
+    def admit(self, sock: socket.socket, timeout_s: float = _HANDSHAKE_S) -> int:
+        """Returns the index of the peer that called, once the peer has proved the secret.
+
+        Raises:
+            OSError, EngineError: the caller does not know the secret, or did not prove it within `timeout_s`.
+        """
+        sock.settimeout(timeout_s)
         challenge = secrets.token_bytes(_CHALLENGE_BYTES)
         sock.sendall(challenge)
         magic, index, proof, counter_challenge = _HELLO.unpack(_read_exactly(sock, _HELLO.size))
@@ -205,14 +217,24 @@ class TcpListener:
 
 
 def connect(address: str, index: int, *, timeout_s: float) -> Connection:
-    """Connects to the listener at `address` as its peer `index`.
+    """Connects to the listener at `address` as its peer `index`. Raises as `connect_socket`."""
+    return Connection(connect_socket(address, index, timeout_s=timeout_s), _peer(address))
+
+
+def _peer(address: str) -> str:
+    host, port, _ = address.rsplit(":", 2)
+    return f"the channel's listener at {host_and_port(host, int(port))}"
+
+
+def connect_socket(address: str, index: int = 0, *, timeout_s: float) -> socket.socket:
+    """A connection to the listener at `address`, to which it has proved the secret.
 
     Raises:
         DeadlineError: nobody answered within `timeout_s`.
         EngineError: the listener is gone, or does not know the secret, or turned this end away.
     """
     host, port, token = address.rsplit(":", 2)
-    peer = f"the channel's listener at {host_and_port(host, int(port))}"
+    peer = _peer(address)
     try:
         sock = socket.create_connection((host, int(port)), timeout=timeout_s)
         sock.settimeout(timeout_s)
@@ -227,7 +249,7 @@ def connect(address: str, index: int, *, timeout_s: float) -> Connection:
     if not hmac.compare_digest(answer, _proof(token, b"listener", index, challenge)):
         sock.close()
         raise EngineError(f"{peer} does not know the channel's secret")
-    return Connection(sock, peer)
+    return sock
 
 
 class TcpWriter:

@@ -43,9 +43,14 @@ MODEL = "smollm2-135m-instruct"
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process's, less what would make a command join the test run's own cluster."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "PYTHONPATH")}
-    return {**kept, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "COLUMNS": "80", **extra}
+    """This process's, less what it set for the test run's own cluster, and as README has it for `ray start`."""
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH" and not key.startswith("RAY_")}
+    ray_settings = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    return {**kept, **ray_settings, "COLUMNS": "80", **extra}
 
 
 def run(*arguments: str, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
@@ -525,6 +530,7 @@ def test_haproxy_is_chosen_where_it_reaches_every_replica(
     started: dict[str, Any] = {}
     monkeypatch.setattr(deployment.ray, "nodes", lambda: [{"Alive": True}] * num_nodes + [{"Alive": False}])
     monkeypatch.setattr(deployment.serve, "start", lambda **options: started.update(options))
+    monkeypatch.setattr(deployment, "_install_on_nodes", dict)
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     deployment._start_serve({"http_options": {"host": host, "port": 8000}}, {})
     env_vars = started["controller_options"]["runtime_env"]["env_vars"]
@@ -537,6 +543,12 @@ def test_clusters_of_one_machine_share_no_port_that_ray_serve_shares_unasked() -
     for name in one:
         assert hasattr(ray.serve._private.constants, name), f"Ray Serve has no setting {name}"
     assert "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT" in one
+
+
+def token() -> str:
+    """Ray's token of this user."""
+    command = [BIN / "ray", "get-auth-token"]
+    return subprocess.run(command, env=environment(), check=True, capture_output=True, text=True).stdout.strip()
 
 
 @dataclass(frozen=True)
@@ -572,7 +584,9 @@ class Head:
 
     def replicas(self) -> dict[str, list[str]]:
         """Replica ids of each application of Ray Serve."""
-        details = httpx.get(f"{self.dashboard_url}/api/serve/applications/", timeout=30).json()
+        details = httpx.get(
+            f"{self.dashboard_url}/api/serve/applications/", timeout=30, headers={"authorization": f"Bearer {token()}"}
+        ).json()
         return {
             name: [
                 replica["replica_id"]
@@ -614,6 +628,7 @@ def started_head(**extra: str) -> Iterator[Head]:
     temp_dir = Path(f"/tmp/lockstep-{os.getpid()}")  # short: it holds sockets
     command = [BIN / "ray", "start", "--head", "--block", "--num-cpus=4", "--num-gpus=0", f"--temp-dir={temp_dir}"]
     extra["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
+    subprocess.run([BIN / "ray", "get-auth-token", "--generate"], env=environment(), check=True, capture_output=True)
     process = subprocess.Popen(
         [*command, *(f"--{name}={port}" for name, port in ports.items())],
         env=environment(PATH=f"{BIN}:{os.environ['PATH']}", **ports_of_own(), **extra),

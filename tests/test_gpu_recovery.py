@@ -113,7 +113,6 @@ def gpu_cluster() -> Iterator[None]:
         pytest.skip("Ray runs already, without GPUs; run this file by itself")
     import torch
 
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     num_gpus = max(torch.cuda.device_count(), 2 if SHARE_GPUS in os.environ else 0)
     ray.init(address="local", num_cpus=8, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False)

@@ -28,6 +28,7 @@ from parallel.environment import MULTICAST_OFF, RANK_ENVIRONMENT
 from parallel.group import Strategy, TensorParallelGroup
 from parallel.library_collectives import _own_address
 from parallel.shared_memory import SharedMemoryCollectives
+from parallel.store_relay import STORE_HOST
 from tests.forks import start_forked
 
 Body = Callable[[TensorParallelGroup], Any]
@@ -432,6 +433,7 @@ def test_a_rank_finds_the_address_its_peers_reach_it_by_over_ipv6(ipv6_loopback:
     listening = socket.create_server((ipv6_loopback, 0), family=socket.AF_INET6)
     port = listening.getsockname()[1]
     master = TCPStore(ipv6_loopback, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    master.set(STORE_HOST, ipv6_loopback)
     store = PrefixStore("generation", master)
     store.set("network/1", "that of another node")
     address = _own_address(rank=0, size=2, store=store, timeout_s=5.0)

@@ -183,7 +183,7 @@ until_free(2)
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_gpu_is_held_until_its_owner_ends_and_refused_where_none_is_free() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", HOLD]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

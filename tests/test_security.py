@@ -287,7 +287,7 @@ def test_every_process_of_ray_and_serve_listens_on_loopback_alone(endpoint: Any)
 
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mode", ["disabled", "token"])
+@pytest.mark.parametrize("mode", ["disabled", pytest.param("token", marks=pytest.mark.slow)])
 def test_nobody_joins_the_cluster_without_its_token(endpoint: Any, mode: str, tmp_path: Path) -> None:
     address = ray.get_runtime_context().gcs_address
     script = (

@@ -24,6 +24,7 @@ from configs.resolve import ANY_NODES_STRATEGY, ONE_NODE_STRATEGY
 from configs.schema import EngineConfig
 from parallel.channel import FrameReader, FrameWriter, Ring
 from parallel.plan import ShardPlan
+from parallel.store_relay import open_relay
 from parallel.tcp_channel import TcpReader, TcpWriter, connect
 
 if TYPE_CHECKING:  # these load torch, which the processes that start ranks do without
@@ -133,6 +134,7 @@ class RankActor:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self.become(spec)
         self._group: TensorParallelGroup | None = None
+        self._relay_port: int | None = None  # of the way to the store on another node
         self._worker: TPWorker | None = None
         self._progress = 0.0
         self._frames: FrameReader | None = None
@@ -166,11 +168,12 @@ class RankActor:
         device = self._spec.device or ("cpu" if self._spec.config.device == "cpu" else given_gpu())
         return Location(ray.get_runtime_context().get_node_id(), os.getpid(), device)
 
-    def join(self, host: str, port: int, generation: int, one_node: bool) -> int:
+    def join(self, store_at: int | str, generation: int, one_node: bool) -> int:
         """Enters the process group through the coordinator's store; in a later generation with the weights it has.
 
         Args:
-            port: the store's; 0 in a group of one, which has none.
+            store_at: the store's port on the coordinator's node, 0 in a group of one, which has no store. If ranks are on
+                several nodes, the address of the store's gate.
 
         Returns:
             Bytes that were free on its GPU, of a rank without weights. Else 0.
@@ -186,7 +189,10 @@ class RankActor:
 
         config, model, rank = self._spec.config, self._spec.model, self._spec.rank
         parallel = config.parallel
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False) if port else None
+        if isinstance(store_at, str) and self._relay_port is None:
+            self._relay_port = open_relay(store_at, parallel.init_timeout_s)
+        port = self._relay_port if isinstance(store_at, str) else store_at
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) if port else None
         if self._group is not None:
             self._group.rejoin(store, generation)
             return 0

@@ -28,7 +28,6 @@ from cluster.ranks.rank import Rank, RankStarter
 from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
 from cluster.ranks.spares import WarmSpares
 from cluster.ranks.step_channel import StepChannel
-from configs.addresses import family_of
 from configs.errors import ConfigError, EngineError, LockstepError, RankDiedError, RankLostError, StepHungError
 from configs.kept_types import kept_types
 from configs.kv_pages import PageBytes, WindowPool, dtype_bytes, pages_within
@@ -38,6 +37,7 @@ from parallel.channel import FrameReader, FrameWriter
 from parallel.kept_memory import WEIGHTS, Keeper, kv_block
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
+from parallel.store_relay import STORE_HOST, StoreGate
 from worker.protocol import Int32Array
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class RankGroup:
         self._pool: PoolShape | None = None
         self._on_failure: Callable[[LockstepError], None] | None = None
         self._store: Any = None  # the meeting place of several ranks
+        self._gate: StoreGate | None = None  # the way of other nodes' ranks to the store
         self._port: int | None = None  # the store's, 0 without one; known once the ranks have met
         self._memory: GroupMemory | None = None
         self._host = "127.0.0.1"
@@ -283,8 +284,11 @@ class RankGroup:
         here = ray.get_runtime_context().get_node_id()
         self.one_node = all(location.node_id == here for location in self.locations)
         self._host = "127.0.0.1" if self.one_node else ray.util.get_node_ip_address()
-        self._store = _open_store(self._host) if self.size > 1 else None
+        self._store = _open_store() if self.size > 1 else None
         self._port = 0 if self._store is None else self._store.port
+        if self._store is not None and not self.one_node:
+            self._store.set(STORE_HOST, self._host)
+            self._gate = StoreGate(self._host, self._port)
         for rank, room_bytes in zip(self._ranks, self._join(GENERATION), strict=True):
             rank.room_bytes = room_bytes
 
@@ -304,7 +308,12 @@ class RankGroup:
         return self._loaded(self._on(self._ranks, "bring", step_bytes))
 
     def _join(self, generation: int) -> list[int]:
-        return self._on(self._ranks, "join", self._host, self._port, generation, self.one_node)
+        return self._on(self._ranks, "join", self._store_address(), generation, self.one_node)
+
+    def _store_address(self) -> int | str:
+        """What `RankActor.join` needs: the store's port, or its gate's address for ranks on several nodes."""
+        assert self._port is not None, "the store is opened before the ranks join"
+        return self._port if self._gate is None else self._gate.address
 
     def measure(self) -> tuple[float, float]:
         """Measures what the loaded ranks can do together, at the same time: (FLOP/s, bytes/s of memory)."""
@@ -552,6 +561,8 @@ class RankGroup:
             rank.await_end(0.0 if failure is None else _END_TIMEOUT_S)
         self._spares.close()
         self._keeper.close()
+        if self._gate is not None:
+            self._gate.close()
         self._ranks = self._measured = []
         self._runs = {}
         self._close_channel()
@@ -561,10 +572,10 @@ class RankGroup:
         return call(ranks, method, *args, size=self.size, timeout_s=self.config.parallel.init_timeout_s)
 
 
-def _open_store(host: str) -> Any:
-    """A rendezvous store that listens on `host` only; by itself it would on every interface, and it knows no keys."""
+def _open_store() -> Any:
+    """A rendezvous store that listens on loopback only; by itself it would on every interface, and it knows no keys."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared; torch takes seconds
 
-    listener = socket.create_server((host, 0), family=family_of(host))
+    listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

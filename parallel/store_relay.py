@@ -1,0 +1,101 @@
+"""Carries ranks on other nodes to their rendezvous store.
+
+torch's TCPStore has no key: whoever reaches its port reads and changes what the ranks tell each other. It therefore
+listens on loopback.
+
+The coordinator opens a `StoreGate` beside the store, at an address that the other nodes reach. The gate lets in those
+who prove its key, as the ends of the step channel do, and relays their bytes to the store. A rank opens a port on its
+own loopback (`open_relay`) and gives it to its TCPStore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+
+from configs.errors import LockstepError
+from parallel.tcp_channel import TcpListener, connect_socket
+
+STORE_HOST = "lockstep/host"
+"""The store's key for the coordinator's address, as other nodes reach it. Absent if all ranks are on one node."""
+_PART_BYTES = 1 << 16
+
+
+class StoreGate:
+    """Relays connections that prove the key to a store on this node's loopback."""
+
+    def __init__(self, host: str, store_port: int) -> None:
+        """Listens on a free port of `host`, an address of this node. Raises EngineError if it is none."""
+        self._listener = TcpListener.create(host)
+        self._store_port = store_port
+        threading.Thread(target=self._serve, name="store gate", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """What `open_relay` needs. It holds the key: give it only to the ranks."""
+        return self._listener.address
+
+    def close(self) -> None:
+        """Takes no more connections; those that are open go on."""
+        self._listener.close()
+
+    def _serve(self) -> None:
+        _serve_each(self._listener.accept_any, self._relay)
+
+    def _relay(self, stranger: socket.socket) -> None:
+        self._listener.admit(stranger)
+        _join(stranger, socket.create_connection(("127.0.0.1", self._store_port)))
+
+
+def open_relay(address: str, timeout_s: float) -> int:
+    """Opens a port on loopback whose connections reach the store behind the gate at `address`, and returns the port.
+    It stays open while the process lives.
+
+    Raises:
+        DeadlineError: the gate did not answer within `timeout_s`.
+        EngineError: the gate cannot be reached, or does not take the key.
+    """
+    connect_socket(address, timeout_s=timeout_s).close()  # what is wrong with the gate is said here
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def relay(client: socket.socket) -> None:
+        _join(client, connect_socket(address, timeout_s=timeout_s))
+
+    accept: Callable[[], socket.socket] = lambda: listener.accept()[0]  # noqa: E731 -- one expression
+    threading.Thread(target=_serve_each, args=(accept, relay), name="store relay", daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+def _serve_each(accept: Callable[[], socket.socket], relay: Callable[[socket.socket], None]) -> None:
+    """Relays each connection in a thread of its own, until the listener closes. One that fails is closed."""
+
+    def run(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, LockstepError):
+            relay(connection)
+
+    with contextlib.suppress(OSError):
+        while True:
+            threading.Thread(target=run, args=(accept(),), daemon=True).start()
+
+
+def _join(one: socket.socket, other: socket.socket) -> None:
+    """Copies bytes both ways until one side ends; then closes both. Blocks."""
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while part := source.recv(_PART_BYTES):
+                target.sendall(part)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    with other:
+        for end in (one, other):
+            end.settimeout(None)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        back = threading.Thread(target=copy, args=(other, one), daemon=True)
+        back.start()
+        copy(one, other)
+        back.join()
