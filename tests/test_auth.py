@@ -551,6 +551,17 @@ def test_without_keys_only_this_machine_is_answered() -> None:
         assert caught.value.status == 403
 
 
+def test_clients_without_keys_share_by_their_address_and_an_ipv6_site_counts_once() -> None:
+    owners = {
+        host: access.Access(None, anyone=True).admit(scope_of((host, 80)), "r")[0].share_owner
+        for host in ("10.0.0.5", "10.0.0.6", "::ffff:10.0.0.5", "2001:db8::1", "2001:db8::ffff:2", "2001:db8:0:1::1")
+    }
+    assert owners["10.0.0.5"] == owners["::ffff:10.0.0.5"] == "10.0.0.5"
+    assert owners["10.0.0.6"] == "10.0.0.6"
+    assert owners["2001:db8::1"] == owners["2001:db8::ffff:2"] != owners["2001:db8:0:1::1"]
+    assert access.Access(None).admit(scope_of(None), "r")[0].share_owner == ""
+
+
 def test_without_keys_no_page_of_another_site_is_answered() -> None:
     closed = access.Access(None)
     for origin in ("http://localhost:3000", "http://127.0.0.1:8000", "http://[::1]:8000"):

@@ -383,6 +383,7 @@ def test_serve_answers_and_an_interrupt_leaves_nothing_behind(smollm2_path: Path
         assert [line.split()[-1] for line in rest.splitlines() if line.strip()][-2:] == ["stopping", "stopped"]
         for noise in ("Traceback", "(raylet)", "INFO ", "WARNING"):
             assert noise not in output + rest
+        assert not list(Path("/tmp").glob(f"lockstep{server.pid}-*"))
 
 
 @pytest.mark.slow

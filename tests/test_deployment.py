@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import ray
 
 from cluster.serve.deployment import find_dashboard
+from tests.conftest import unused_port
 
 VERSION = json.dumps({"version": "4", "ray_version": ray.__version__, "ray_commit": "", "session_name": ""})
 APPLICATIONS = "/api/serve/applications/"
@@ -97,3 +102,38 @@ def assert_one_line(caplog: pytest.LogCaptureFixture, *words: str) -> None:
     assert record.exc_info is None
     assert line.endswith("deploying without it")
     assert all(word in line for word in ("is not up", *words))
+
+
+OPEN_SERVE = """
+import ray
+from ray import serve
+from cluster.serve.session import prepare_own_cluster, remove_own_files
+prepare_own_cluster()
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+from cluster.app import build_app
+from configs.errors import ConfigError
+serve.start(http_options={"host": "0.0.0.0", "port": PORT})
+args = {"model": MODEL, "tensor_parallel_size": 1, "kv_cache": {"num_tokens": 1024}}
+try:
+    build_app(args)
+    print("built")
+except ConfigError as error:
+    print("refused:", error)
+build_app({**args, "server": {"api_keys": False}})
+print("built with api_keys: false")
+ray.shutdown()
+remove_own_files()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_an_app_without_keys_is_refused_where_serve_listens_at_every_address(smollm2_path: Path) -> None:
+    """As `serve deploy` and KubeRay start it, which give the application its `args` alone."""
+    script = OPEN_SERVE.replace("PORT", str(unused_port())).replace("MODEL", repr(str(smollm2_path)))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    found = subprocess.run([sys.executable, "-c", script], env=kept, capture_output=True, text=True, timeout=240)
+    assert found.returncode == 0, found.stderr
+    refused, built = found.stdout.strip().splitlines()[-2:]
+    assert refused.startswith("refused: http_options.host=0.0.0.0 can be reached from other machines")
+    assert built == "built with api_keys: false"

@@ -172,8 +172,8 @@ class RankActor:
         """Enters the process group through the coordinator's store; in a later generation with the weights it has.
 
         Args:
-            store_at: the store's port on the coordinator's node, 0 in a group of one, which has no store. If ranks are on
-                several nodes, the address of the store's gate.
+            store_at: the store's port on this node, 0 in a group of one, which has no store. If ranks are on several
+                nodes, the address of the store's gate.
 
         Returns:
             Bytes that were free on its GPU, of a rank without weights. Else 0.
