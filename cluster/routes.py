@@ -159,6 +159,8 @@ class Route:
     parameters: Sequence[Parameter] = ()
     roles: Set[Role] = USERS
     """The roles of the keys that may call it; `ANYONE`: no key is asked for."""
+    costs: bool = False
+    """Whether it counts against a key's quota though it is no POST."""
 
 
 _openai = partial(Route, "OpenAI", errors=_MODEL)
@@ -325,6 +327,7 @@ ROUTES: tuple[Route, ...] = (
         "Generate one token now.",
         status.health_generate,
         answer=status.Healthy,
+        costs=True,
         errors=(*_ENDPOINT, 409),
     ),
     _watched("GET", "/version", "The version.", plain=lambda s: s.version, answer=Version, errors=_ANY),

@@ -491,6 +491,84 @@ def test_a_client_over_its_quota_is_told_when_to_come_back(run: Run, tmp_path: P
     run(scenario)
 
 
+def test_every_sequence_of_a_request_counts_among_those_at_once(run: Run, tmp_path: Path) -> None:
+    async def scenario(stack: Stack) -> None:
+        keys = Keys(tmp_path, ("alice", Role.USER, "::8"), ("bob", Role.USER, "::8"))
+        async with guarded(stack, keys.path) as http:
+
+            async def post(path: str, id_: str = "alice", **fields: Any) -> httpx.Response:
+                body = {"model": MODEL, "max_tokens": 50, **fields}
+                return await http.post(path, json=body, headers=keys.bearer(id_))
+
+            chat = {"messages": BODY["messages"]}
+            running = asyncio.create_task(post("/v1/chat/completions", n=6, **chat))
+            await stack.until(lambda: len(stack.coordinator.requests) == 6)
+            error_of(await post("/v1/completions", prompt=["a", "b", "c"]), 429, "rate_limit_exceeded")
+            native = {"text": ["a", "b", "c"]}
+            generated = await http.post("/generate", json=native, headers=keys.bearer("alice"))
+            error_of(generated, 429, "rate_limit_exceeded")
+            assert (await post("/v1/completions", "bob", prompt=["a", "b"], n=4)).status_code == 200
+            assert (await post("/v1/completions", prompt=["a", "b"])).status_code == 200
+            assert (await running).status_code == 200
+            # What never fits is not to be tried again, and all is given back.
+            error_of(await post("/v1/chat/completions", n=9, **chat), 400, "invalid_value")
+            assert (await post("/v1/chat/completions", n=8, **chat)).status_code == 200
+            assert (await post("/v1/chat/completions", n=8, **chat)).status_code == 200
+
+    run(scenario, step_s=0.02)
+
+
+def test_the_tokens_of_a_minute_are_those_of_prompts_and_answers(run: Run, tmp_path: Path) -> None:
+    async def scenario(stack: Stack) -> None:
+        keys = Keys(tmp_path, ("alice", Role.USER, ":tokens=100"))
+        async with guarded(stack, keys.path) as http:
+
+            async def post(num_tokens: int, max_tokens: int) -> httpx.Response:
+                body = {"model": MODEL, "prompt": [5] * num_tokens, "max_tokens": max_tokens, "ignore_eos": True}
+                return await http.post("/v1/completions", json=body, headers=keys.bearer("alice"))
+
+            assert (await post(60, 5)).status_code == 200
+            refused = await post(40, 1)  # 65 are used
+            error_of(refused, 429, "rate_limit_exceeded")
+            assert 55 <= int(refused.headers["retry-after"]) <= 60
+            assert (await post(35, 1)).status_code == 200
+            error_of(await post(1, 1), 429, "rate_limit_exceeded")
+
+    run(scenario)
+
+
+def test_a_prompt_above_the_tokens_of_a_minute_passes_when_nothing_else_is_counted() -> None:
+    now = [100.0]
+    quotas = Quotas(clock=lambda: now[0])
+    key = ApiKey("alice", b"", tokens=10)
+    with quotas.take(key) as meter:
+        meter.begin(1, 50)
+    now[0] += 30
+    with quotas.take(key) as meter, pytest.raises(RequestError) as caught:
+        meter.begin(1, 1)
+    assert caught.value.retry_after_s == pytest.approx(30)
+    now[0] += 30.001
+    with quotas.take(key) as meter:
+        meter.begin(1, 1)
+
+
+def test_generating_for_health_counts_and_many_calls_share_a_token(run: Run, tmp_path: Path) -> None:
+    async def scenario(stack: Stack) -> None:
+        keys = Keys(tmp_path, ("alice", Role.USER, ":3"), ("bob", Role.USER, ""))
+        async with guarded(stack, keys.path) as http:
+
+            async def get(id_: str) -> int:
+                return (await http.get("/health_generate", headers=keys.bearer(id_))).status_code
+
+            assert [await get("alice") for _ in range(4)] == [200, 200, 200, 429]
+            assert len(stack.coordinator.requests) == 3
+            assert await asyncio.gather(*(get("bob") for _ in range(20))) == [200] * 20
+            assert len(stack.coordinator.requests) <= 3 + 2
+            assert (await http.get("/v1/models", headers=keys.bearer("alice"))).status_code == 200
+
+    run(scenario, step_s=0.05)
+
+
 def test_a_background_response_counts_until_it_has_ended(run: Run, tmp_path: Path) -> None:
     async def scenario(stack: Stack) -> None:
         keys = Keys(tmp_path, ("alice", Role.USER, "::2"))

@@ -30,12 +30,19 @@ class Role(StrEnum):
     """Only what shows how the server does."""
 
 
-KeepSlot = Callable[[], Callable[[], None]]
+class Meter:
+    """Counts what one request uses against its client's quota. This one, of a client without limits, counts nothing."""
 
+    def keep(self) -> Callable[[], None]:
+        """Counts what outlives the request among those that its client may have at once; ends with what it returns."""
+        return lambda: None
 
-def no_slot() -> Callable[[], None]:
-    """The `KeepSlot` of a client whose requests are not counted."""
-    return lambda: None
+    def begin(self, num_sequences: int, num_tokens: int) -> None:
+        """Counts the sequences that the request runs (prompts times choices) until it ends, and its prompts' tokens.
+        Raises RequestError, 429 if they exceed what the client has left."""
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Counts tokens that were generated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +69,8 @@ class RequestContext:
     """When its headers were there."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """W3C trace context: its headers `traceparent` and `tracestate`, where it has them."""
-    keep_slot: KeepSlot = field(default=no_slot, repr=False, compare=False)
-    """Counts what outlives the request among those that its client may have at once; ends with what it returns."""
+    meter: Meter = field(default_factory=Meter, repr=False, compare=False)
+    """Counts what the request uses."""
 
     @property
     def share_owner(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from starlette.exceptions import HTTPException
@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.http.access import Access
+from cluster.http.access import Access, route_path
 from cluster.http.context import serving
 from cluster.http.http_errors import ErrorShape, as_request_error, error_body, send_error
 from cluster.http.quota import Quotas
@@ -47,11 +47,13 @@ class Guard:
         on_error: Callable[[RequestError], None] | None = None,
         names_responses: bool = True,
         error_shapes: Mapping[str, ErrorShape] | None = None,
+        counted: Set[str] = frozenset(),
     ) -> None:
         """Args:
         access: decides before any route does.
         engine_is_there: whether requests can reach an engine at all.
         on_error: is told of every response that is not a success.
+        counted: paths whose requests count against quotas whatever their method is; elsewhere POSTs do.
         error_shapes: by path, how errors look there and below, where responses have `request-id` as Anthropic's do;
             elsewhere they look like OpenAI's.
         names_responses: False where a server in front adds `x-request-id` from the request to every response; it must
@@ -63,6 +65,7 @@ class Guard:
         self._engine_is_there = engine_is_there
         self._on_error = on_error
         self._names_responses = names_responses
+        self._counted = counted
         self._error_shapes = error_shapes or {}
 
     @property
@@ -94,8 +97,8 @@ class Guard:
             context, key = self._access.admit(scope, request_id)
             if trace := _trace(scope):
                 context = replace(context, trace=trace)
-            counted = key if scope["method"] == "POST" else None
-            with self._quotas.take(counted) as keep_slot, serving(scope, replace(context, keep_slot=keep_slot)):
+            counted = key if scope["method"] == "POST" or route_path(scope) in self._counted else None
+            with self._quotas.take(counted) as meter, serving(scope, replace(context, meter=meter)):
                 await self.router(scope, receive, response.send)
         except HTTPException as error:
             await self._refuse(response, _from_starlette(error, scope["method"]), scope, request_id, error.headers)

@@ -1,4 +1,4 @@
-"""How many requests each client may make: in a minute, and at once. Counted by each replica for itself."""
+"""Quotas of clients: requests in a minute, sequences at once, tokens in a minute. Each replica counts for itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from cluster.http.context import KeepSlot, no_slot
+from cluster.http.context import Meter
 from cluster.http.keys import ApiKey
 from configs.errors import RequestError
 
@@ -19,23 +19,75 @@ _TRY_AGAIN_S = 1.0
 @dataclass(slots=True)
 class _Used:
     running: int = 0
+    """Sequences of requests under way; a request that runs none counts as one."""
     began: deque[float] = field(default_factory=deque)
     """When each request of the last minute began."""
+    tokens: deque[tuple[float, int]] = field(default_factory=deque)
+    """The tokens of the last minute: when they were counted, and how many."""
+
+
+@dataclass(eq=False)
+class _KeyMeter(Meter):
+    """The meter of one request of a key with limits."""
+
+    key: ApiKey
+    used: _Used
+    clock: Callable[[], float]
+    held: int = 1
+
+    def keep(self) -> Callable[[], None]:
+        self.used.running += 1
+
+        def release() -> None:
+            self.used.running -= 1
+
+        return release
+
+    def begin(self, num_sequences: int, num_tokens: int) -> None:
+        more, most = num_sequences - self.held, self.key.concurrency
+        if most is not None and num_sequences > most:
+            raise RequestError(f"This key may have {most} sequences at once; the request has {num_sequences}.")
+        if most is not None and self.used.running + more > most:
+            raise _exceeded(f"{most} requests at once, each prompt and choice counted", _TRY_AGAIN_S)
+        limit, now = self.key.tokens, self.clock()
+        total = self._tokens_since(now - _MINUTE_S)
+        if limit is not None and total and total + num_tokens > limit:
+            raise _exceeded(f"{limit} tokens a minute", self._room_after(num_tokens, limit, total) - now)
+        self.used.running += more
+        self.held += more
+        self.count_tokens(num_tokens)
+
+    def count_tokens(self, num_tokens: int) -> None:
+        if self.key.tokens is not None:
+            self.used.tokens.append((self.clock(), num_tokens))
+
+    def _tokens_since(self, start: float) -> int:
+        while self.used.tokens and self.used.tokens[0][0] <= start:
+            self.used.tokens.popleft()
+        return sum(count for _, count in self.used.tokens)
+
+    def _room_after(self, num_tokens: int, limit: int, total: int) -> float:
+        """The time at which so many tokens fit, or at which none of those counted now are left."""
+        for counted, count in self.used.tokens:
+            total -= count
+            if total + num_tokens <= limit:
+                return counted + _MINUTE_S
+        return counted + _MINUTE_S
 
 
 class Quotas:
-    """Requests that each client has used. All keys of one id draw on the same."""
+    """The use of each client. All keys of one id draw on the same."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._used: dict[str, _Used] = {}
 
     @contextlib.contextmanager
-    def take(self, key: ApiKey | None) -> Iterator[KeepSlot]:
-        """Counts one request for the time of the block; yields how to count on for what outlives it. Raises
-        RequestError (429), with the time after which one more is allowed."""
-        if key is None or (key.rpm is None and key.concurrency is None):
-            yield no_slot
+    def take(self, key: ApiKey | None) -> Iterator[Meter]:
+        """Counts one request for the time of the block; yields what counts the rest. Raises RequestError (429), with
+        the time after which one more is allowed."""
+        if key is None or (key.rpm is None and key.concurrency is None and key.tokens is None):
+            yield Meter()
             return
         used = self._used.setdefault(key.id, _Used())
         now = self._clock()
@@ -45,22 +97,15 @@ class Quotas:
             oldest = used.began[len(used.began) - key.rpm]
             raise _exceeded(f"{key.rpm} requests a minute", oldest + _MINUTE_S - now)
         if key.concurrency is not None and used.running >= key.concurrency:
-            raise _exceeded(f"{key.concurrency} requests at once", _TRY_AGAIN_S)
+            raise _exceeded(f"{key.concurrency} requests at once, each prompt and choice counted", _TRY_AGAIN_S)
         if key.rpm is not None:
             used.began.append(now)
         used.running += 1
-
-        def release() -> None:
-            used.running -= 1
-
-        def keep() -> Callable[[], None]:
-            used.running += 1
-            return release
-
+        meter = _KeyMeter(key, used, self._clock)
         try:
-            yield keep
+            yield meter
         finally:
-            release()
+            used.running -= meter.held
 
 
 def _exceeded(limit: str, retry_after_s: float) -> RequestError:

@@ -118,11 +118,11 @@ async def server_load(model: ServedModel, body: bytes, context: RequestContext) 
 
 
 async def health_generate(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
-    """GET /health_generate: generates one token, ahead of what waits. Raises OverloadedError where none came in time,
-    and EngineError where the engine failed."""
+    """GET /health_generate: waits for one token, which is generated ahead of what waits; calls at one time share it.
+    Raises OverloadedError where none came in time, and EngineError where the engine failed."""
     begin = time.monotonic()
     try:
-        await model.generate_one(_PROBE_TIMEOUT_S)
+        await model.probe(_PROBE_TIMEOUT_S)
     except DeadlineError:
         raise OverloadedError(f"No token was generated within {_PROBE_TIMEOUT_S:g} seconds.") from None
     return json_response(Healthy(round(time.monotonic() - begin, 4)))

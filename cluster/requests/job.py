@@ -161,6 +161,7 @@ class Run:
                 output.stream.abort()
             if context is not None:  # else nobody asked: a warm-up
                 telemetry.finished(self._record(context))
+                context.meter.count_tokens(sum(output.num_tokens for output in self._outputs))
 
     def _be_late(self) -> None:
         self._late = True

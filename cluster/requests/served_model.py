@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from cluster.engine.client import EngineClient
 from cluster.engine.messages import SamplingParams, WeightsChanged
 from cluster.engine.state import EngineState
-from cluster.http.context import RequestContext
+from cluster.http.context import RequestContext, current_request
 from cluster.requests.engine_info import EngineInfo
 from cluster.requests.fields import FieldPolicy
 from cluster.requests.job import Job, JobOptions, Run
@@ -91,6 +91,7 @@ class ServedModel:
         self.prompts = PromptEncoder(tokenizer, self.formats, special_tokens_in_text=server.special_tokens_in_text)
         self._defaults = defaults or GenerationDefaults()
         self._next_seed = next_seed
+        self._probe: asyncio.Task[None] | None = None
         self.started = int(time.time())
         """Unix time, seconds."""
 
@@ -127,6 +128,12 @@ class ServedModel:
             num_tokens = sum([len(delta.token_ids) async for deltas in steps for delta in deltas])
         if num_tokens != 1:
             raise EngineError(f"one token was asked for, and {num_tokens} came")
+
+    async def probe(self, timeout_s: float) -> None:
+        """Waits for one token as `generate_one` does. Calls at one time wait for the same token."""
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self.generate_one(timeout_s))
+        await asyncio.shield(self._probe)
 
     async def close(self) -> None:
         """Ends what is this model's own; the engine is not."""
@@ -261,8 +268,10 @@ class ServedModel:
 
     def run(self, job: Job, *, timeout_s: float | None = None) -> Run:
         """`job` in this model's engine; it starts with the first delta that is read. `timeout_s`: None:
-        `server.request_timeout_s`."""
+        `server.request_timeout_s`. Raises RequestError, 429 if the client's quota does not allow it now."""
         timeout_s = self.server.request_timeout_s if timeout_s is None else timeout_s
+        if (context := current_request()) is not None:
+            context.meter.begin(job.num_outputs, sum(map(len, job.prompts)))
         return Run(job, self.engine, self.tokenizer, timeout_s=timeout_s)
 
     async def stream_text(

@@ -71,6 +71,7 @@ def create_app(
         engine_is_there=engine_is_there,
         on_error=telemetry.refused,
         names_responses=names_responses,
+        counted=frozenset(route.path for route in ROUTES if route.costs),
         error_shapes={route.path: AnthropicError.of for route in ROUTES if route.error is AnthropicError},
     )
 

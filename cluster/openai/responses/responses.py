@@ -189,7 +189,7 @@ class ResponsesServing:
         task = asyncio.create_task(self._make(stored, writer, context))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        release = context.keep_slot()
+        release = context.meter.keep()
         task.add_done_callback(lambda _: release())
         return in_parts(body) if stored.log is None else stored.log.follow()
 
