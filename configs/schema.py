@@ -217,8 +217,9 @@ class ServerConfig(_Section):
     A second interrupt of `cluster serve` does not wait."""
     api_keys: str | Literal[False] | None = None
     """A file of API keys, a line each: `id:sha256[:role[:requests a minute[:requests at once]]]`, with the roles user,
-    admin and metrics; `python -m cluster key ID` makes one. Read again when it changes. None: no keys, and only this
-    machine is answered. false: no keys, and whoever reaches the port is answered."""
+    admin and metrics; `:tokens=100000` (tokens a minute) and `:priority=-10..10` (priorities that count against other
+    clients) may follow. `python -m cluster key ID` makes a line. The file is read again when it changes. None: no keys,
+    and only this machine is answered. false: no keys, and whoever reaches the port is answered."""
     generation_config: Annotated[
         Annotated[Literal["auto", "off"], Tag("<word>")] | Annotated[GenerationDefaults, Tag("<values>")],
         Discriminator(lambda given: "<word>" if isinstance(given, str) else "<values>"),

@@ -90,6 +90,12 @@ def test_a_made_key_is_found_by_its_line_and_only_its_digest_is_written(tmp_path
         ("alice:" + "0" * 64 + ":user:many", "keys:1: the limit 'many' is no positive number"),
         ("alice:" + "0" * 64 + ":user:0", "keys:1: the limit '0' is no positive number"),
         ("alice:" + "0" * 64 + ":user:1:2:3", "keys:1: the line is not of the form"),
+        ("alice:" + "0" * 64 + ":user:1:2:rows=3", "keys:1: the line is not of the form"),
+        ("alice:" + "0" * 64 + ":tokens=3:user", "keys:1: the line is not of the form"),
+        ("alice:" + "0" * 64 + ":tokens=1:tokens=2", "keys:1: the line is not of the form"),
+        ("alice:" + "0" * 64 + ":tokens=", "keys:1: the limit '' is no positive number"),
+        ("alice:" + "0" * 64 + ":priority=5", "keys:1: the range '5' is not of the form -10..10"),
+        ("alice:" + "0" * 64 + ":priority=5..-5", "keys:1: the range '5..-5' is not of the form -10..10"),
         ("alice:" + "0" * 64 + "\nbob:" + "0" * 64, "keys:2: the key of bob is listed twice"),
     ],
 )
@@ -97,6 +103,23 @@ def test_a_wrong_line_is_named_by_its_number(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         parse_keys(text, "keys")
     assert "000000" not in str(caught.value)
+
+
+def test_a_line_may_grant_tokens_a_minute_and_a_range_of_priorities() -> None:
+    digest = "0" * 64
+    [key] = parse_keys(f"alice:{digest}:user:600:32:tokens=100000:priority=-10..10", "keys")
+    assert key == ApiKey("alice", bytes(32), Role.USER, 600, 32, tokens=100_000, priorities=(-10, 10))
+    [key] = parse_keys(f"alice:{digest}:priority=0..5", "keys")
+    assert key == ApiKey("alice", bytes(32), priorities=(0, 5))
+
+
+def test_a_request_carries_the_range_of_priorities_of_its_key(tmp_path: Path) -> None:
+    keys = Keys(tmp_path, ("alice", Role.USER, ":::priority=-3..4"), ("bob", Role.USER, ""))
+    admit = access.Access(KeyRing(keys.path)).admit
+    for id_, granted in (("alice", (-3, 4)), ("bob", None)):
+        headers = [(b"authorization", keys.bearer(id_)["authorization"].encode())]
+        context, _ = admit({"type": "http", "path": "/v1/models", "headers": headers}, "r")
+        assert context.priorities == granted
 
 
 def test_a_file_that_is_not_there_names_the_setting(tmp_path: Path) -> None:

@@ -56,7 +56,10 @@ class Access:
         if key.role not in roles:
             raise RequestError(f"Keys of the role {key.role} may not call this.", code="permission_denied", status=403)
         salt = self.keys.salt(key.id)
-        return RequestContext(request_id=request_id, client=key.id, role=key.role, salt=salt), key
+        context = RequestContext(
+            request_id=request_id, client=key.id, role=key.role, priorities=key.priorities, salt=salt
+        )
+        return context, key
 
 
 def route_path(scope: Scope) -> str:

@@ -47,6 +47,9 @@ class RequestContext:
     client: str = ""
     """The client's name: the id of its API key, never the key. Empty where no keys are asked for."""
     role: Role = Role.USER
+    priorities: tuple[int, int] | None = None
+    """Lowest and highest `priority` that counts against other clients' requests, as the operator granted the API key.
+    None: none was granted, so a priority orders this client's own requests only."""
     salt: bytes = field(default=b"", repr=False)
     """Secret of the client in this process; empty where no keys are asked for."""
     path_params: Mapping[str, str] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """API keys: the file that lists them, found again by what a client sends.
 
-The file holds only SHA-256 digests, a line a key: `id:sha256[:role[:requests a minute[:requests at once]]]`. Keys are
-made by `new_key` with 256 random bits, so a digest without salt or stretching gives nothing away.
+The file holds only SHA-256 digests, a line a key: `id:sha256[:role[:requests a minute[:requests at once]]]`, and
+after these `:tokens=N` and `:priority=A..B` where a key has them. Keys are made by `new_key` with 256 random bits, so a
+digest without salt or stretching gives nothing away.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,8 @@ _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PREFIX = "sk-lockstep-"
 _LOOK_AGAIN_S = 1.0
-_FORM = "id:sha256[:role[:requests a minute[:requests at once]]]"
+_FORM = "id:sha256[:role[:requests a minute[:requests at once]]][:tokens=N][:priority=A..B]"
+_RANGE = re.compile(r"(-?\d{1,16})\.\.(-?\d{1,16})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,10 @@ class ApiKey:
     """Most requests in any minute, by each replica. None: no limit."""
     concurrency: int | None = None
     """Most requests at once, by each replica. None: no limit."""
+    tokens: int | None = None
+    """Most tokens of prompts and answers in any minute, by each replica. None: no limit."""
+    priorities: tuple[int, int] | None = None
+    """Lowest and highest `priority` that counts against other clients' requests. None: the key was granted none."""
 
 
 def new_key(id_: str, role: Role = Role.USER) -> tuple[str, str]:
@@ -80,18 +86,44 @@ def parse_keys(text: str, name: str) -> tuple[ApiKey, ...]:
 
 def _parse_line(line: str, place: str) -> ApiKey:
     id_, *rest = line.split(":")
-    if not 1 <= len(rest) <= 4:
+    fields = [field for field in rest if "=" not in field]
+    named = rest[len(fields) :]
+    if not 1 <= len(fields) <= 4 or any("=" in field for field in rest[: len(fields)]):
         raise ConfigError(f"{place}: the line is not of the form {_FORM}")
     _check_id(id_, f"{place}: the id")
-    digest, role, rpm, concurrency = [*rest, "", "", ""][:4]
+    digest, role, rpm, concurrency = [*fields, "", "", ""][:4]
     if not _DIGEST.fullmatch(digest.lower()):
         raise ConfigError(f"{place}: the second field is no SHA-256 in hex; make a line by `python -m cluster key ID`")
-    limits = []
-    for limit in (rpm, concurrency):
-        if limit and not (limit.isdecimal() and int(limit) > 0):
-            raise ConfigError(f"{place}: the limit {limit!r} is no positive number; leave it out for no limit")
-        limits.append(int(limit) if limit else None)
-    return ApiKey(id_, bytes.fromhex(digest), parse_role(role or Role.USER, f"{place}: "), *limits)
+    tokens, priorities = _parse_named(named, place)
+    return ApiKey(
+        id_,
+        bytes.fromhex(digest),
+        parse_role(role or Role.USER, f"{place}: "),
+        _limit(rpm, place) if rpm else None,
+        _limit(concurrency, place) if concurrency else None,
+        tokens,
+        priorities,
+    )
+
+
+def _parse_named(fields: Sequence[str], place: str) -> tuple[int | None, tuple[int, int] | None]:
+    """The token limit and the range of priorities among a line's fields of the form `name=value`."""
+    values = dict(field.split("=", 1) for field in fields)
+    if len(values) < len(fields) or values.keys() - {"tokens", "priority"}:
+        raise ConfigError(f"{place}: the line is not of the form {_FORM}")
+    priorities = None
+    if (given := values.get("priority")) is not None:
+        found = _RANGE.fullmatch(given)
+        if found is None or int(found[1]) > int(found[2]):
+            raise ConfigError(f"{place}: the range {given[:64]!r} is not of the form -10..10, lowest first")
+        priorities = (int(found[1]), int(found[2]))
+    return _limit(values["tokens"], place) if "tokens" in values else None, priorities
+
+
+def _limit(given: str, place: str) -> int:
+    if not (given.isdecimal() and int(given) > 0):
+        raise ConfigError(f"{place}: the limit {given!r} is no positive number; leave it out for no limit")
+    return int(given)
 
 
 def _check_id(id_: str, what: str) -> None:
