@@ -85,7 +85,8 @@ class SchedulerConfig(_Section):
     an effect."""
     max_num_queued_requests: int = Field(1024, ge=1)
     """Waiting sequences above which new requests are refused with 503. Those of one HTTP request (prompts times `n`)
-    are taken or refused together; when nothing waits they are taken, however many they are."""
+    are taken or refused together; when nothing waits they are taken, however many they are. A client with less than its
+    share of the places may use as many again."""
     max_num_queued_tokens: int = Field(1 << 20, ge=1)
     """Waiting prompt tokens above which new requests are refused with 503; when nothing waits one is taken, however
     long it is."""

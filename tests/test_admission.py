@@ -48,9 +48,9 @@ def test_a_client_with_long_answers_gets_fewer_turns() -> None:
     assert sum(i % 2 for i in first) == 2
 
 
-def test_a_flood_of_better_priority_does_not_starve_a_request() -> None:
+def test_a_flood_of_a_better_level_does_not_starve_a_request() -> None:
     engine = Engine(ONE_AT_A_TIME)
-    patient = engine.add(prompt_of(4), max_tokens=2, priority=5)
+    patient = engine.add(prompt_of(4), max_tokens=2, level=5)
     for step in range(200):
         engine.add(prompt_of(4, step), max_tokens=2, client=str(step))
         engine.step()

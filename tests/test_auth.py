@@ -361,6 +361,20 @@ def test_an_admin_ends_requests_and_flushes_the_cache(run: Run, keys: Keys) -> N
     run(scenario, hang_after=1)
 
 
+def test_a_priority_counts_across_clients_within_the_range_that_its_key_is_granted(run: Run, tmp_path: Path) -> None:
+    keys = Keys(tmp_path, ("alice", Role.USER, ":::priority=-3..4"), ("bob", Role.USER, ""))
+
+    async def scenario(stack: Stack) -> None:
+        async with guarded(stack, keys.path) as http:
+            for id_, priority in (("alice", -99), ("alice", 2), ("alice", 99), ("bob", -(2**53) + 1), ("bob", None)):
+                body = BODY | {"priority": priority}
+                await http.post("/v1/chat/completions", json=body, headers=keys.bearer(id_))
+        levels = [(request.level, request.priority) for request in stack.coordinator.requests]
+        assert levels == [(-3, -99), (2, 2), (4, 99), (0, -(2**53) + 1), (0, 0)]
+
+    run(scenario)
+
+
 def test_below_a_prefix_the_same_rules_hold(run: Run, keys: Keys) -> None:
     async def scenario(stack: Stack) -> None:
         app = create_app(stack.model, keys=KeyRing(keys.path))

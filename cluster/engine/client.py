@@ -278,6 +278,7 @@ class EngineClient:
         prompts: Sequence[bytes],
         params: Sequence[Sequence[SamplingParams]],
         *,
+        level: int = 0,
         priority: int = 0,
         client: str = "",
         cache_salt: bytes = b"",
@@ -288,7 +289,7 @@ class EngineClient:
 
         Args:
             prompts: little-endian int32 token ids, at least one each.
-            priority, client, cache_salt, deadline_s: as in GenerateRequest.
+            level, priority, client, cache_salt, deadline_s: as in GenerateRequest.
 
         Raises:
             EngineError: the coordinator is gone.
@@ -307,6 +308,7 @@ class EngineClient:
                 prompts=list(prompts),
                 sampling=sampling,
                 choices=choices,
+                level=level,
                 priority=priority,
                 client=client,
                 cache_salt=cache_salt,

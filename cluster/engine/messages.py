@@ -79,10 +79,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: bytes
     """int32 token ids, at least one."""
     sampling: SamplingParams
+    level: int = 0
+    """Order among the requests of all clients, within what an operator granted. Lower goes first."""
     priority: int = 0
-    """Lower goes first."""
+    """Order among the requests of one client at one level. Lower goes first."""
     client: str = ""
-    """The client that sent it: waiting requests of different clients take turns."""
+    """The client that sent it. Clients of one level take turns, and share rows and pages."""
     cache_salt: bytes = b""
     """Prompts of different salts share no page."""
     deadline_s: float = 0.0
@@ -111,8 +113,9 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
     sampling: list[SamplingParams]
     """Parameters that are not in `Choice`."""
     choices: list[Choice]
-    priority: int = 0
+    level: int = 0
     """This and what follows: as in GenerateRequest."""
+    priority: int = 0
     client: str = ""
     cache_salt: bytes = b""
     deadline_s: float = 0.0
@@ -129,6 +132,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
                     seed=choice.seed,
                     prompt_logprobs=choice.prompt_logprobs,
                 ),
+                level=self.level,
                 priority=self.priority,
                 client=self.client,
                 cache_salt=self.cache_salt,

@@ -68,7 +68,7 @@ class NativeRequest(Shape):
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     priority: int | None = Field(None, ge=-(2**53) + 1, le=2**53 - 1)
-    """Lower goes first."""
+    """Lower goes first among the client's requests. Across clients it counts within what the key is granted."""
 
 
 _SAMPLING = FieldPolicy(

@@ -221,7 +221,7 @@ class GenerationRequest(SamplingFields):
     return_tokens_as_token_ids: bool | None = None
     """Log probabilities name tokens `token_id:<id>`."""
     priority: int | None = Field(None, ge=-_MAX_SAFE_INT, le=_MAX_SAFE_INT)
-    """Lower goes first."""
+    """Lower goes first among the client's requests. Across clients it counts within what the key is granted."""
     cache_salt: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")
     """Prompts share cached pages only under the same salt. None: one of the client's own."""
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")

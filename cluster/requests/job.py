@@ -59,7 +59,7 @@ class JobOptions:
     """-1 none, k the token's own and the k likeliest; so is the next one."""
     num_prompt_logprobs: int = -1
     priority: int = 0
-    """Lower goes first."""
+    """Lower goes first; see `Job`."""
     cache_salt: str | None = None
     """Prompts share cached pages only under the same one. None: one of the client's own."""
     name: str | None = None
@@ -80,7 +80,10 @@ class Job:
     form: AnswerFormat | None = None
     """How answers in a chat are read: thinking, content and calls. None: they are text."""
     client: str = ""
+    level: int = 0
+    """Order among the requests of all clients; see `granted_level`."""
     priority: int = 0
+    """Order among the client's own requests."""
     cache_salt: bytes = b""
 
     @property
@@ -96,6 +99,12 @@ class Job:
     def prompt_of(self, index: int) -> list[int]:
         """The prompt of one output."""
         return self.prompts[index // self.num_choices]
+
+
+def granted_level(priority: int, granted: tuple[int, int] | None) -> int:
+    """The level at which a request of this `priority` waits among those of other clients: the nearest number in the
+    range that an operator granted its key, or 0 without a grant."""
+    return 0 if granted is None else min(max(priority, granted[0]), granted[1])
 
 
 class Run:
@@ -210,6 +219,7 @@ class Run:
         streams = self._engine.submit(
             await _int32(job.prompts),
             job.sampling,
+            level=job.level,
             priority=job.priority,
             client=job.client,
             cache_salt=job.cache_salt,

@@ -21,7 +21,7 @@ from cluster.engine.state import EngineState
 from cluster.http.context import RequestContext, current_request
 from cluster.requests.engine_info import EngineInfo
 from cluster.requests.fields import FieldPolicy
-from cluster.requests.job import Job, JobOptions, Run
+from cluster.requests.job import Job, JobOptions, Run, granted_level
 from cluster.requests.json_body import validated
 from cluster.requests.sampling import Vocabulary, sampling_params, text_options
 from cluster.requests.sampling_fields import SamplingFields
@@ -37,7 +37,7 @@ from configs.errors import ContextLengthError, EngineError, RequestError
 from configs.schema import GenerationDefaults, ServerConfig
 
 _Request = TypeVar("_Request", bound=BaseModel)
-_FIRST = -(1 << 62)  # a priority that no request has
+_FIRST = -(1 << 62)  # a level that no key is granted
 _SHOWN_CHARS = 40  # most of a token that a message shows
 
 
@@ -123,7 +123,7 @@ class ServedModel:
         or did not answer within `timeout_s`; None: `server.request_timeout_s`."""
         prompt = [*self._known(self.tokenizer.bos_token_id), *self._known(self.tokenizer.eos_token_id), 0][:1]
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        job = Job(id="probe", prompts=[prompt], sampling=[[sampling]], priority=_FIRST)
+        job = Job(id="probe", prompts=[prompt], sampling=[[sampling]], level=_FIRST)
         async with aclosing(self.run(job, timeout_s=timeout_s).deltas()) as steps:
             num_tokens = sum([len(delta.token_ids) async for deltas in steps for delta in deltas])
         if num_tokens != 1:
@@ -262,6 +262,7 @@ class ServedModel:
             text=text_options(fields, self._defaults, self.server, prompt_only=prompt_only),
             form=form,
             client=context.share_owner,
+            level=granted_level(options.priority, context.priorities),
             priority=options.priority,
             cache_salt=context.cache_salt(options.cache_salt),
         )

@@ -1,27 +1,41 @@
 """The queue of waiting requests, and which is next. Knows neither pages nor rows, and no time.
 
-1. A lower priority goes first. Within a priority, what was preempted goes first, the last one before the others.
-2. Clients of one priority take turns by tokens (start-time fair queueing): next is the client that has been served
+1. A lower `Request.level` goes first: it is what an operator granted.
+2. Clients of one level take turns by tokens (start-time fair queueing): next is the client that has been served
    least. Prompts count when they are admitted, answers when they end. A client that comes new, or comes back after it
    had nothing waiting, starts level with those now served: idling saves no credit, and leaving clears no debt.
-3. One client's requests of one priority go first come, first served.
-4. Every sixteenth turn goes to the request that has waited longest, whatever its priority and client: under any load,
-   each request is admitted after at most sixteen times as many others as were there before it.
+   The caller names clients that come last, such as those that hold their share of rows already.
+3. The requests of one client go by their own priority, the lowest first. At one priority preempted requests go first,
+   the last one before the others; then first come, first served.
+4. Every sixteenth turn goes to the request that has waited longest, whatever its level, priority and client. Only
+   clients that come last are passed over: under any load, each request of the other clients is admitted after at most
+   sixteen times as many others as were there before it.
 
-What clients were served counts only while something waits at their priority. Every operation costs O(log n).
+What clients were served counts only while something waits at their level. Every operation costs O(log n), and for
+each client that comes last.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 
 from cluster.scheduling.request import Request
 
 _OLDEST_EVERY = 16
 _MAX_IDLE_CLIENTS = 4096
 _MAX_IDLE_LEVELS = 64
+
+
+def _nobody(client: str) -> bool:
+    return False
+
+
+def _place(request: Request) -> tuple[int, int]:
+    """The request's place among those of its client."""
+    return request.priority, request.place
 
 
 class FairQueue:
@@ -31,9 +45,12 @@ class FairQueue:
         self._by_arrival: OrderedDict[int, Request] = OrderedDict()
         self._aside: list[Request] = []
         self._levels: dict[int, _Level] = {}
-        self._priorities: list[int] = []  # one for each level, ascending
+        self._order: list[int] = []  # the keys of the levels, ascending
         self._num_turns = 0
+        self._num_pushed = 0
         self._num_tokens = 0
+        self.clients: Counter[str] = Counter()
+        """Number of waiting requests of each client that has any."""
 
     def __len__(self) -> int:
         """Requests that wait, those set aside included."""
@@ -50,42 +67,55 @@ class FairQueue:
         return next(iter(self._by_arrival.values()), None)
 
     def push(self, request: Request) -> None:
-        """Lets a request wait: a new one behind, a preempted one before all others of its priority."""
-        level = self._levels.get(request.priority) or self._new_level(request.priority)
+        """Lets a request wait: a new one behind the others of its client and priority, a preempted one before them."""
+        level = self._levels.get(request.level) or self._new_level(request.level)
         level.num_requests += 1
         self._num_tokens += len(request.tokens)
+        self._num_pushed += 1
+        self.clients[request.client] += 1
         self._by_arrival[request.id] = request
+        request.place = self._num_pushed
         if request.num_preemptions:
+            request.place = -self._num_pushed
             self._by_arrival.move_to_end(request.id, last=False)
-            level.put_first(request)
-        else:
-            level.put_last(request)
+        level.put(request)
 
     def remove(self, request: Request) -> None:
         """Forgets a waiting request that is not set aside."""
-        level = self._levels[request.priority]
+        level = self._levels[request.level]
         level.remove(request)
         self._forget(request, level)
 
-    def first(self) -> Request | None:
-        """The next request; None if none waits but those set aside."""
-        if self._num_turns % _OLDEST_EVERY == _OLDEST_EVERY - 1:
-            return next((request for request in self._by_arrival.values() if request not in self._aside), None)
-        for priority in self._priorities:
-            if (request := self._levels[priority].first()) is not None:
-                return request
+    def first(self, comes_last: Callable[[str], bool] = _nobody, *, is_oldest: bool = False) -> Request | None:
+        """The next request; None if none waits but those set aside.
+
+        Args:
+            comes_last: whether a client's turn comes after those of the other clients of its level.
+            is_oldest: name the request that has waited longest. Preempted requests have waited longer than new ones.
+        """
+        if is_oldest or self._num_turns % _OLDEST_EVERY == _OLDEST_EVERY - 1:
+            last: Request | None = None
+            for request in self._by_arrival.values():
+                if request not in self._aside:
+                    if is_oldest or not comes_last(request.client):
+                        return request
+                    last = last or request
+            return last
+        for level in self._order:
+            if (first := self._levels[level].first(comes_last)) is not None:
+                return first
         return None
 
     def pop(self, request: Request) -> None:
         """Removes the request that `first` has just named: it is admitted."""
-        level = self._levels[request.priority]
+        level = self._levels[request.level]
         level.take(request)
         self._num_turns += 1
         self._forget(request, level)
 
     def set_aside(self, request: Request) -> None:
         """Passes over the request that `first` has just named, as if it had its turn, until `put_back`."""
-        self._levels[request.priority].take(request)
+        self._levels[request.level].take(request)
         self._num_turns += 1
         self._aside.append(request)
 
@@ -93,72 +123,84 @@ class FairQueue:
         """Gives all that were set aside their places again."""
         while self._aside:
             request = self._aside.pop()
-            self._levels[request.priority].put_first(request)
+            self._levels[request.level].put_back(request)
             self._num_turns -= 1
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Counts tokens of an admitted request's answer as service that its client had."""
-        level = self._levels.get(request.priority)
+        level = self._levels.get(request.level)
         if level is not None and level.num_requests:
             level.charge(request.client, num_tokens)
 
     def check_integrity(self) -> set[int]:
         """Ids of all requests. Raises AssertionError unless the orders hold the same ones."""
         assert not self._aside, "a request was set aside and not put back"
-        assert self._priorities == sorted(self._levels), "priorities and levels disagree"
+        assert self._order == sorted(self._levels), "the order of the levels is wrong"
         ids: list[int] = []
-        for priority, level in self._levels.items():
+        for key, level in self._levels.items():
             requests = level.requests()
-            assert len(requests) == level.num_requests, f"requests of priority {priority} are miscounted"
-            assert all(request.priority == priority for request in requests), "a request waits at another priority"
+            assert len(requests) == level.num_requests, f"requests of level {key} are miscounted"
+            assert all(request.level == key for request in requests), "a request waits at another level"
             ids += [request.id for request in requests]
         assert sorted(ids) == sorted(self._by_arrival), "a request is lost or twice"
+        clients = Counter(request.client for request in self._by_arrival.values())
+        assert clients == self.clients and all(self.clients.values()), "waiting requests of clients are miscounted"  # noqa: PT018
         tokens = sum(len(request.tokens) for request in self._by_arrival.values())
         assert tokens == self._num_tokens, "waiting tokens are miscounted"
         return set(ids)
 
-    def _new_level(self, priority: int) -> _Level:
+    def _new_level(self, key: int) -> _Level:
         if len(self._levels) >= _MAX_IDLE_LEVELS:
             self._levels = {key: level for key, level in self._levels.items() if level.num_requests}
-            self._priorities = sorted(self._levels)
-        bisect.insort(self._priorities, priority)
-        level = self._levels[priority] = _Level()
+            self._order = sorted(self._levels)
+        bisect.insort(self._order, key)
+        level = self._levels[key] = _Level()
         return level
 
     def _forget(self, request: Request, level: _Level) -> None:
         del self._by_arrival[request.id]
         self._num_tokens -= len(request.tokens)
+        self.clients[request.client] -= 1
+        if not self.clients[request.client]:
+            del self.clients[request.client]
         level.num_requests -= 1
         if not level.num_requests:
             level.begin_anew()
 
 
+def _cost(request: Request) -> int:
+    """Tokens that a turn costs. A preempted request paid for its prompt when it was first admitted."""
+    return 0 if request.num_preemptions else len(request.tokens)
+
+
 _Entry = tuple[int, int, str]
-"""Tokens that a client was served, the id of its first request, its name."""
+"""Tokens that a client was served, when it began to wait, its name."""
 
 
 class _Client:
-    """The waiting requests of one client at one priority."""
+    """The waiting requests of one client at one level."""
 
-    __slots__ = ("busy_period", "entry", "served", "waiting")
+    __slots__ = ("began", "busy_period", "entry", "served", "waiting")
 
     def __init__(self, busy_period: int) -> None:
         self.busy_period = busy_period
         """The one that `served` is of."""
         self.served = 0
         """Tokens, counted as if it had been there from the beginning and had as much as the others."""
-        self.waiting: OrderedDict[int, Request] = OrderedDict()
+        self.began = 0
+        """`Request.place` of the request with which it began to wait; the sign does not count."""
+        self.waiting: list[Request] = []
+        """In the order of `_place`."""
         self.entry: _Entry | None = None
         """The client's latest entry in the level's heap."""
 
 
 class _Level:
-    """The requests of one priority. What its clients were served counts from when one waited again after none did."""
+    """The requests of one level. What its clients were served counts from when one waited again after none did."""
 
     def __init__(self) -> None:
         self.num_requests = 0
         """Requests set aside count too; kept by the owner."""
-        self._preempted: OrderedDict[int, Request] = OrderedDict()
         self._clients: dict[str, _Client] = {}
         # Clients with something waiting. Lazy: what is not its client's latest, or with nothing waiting, is skipped.
         self._heap: list[_Entry] = []
@@ -174,54 +216,51 @@ class _Level:
         self._least = 0
         self._busy_period += 1
 
-    def put_last(self, request: Request) -> None:
+    def put(self, request: Request) -> None:
+        """Lets a request wait."""
         client = self._clients.get(request.client)
         if client is None:
             client = self._new_client(request.client)
         elif client.busy_period != self._busy_period:
             client.busy_period, client.served = self._busy_period, 0
-        if client.waiting:
-            client.waiting[request.id] = request
-            return
-        if self._heap and (first := self._first_client()) is not None:
-            self._least = first.served
-        client.served = max(client.served, self._least)
-        client.waiting[request.id] = request
+        if not client.waiting:
+            if self._heap and (first := self._first_client()) is not None:
+                self._least = first.served
+            client.served = max(client.served, self._least)
+            client.began = abs(request.place)
+        bisect.insort(client.waiting, request, key=_place)
         self._offer(request.client, client)
 
-    def put_first(self, request: Request) -> None:
-        """Undoes a take, or lets a preempted request wait: it paid for its prompt when it was first admitted."""
-        if request.num_preemptions:
-            self._preempted[request.id] = request
-            self._preempted.move_to_end(request.id, last=False)
-            return
+    def put_back(self, request: Request) -> None:
+        """Undoes a take."""
         client = self._clients[request.client]
-        client.served -= len(request.tokens)
-        client.waiting[request.id] = request
-        client.waiting.move_to_end(request.id, last=False)
+        client.served -= _cost(request)
+        bisect.insort(client.waiting, request, key=_place)
         self._offer(request.client, client)
 
     def remove(self, request: Request) -> None:
-        if request.num_preemptions:
-            del self._preempted[request.id]
-        else:
-            del self._clients[request.client].waiting[request.id]
+        waiting = self._clients[request.client].waiting
+        index = bisect.bisect_left(waiting, _place(request), key=_place)
+        assert waiting[index] is request, "a request is not where it waits"
+        del waiting[index]
 
-    def first(self) -> Request | None:
-        if self._preempted:
-            return next(iter(self._preempted.values()))
+    def first(self, comes_last: Callable[[str], bool]) -> Request | None:
+        passed: list[_Entry] = []
         client = self._first_client() if self._heap else None
-        return None if client is None else next(iter(client.waiting.values()))
+        while client is not None and comes_last(self._heap[0][2]):
+            passed.append(heapq.heappop(self._heap))
+            client = self._first_client()
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        if client is None and passed:
+            client = self._clients[passed[0][2]]
+        return None if client is None else client.waiting[0]
 
     def take(self, request: Request) -> None:
-        """Takes a request that is its client's first, or was preempted."""
-        if request.num_preemptions:
-            del self._preempted[request.id]
-            return
+        """Takes a request, whose client has its turn with it."""
+        self.remove(request)
         client = self._clients[request.client]
-        _, first = client.waiting.popitem(last=False)
-        assert first is request, "a request before it waits"
-        client.served += len(request.tokens)
+        client.served += _cost(request)
         if client.waiting:
             self._offer(request.client, client)
 
@@ -234,14 +273,15 @@ class _Level:
 
     def requests(self) -> list[Request]:
         """All that are not set aside."""
-        waiting = [request for client in self._clients.values() for request in client.waiting.values()]
+        waiting = [request for client in self._clients.values() for request in client.waiting]
         kept = {id(entry) for entry in self._heap}
         for client in self._clients.values():
             assert client.entry is None or id(client.entry) in kept, "a client's entry is lost"
             assert not client.waiting or (client.entry is not None and client.entry[0] == client.served), (
                 "a client's turn would come too late or never"
             )
-        return [*self._preempted.values(), *waiting]
+            assert client.waiting == sorted(client.waiting, key=_place), "the requests of a client are out of order"
+        return waiting
 
     def _first_client(self) -> _Client | None:
         """The client whose turn it is."""
@@ -259,7 +299,7 @@ class _Level:
         """Says when the client's next turn is."""
         if client.entry is not None and client.entry[0] == client.served:
             return
-        client.entry = (client.served, next(iter(client.waiting)), name)
+        client.entry = (client.served, client.began, name)
         heapq.heappush(self._heap, client.entry)
         if len(self._heap) > 2 * len(self._clients) + 64:
             self._heap = [entry for entry in self._heap if self._is_latest(entry)]

@@ -90,14 +90,21 @@ class LifeCycle:
 
         When nothing waits they may, however many and long they are: otherwise they never could, and trying again would
         be in vain. The server bounds the size of one HTTP request.
+
+        One client cannot fill the queue for the others: a client with less than its share of the places in the queue
+        may use as many again, and as many tokens.
         """
         num_waiting, num_waiting_tokens, limits = self.num_waiting, self.num_waiting_tokens, self._limits
         if not num_waiting:
             return None
+        clients, client = self._queue.waiting.clients, requests[0].client
+        num_clients = len(clients) + (client not in clients)
+        num_own = clients[client] + len(requests)
+        factor = 2 if num_clients > 1 and num_own * num_clients <= limits.max_num_queued_requests else 1
         num_tokens = sum(len(request.prompt) for request in requests) // _TOKEN_BYTES
-        if num_waiting + len(requests) > limits.max_num_queued_requests:
+        if num_waiting + len(requests) > factor * limits.max_num_queued_requests:
             full = f"{num_waiting} requests wait, max_num_queued_requests={limits.max_num_queued_requests}"
-        elif num_waiting_tokens + num_tokens > limits.max_num_queued_tokens:
+        elif num_waiting_tokens + num_tokens > factor * limits.max_num_queued_tokens:
             full = f"{num_waiting_tokens} tokens wait, max_num_queued_tokens={limits.max_num_queued_tokens}"
         else:
             return None
@@ -162,12 +169,14 @@ class LifeCycle:
             if not is_held:
                 self._queue.remove(request)
             return
-        table = self._rows
-        table.live[row] = False
-        table.ready[row] = False
-        self._queue.waiting.charge(request, int(table.num_known[row]) - request.num_prompt_tokens)
+        self._queue.waiting.charge(request, int(self._rows.num_known[row]) - request.num_prompt_tokens)
+        self.leave_row(row)
+
+    def leave_row(self, row: int) -> None:
+        """Parts a request from its row, which is free now, or drains."""
+        self._rows.end(row)
         self._queue.forget_row(row)
-        if table.in_flight[row]:
+        if self._rows.in_flight[row]:
             self.num_draining += 1
         else:
             self.release(row)

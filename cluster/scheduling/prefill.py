@@ -6,6 +6,10 @@ two exceptions, so that one huge prompt does not hold up all others:
 - A head of the queue that lacks pages is overtaken by those of the next few that have enough, `_MAX_OVERTAKEN` times:
   then it is waited for. What was preempted is never overtaken.
 
+Clients share prefills too. While a client's prompt is in progress, another client's shorter prompt may begin with half
+of what decodes leave, even if it does not fit as a whole. Clients with prompts in progress then share each step evenly.
+Of the requests that wait, those of clients that hold their share of rows and pages come last (`Shares`).
+
 A prompt of which another row computes the same part in the same step waits for that row: a step later the prefix cache
 has it. A prompt whose log probabilities are wanted reads no cache, and takes no more tokens of a step than may
 have them.
@@ -13,6 +17,7 @@ have them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -26,6 +31,7 @@ from cluster.scheduling.pages import Prefix, RowPages
 from cluster.scheduling.prefix_cache import Node
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_table import RowTable
+from cluster.scheduling.shares import Holding, Shares
 from worker.protocol import ITEM_DTYPE, MAX_ITEMS, PROMPT_LOGPROBS_DTYPE, Int32Array, RowFlag
 
 # Plain integers: operations of enumerations take a microsecond each.
@@ -138,18 +144,39 @@ class PrefillQueue:
         """Tokens of admitted requests."""
         # All that were tried lacked pages, and nothing has happened since that could change it: spares their matches.
         self._is_blocked = False
+        self.lacks_pages: Request | None = None
+        """The first request that could not be admitted for want of pages when that was tried last."""
 
     @property
-    def is_next_begun(self) -> bool:
-        """Whether the next request has been admitted before."""
-        return (request := self.waiting.first()) is not None and request.admission_s is not None
+    def is_any_begun(self) -> bool:
+        """Whether some waiting request has been admitted before."""
+        return (request := self.waiting.oldest) is not None and request.admission_s is not None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether requests of more than one client run or wait."""
+        running, waiting = self._rows.clients, self.waiting.clients
+        return len(running) > 1 or len(waiting) > 1 or bool(running and waiting and running.keys() != waiting.keys())
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether one more request may run, pages aside."""
+        return self._rows.num_taken < self._limits.max_num_running
+
+    def shares(self) -> Shares:
+        """The shares of the clients that run or wait now."""
+        table, limits = self._rows, self._limits
+        holdings = [
+            Holding(row, it.client, self._pages.num_row_pages(row), it.level, it.priority, int(table.admission[row]))
+            for row in np.flatnonzero(table.live).tolist()
+            if (it := table.request(row))
+        ]
+        return Shares(holdings, self.waiting.clients, limits.max_num_running, limits.num_pages)
 
     @property
     def is_busy(self) -> bool:
         """Whether the next step may have prompts."""
-        return bool(self.prefilling) or (
-            bool(self.waiting) and not self._is_blocked and self._rows.num_taken < self._limits.max_num_running
-        )
+        return bool(self.prefilling) or (bool(self.waiting) and not self._is_blocked and self.has_rows)
 
     def push(self, request: Request) -> None:
         """Lets a new or a preempted request wait."""
@@ -157,6 +184,10 @@ class PrefillQueue:
             request.num_overtaken = _MAX_OVERTAKEN
         self.waiting.push(request)
         self._is_blocked = False
+
+    def overtake_no_more(self, request: Request) -> None:
+        """Has a request that lacks pages waited for from now on."""
+        request.num_overtaken = _MAX_OVERTAKEN
 
     def remove(self, request: Request) -> None:
         """Forgets a waiting request."""
@@ -172,14 +203,35 @@ class PrefillQueue:
     def plan(self, budget: int, now: float) -> PrefillPlan:
         """Chunks of at most `budget` tokens in all, with their pages; admits requests."""
         plan = PrefillPlan(budget, now)
+        may_admit = bool(self.waiting) and not self._is_blocked and self._may_admit(plan)
+        shares = self.shares() if may_admit and self.is_shared else None
         if in_progress := tuple(self.prefilling):
-            self._admit(plan, longest=min(budget // 2, budget - self._limits.max_item_tokens))
-        for row in in_progress:
+            self._admit(plan, shares, longest=min(budget // 2, budget - self._limits.max_item_tokens))
+        for row, num_clients in self._in_turns(in_progress):
             if plan.budget <= 0:
                 break
+            for_others = plan.budget - max(plan.budget // num_clients, 1)
+            plan.budget -= for_others
             self._go_on(row, plan)
-        self._admit(plan)
+            plan.budget += for_others
+        self._admit(plan, shares)
         return plan
+
+    def _in_turns(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Rows in prefill in the order in which they get chunks, each with the number of clients that the tokens of the
+        step are for: first one row of each client, those with the least left to prefill first, then the other rows."""
+        table = self._rows
+        first: dict[str, int] = {}
+        for row in rows:
+            first.setdefault(table.request(row).client, row)
+        if len(first) <= 1:
+            return [(row, 1) for row in rows]
+        heads = sorted(first.values(), key=self._num_left)
+        turns = [(row, 1 if table.request(row).item_lens else len(heads) - i) for i, row in enumerate(heads)]
+        return turns + [(row, 1) for row in rows if row not in heads]
+
+    def _num_left(self, row: int) -> int:
+        return int(self._rows.num_prefill[row] - self._rows.num_computed[row])
 
     def commit(self, plan: PrefillPlan, frame: FrameBuilder) -> list[int]:
         """Adds the plan to the frame, makes its whole pages known, and returns the rows whose prefill ends."""
@@ -235,29 +287,47 @@ class PrefillQueue:
 
     # Admission
 
-    def _admit(self, plan: PrefillPlan, longest: int | None = None) -> None:
-        """Admits waiting requests in turn; with `longest` only whole prompts, as long as they have so many tokens in
-        all. Those that cannot be admitted now keep their place.
+    def _admit(self, plan: PrefillPlan, shares: Shares | None, longest: int | None = None) -> None:
+        """Admits waiting requests in turn. Those that cannot be admitted now keep their place.
+
+        Args:
+            shares: of the clients; None: there is one client.
+            longest: while prompts are in progress, the tokens that requests may have in all that need not wait for
+                them. Only whole prompts go before those of the same client.
         """
         waiting = self.waiting
         if self._is_blocked or not waiting:
             return
         budget = plan.budget if longest is None else longest
+        num_left: dict[str, int] = {}  # by client with a prompt in progress
+        if shares is not None and longest is not None:
+            num_left = {self._rows.request(row).client: self._num_left(row) for row in self.prefilling}
+
+        def comes_last(client: str) -> bool:
+            return shares is not None and (client in num_left or shares.has_its_share(client))
+
         lacking: list[Request] = []
         num_waits = 0
         while min(budget, plan.budget) > 0 and self._may_admit(plan):
-            request = waiting.first() if len(lacking) + num_waits <= _LOOKAHEAD else None
-            if request is None:
+            # Preempted requests are the oldest.
+            request = waiting.first(comes_last, is_oldest=not self.admits_new)
+            if request is None or len(lacking) + num_waits > _LOOKAHEAD:
                 self._is_blocked = bool(lacking) and not num_waits
                 break
             if not self.admits_new and request.admission_s is None:
-                break  # preempted requests go first
-            if longest is not None and len(request.tokens) > budget:
+                break
+            # Beside a longer prompt of another client, one may begin with a part of it.
+            most = max(num_left.values(), default=0) if request.client not in num_left else 0
+            if longest is not None and len(request.tokens) > max(budget, most):
                 break
             before = plan.budget
+            plan.budget = min(before, budget)
             outcome = self._try_admit(request, plan)
+            plan.budget += before - min(before, budget)
             if outcome is _Outcome.ADMITTED:
                 waiting.pop(request)
+                if shares is not None:
+                    shares.add(request.client, self._pages.num_row_pages(request.row))
                 budget -= before - plan.budget
                 for other in lacking:
                     other.num_overtaken += 1
@@ -270,11 +340,12 @@ class PrefillQueue:
             if request.num_overtaken >= _MAX_OVERTAKEN:
                 self._is_blocked = not num_waits
                 break
+        self.lacks_pages = lacking[0] if lacking else None
         waiting.put_back()
 
     def _may_admit(self, plan: PrefillPlan) -> bool:
         """Whether one more request may be admitted, pages aside."""
-        return self._rows.num_taken < self._limits.max_num_running and plan.num_prefix_deltas < MAX_PREFIX_DELTAS
+        return self.has_rows and plan.num_prefix_deltas < MAX_PREFIX_DELTAS
 
     def _try_admit(self, request: Request, plan: PrefillPlan) -> _Outcome:
         """Gives a request a row and its first chunk, or leaves everything as it was."""

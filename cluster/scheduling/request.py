@@ -152,8 +152,13 @@ class Request:
     """The request ends with LENGTH when prompt and answer are this long."""
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
+    level: int = 0
+    """Order among all requests, as in GenerateRequest."""
     priority: int = 0
+    """Order among the requests of its client and level."""
     client: str = ""
+    place: int = 0
+    """Order among the waiting requests of its client, level and priority; written by FairQueue."""
     cache_salt: bytes = b""
     adjustments: Adjustments | None = None
     guide: Guide | None = None
@@ -164,6 +169,8 @@ class Request:
     deadline_s: float = 0.0
     arrival_s: float = 0.0
     """Time on the scheduler's clock."""
+    waits_since_s: float = 0.0
+    """When it arrived, or was preempted last."""
     admission_s: float | None = None
     """The first one; None: it has only waited so far."""
     row: int = 0
@@ -197,11 +204,13 @@ class Request:
             max_total_tokens=min(len(prompt) + request.sampling.max_tokens, limits.max_model_len),
             sampling=request.sampling,
             stop_token_ids=frozenset(request.sampling.stop_token_ids),
+            level=request.level,
             priority=request.priority,
             client=request.client,
             cache_salt=request.cache_salt,
             deadline_s=request.deadline_s,
             arrival_s=now,
+            waits_since_s=now,
             next_prompt_logprob=1 if request.sampling.prompt_logprobs >= 0 else len(prompt),
             item_lens=request.sampling.item_lens,
             num_item_tokens=sum(request.sampling.item_lens),

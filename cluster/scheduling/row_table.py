@@ -5,6 +5,8 @@ prefill, `GuidedRows` makes rows ready, and `LifeCycle` ends them. `RowPages` ke
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import numpy.typing as npt
 
@@ -23,7 +25,9 @@ class RowTable:
         self.ids = np.zeros(num_rows, np.int64)
         """Request id."""
         self.live = np.zeros(num_rows, np.bool_)
-        """The request has neither finished nor been aborted. A row may be taken and not live: steps name it still."""
+        """The request has neither ended nor been preempted. A row may be taken and not live: steps name it still."""
+        self.clients: Counter[str] = Counter()
+        """Number of live rows of each client that has any."""
         self.ready = np.zeros(num_rows, np.bool_)
         """The next step may decode it."""
         self.num_known = np.zeros(num_rows, np.int32)
@@ -48,8 +52,6 @@ class RowTable:
         """Launched and not yet retired steps that name the row."""
         self.admission = np.zeros(num_rows, np.int64)
         """Order of admission, from 1; 0: not taken."""
-        self.priority = np.zeros(num_rows, np.int64)
-        """`Request.priority`."""
         self.ends_on_eos = np.zeros(num_rows, np.bool_)
         self.has_stop_ids = np.zeros(num_rows, np.bool_)
         self.guided = np.zeros(num_rows, np.bool_)
@@ -76,6 +78,7 @@ class RowTable:
         self.requests[row] = request
         self.ids[row] = request.id
         self.live[row] = True
+        self.clients[request.client] += 1
         self.ready[row] = self.predicted[row] = False
         self.num_known[row] = num_tokens
         self.num_computed[row] = 0
@@ -87,7 +90,6 @@ class RowTable:
         self.in_flight[row] = self.slack[row] = self.num_drafts[row] = 0
         self.goes_ahead[row] = self._ranks_draft and request.guide is None and not request.has_timed_biases
         self.admission[row] = self._num_admissions
-        self.priority[row] = request.priority
         self.ends_on_eos[row] = not request.sampling.ignore_eos
         self.has_stop_ids[row] = bool(request.stop_token_ids)
         self.guided[row] = request.guide is not None
@@ -110,17 +112,25 @@ class RowTable:
         most: npt.NDArray[np.bool_] = self.num_computed[rows] + self.slack[rows] + 1 >= self.max_total[rows]
         return most
 
+    def end(self, row: int) -> None:
+        """The request of a live row ends, or waits again. Steps in flight may name the row still."""
+        request = self.request(row)
+        self.live[row] = self.ready[row] = False
+        self.clients[request.client] -= 1
+        if not self.clients[request.client]:
+            del self.clients[request.client]
+
     def give_back(self, row: int) -> None:
         """Frees the row. Raises EngineError while a step in flight names it."""
         request = self.requests[row]
         if request is None or self.in_flight[row]:
             raise EngineError(f"row {row} is free already, or {self.in_flight[row]} steps in flight name it")
+        if self.live[row]:
+            self.end(row)
         request.row = 0
         self.num_guided -= int(self.guided[row])
         self.guided[row] = False
         self.requests[row] = None
-        self.live[row] = False
-        self.ready[row] = False
         self.admission[row] = 0
         self._free_rows.append(row)
 
@@ -136,6 +146,8 @@ class RowTable:
         assert sorted([*taken, *self._free_rows]) == list(range(1, len(self.requests))), "a row is lost or free twice"
         for row in taken:
             assert self.request(row).row == row, f"row {row} and its request disagree"
+        clients = Counter(self.request(row).client for row in np.flatnonzero(self.live).tolist())
+        assert self.clients == clients, "rows of clients are miscounted"
         free = np.array(self._free_rows, np.int64)
         assert not (self.live[free] | self.ready[free]).any(), "a free row is live"
         assert not self.in_flight[free].any(), "a step in flight names a free row"

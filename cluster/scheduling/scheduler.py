@@ -24,6 +24,7 @@ from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.life_cycle import LifeCycle
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.pages import RowPages
+from cluster.scheduling.preemption import Preemption
 from cluster.scheduling.prefill import PrefillPlan, PrefillQueue
 from cluster.scheduling.request import Guide
 from cluster.scheduling.row_table import RowTable
@@ -78,6 +79,7 @@ class Scheduler:
         self._guided = GuidedRows(self._limits, self._rows)
         self._life = LifeCycle(self._limits, self._rows, self._pages, self._queue, self._guided, self._make_guide)
         self._in_flight: deque[Launched] = deque()
+        self._preemption = Preemption(self._limits, self._rows, self._queue, self._guided, self._life)
         self._drafter = Drafter(self._limits, self._rows, self._guided) if self._limits.drafts_are_chosen else None
 
     # Requests in and out
@@ -147,7 +149,7 @@ class Scheduler:
         self._life.release_drained(np.flatnonzero(table.admission > 0).astype(np.int32))
         rows = np.flatnonzero(table.live)
         for row in rows[np.argsort(-table.admission[rows])].tolist():  # the last one put to the front is the first
-            self._requeue(row, is_lost=True)
+            self._preemption.requeue(row, self._clock(), is_lost=True)
         if keeps_kv:
             self._pages.lose(computing)
         else:
@@ -197,6 +199,8 @@ class Scheduler:
             return None
         if self.is_awaiting_masks:
             self.poll_guides()
+        if self._queue.waiting and self._preemption.yield_row(now):
+            self._total_preemptions += 1
         # A step with prompts is long already, and may be none of those that were captured for drafts.
         takes_drafts = self._drafter is not None and not self._queue.is_busy
         while True:
@@ -216,7 +220,7 @@ class Scheduler:
                     continue
                 if self._in_flight:
                     return None  # A retire may free pages; and only a row no step names can be preempted.
-                self._preempt_one()
+                self._preempt_one(now)
                 continue
             plan = self._queue.plan(self._max_step_tokens - num_decoded, now)
             if len(rows) or plan.rows:
@@ -226,7 +230,7 @@ class Scheduler:
             if self._in_flight or not self._queue.prefilling or self._guided.num_awaiting:
                 return None
             # Every running request is a prefill that lacks pages.
-            self._preempt_one()
+            self._preempt_one(now)
 
     def halve_steps(self) -> int:
         """Has steps take half as many tokens from now on, and no fewer than rows may need at once; returns how many."""
@@ -325,8 +329,8 @@ class Scheduler:
 
     @property
     def has_begun(self) -> bool:
-        """Some request runs, or is next to go on."""
-        return bool(self._rows.num_taken) or self._queue.is_next_begun
+        """Some request runs, or waits to go on."""
+        return bool(self._rows.num_taken) or self._queue.is_any_begun
 
     @property
     def is_awaiting_masks(self) -> bool:
@@ -475,33 +479,9 @@ class Scheduler:
         )
         return frame
 
-    def _preempt_one(self) -> None:
-        """Puts a request back to the front of the queue, with the tokens it has: of those of the lowest priority the
-        one admitted last.
-
-        No step may be in flight. It computes those tokens again, and samples on from the same position.
-        """
-        assert not self._in_flight, "a request may only be preempted when no step is in flight"
-        table = self._rows
-        taken = np.flatnonzero(table.admission)
-        last = table.priority[taken]
-        taken = taken[last == last.max()]
-        self._requeue(int(taken[table.admission[taken].argmax()]))
+    def _preempt_one(self, now: float) -> None:
+        self._preemption.preempt_one(now)
         self._total_preemptions += 1
-
-    def _requeue(self, row: int, *, is_lost: bool = False) -> None:
-        """Puts the request of a row that no step names back to the front of the queue, with the tokens it has.
-
-        `is_lost`: as in `GuidedRows.requeue`.
-        """
-        table = self._rows
-        request = table.request(row)
-        request.tokens = table.tokens[row, : table.num_known[row]].copy()
-        request.num_preemptions += 1
-        is_held = request.guide is not None and self._guided.requeue(request, is_lost=is_lost)
-        self._life.release(row)
-        if not is_held:
-            self._queue.push(request)
 
     def _end_broken(self, rows: list[int]) -> None:
         """Ends the requests of `rows`, and lets nothing of what they computed stay in the prefix cache."""
