@@ -30,23 +30,17 @@ class StoreGate:
         """Listens on a free port of `host`, an address of this node. Raises EngineError if it is none."""
         self._listener = TcpListener.create(host)
         self._store_port = store_port
-        threading.Thread(target=self._serve, name="store gate", daemon=True).start()
-
-    @property
-    def address(self) -> str:
+        self.address = self._listener.address
         """What `open_relay` needs. It holds the key: give it only to the ranks."""
-        return self._listener.address
+        _relay_each(self._listener.accept_any, self._reach_store)
 
     def close(self) -> None:
         """Takes no more connections; those that are open go on."""
         self._listener.close()
 
-    def _serve(self) -> None:
-        _serve_each(self._listener.accept_any, self._relay)
-
-    def _relay(self, stranger: socket.socket) -> None:
-        self._listener.admit(stranger)
-        _join(stranger, socket.create_connection(("127.0.0.1", self._store_port)))
+    def _reach_store(self, caller: socket.socket) -> socket.socket:
+        self._listener.admit(caller)
+        return socket.create_connection(("127.0.0.1", self._store_port))
 
 
 def open_relay(address: str, timeout_s: float) -> int:
@@ -59,43 +53,37 @@ def open_relay(address: str, timeout_s: float) -> int:
     """
     connect_socket(address, timeout_s=timeout_s).close()  # what is wrong with the gate is said here
     listener = socket.create_server(("127.0.0.1", 0))
-
-    def relay(client: socket.socket) -> None:
-        _join(client, connect_socket(address, timeout_s=timeout_s))
-
-    accept: Callable[[], socket.socket] = lambda: listener.accept()[0]  # noqa: E731 -- one expression
-    threading.Thread(target=_serve_each, args=(accept, relay), name="store relay", daemon=True).start()
+    _relay_each(lambda: listener.accept()[0], lambda _: connect_socket(address, timeout_s=timeout_s))
     return int(listener.getsockname()[1])
 
 
-def _serve_each(accept: Callable[[], socket.socket], relay: Callable[[socket.socket], None]) -> None:
-    """Relays each connection in a thread of its own, until the listener closes. One that fails is closed."""
+def _relay_each(accept: Callable[[], socket.socket], reach: Callable[[socket.socket], socket.socket]) -> None:
+    """Starts a thread that joins each accepted connection to the one that `reach` makes for it, until `accept` raises
+    OSError. A connection for which `reach` raises is closed."""
 
-    def run(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, LockstepError):
-            relay(connection)
+    def relay(one: socket.socket) -> None:
+        with one, contextlib.suppress(OSError, LockstepError), reach(one) as other:
+            for end in (one, other):
+                end.settimeout(None)
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            back = threading.Thread(target=_copy, args=(other, one), daemon=True)
+            back.start()
+            _copy(one, other)
+            back.join()
 
-    with contextlib.suppress(OSError):
-        while True:
-            threading.Thread(target=run, args=(accept(),), daemon=True).start()
-
-
-def _join(one: socket.socket, other: socket.socket) -> None:
-    """Copies bytes both ways until one side ends; then closes both. Blocks."""
-
-    def copy(source: socket.socket, target: socket.socket) -> None:
+    def serve() -> None:
         with contextlib.suppress(OSError):
-            while part := source.recv(_PART_BYTES):
-                target.sendall(part)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+            while True:
+                threading.Thread(target=relay, args=(accept(),), daemon=True).start()
 
-    with other:
-        for end in (one, other):
-            end.settimeout(None)
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        back = threading.Thread(target=copy, args=(other, one), daemon=True)
-        back.start()
-        copy(one, other)
-        back.join()
+    threading.Thread(target=serve, name="store relay", daemon=True).start()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Sends what arrives at `source` to `target` until either ends, then ends both."""
+    with contextlib.suppress(OSError):
+        while part := source.recv(_PART_BYTES):
+            target.sendall(part)
+    for end in (source, target):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)

@@ -39,7 +39,8 @@ def another_node() -> Iterator[subprocess.Popen[bytes]]:
 
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--address", address, "--num-cpus=4"]
-    node = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}  # 0 keeps the first node to loopback
+    node = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while sum(node["Alive"] for node in ray.nodes()) < 2:
         assert node.poll() is None, "the second node did not start"
