@@ -102,10 +102,14 @@ class GuideError(RequestError):
 
 
 class OverloadedError(RequestError):
-    """A queue limit is reached, or the server stops."""
+    """A queue limit is reached, or the server stops.
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+    `closes_connection`: whether the answer ends its connection, which is what the server has too many of.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, closes_connection: bool = False) -> None:
         super().__init__(message, code="engine_overloaded", status=503, retry_after_s=retry_after_s)
+        self.closes_connection = closes_connection
 
 
 class EngineError(LockstepError, RuntimeError):

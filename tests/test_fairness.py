@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import random
+import time
+from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from cluster.http.context import Role
+from cluster.http.keys import KeyRing
 from cluster.scheduling.scheduler import SchedulerLimits
 from cluster.scheduling.shares import Holding, Shares
 from tests.fake_engine import LIMITS, VOCAB, Engine, prompt_of
+from tests.test_auth import Keys
+from tests.tiny_engine import MODEL, tiny_engine
 
 LARGE = replace(
     LIMITS,
@@ -237,3 +246,36 @@ def test_whatever_one_client_sends_another_has_its_first_token_within_a_bounded_
     engine.abort(*(i for i, answer in engine.answers.items() if answer.finished is None))
     engine.run(20_000)
     assert len(waits) > 20
+
+
+@pytest.mark.slow
+def test_the_first_token_of_a_key_comes_within_two_seconds_whatever_another_one_sends(tmp_path: Path) -> None:
+    keys = Keys(tmp_path, ("mallory", Role.USER, ""), ("bob", Role.USER, ""))
+    ring = KeyRing(keys.path)
+    (tmp_path / "model").mkdir()
+    sizes = {"num_pages": 4200, "max_num_seqs": 32, "max_num_batched_tokens": 544, "prefill_chunk_size": 512}
+    rng = random.Random(0)
+    with tiny_engine(tmp_path / "model", keys=ring, max_model_len=2000, **sizes) as engine:
+
+        def send(id_: str, **fields: Any) -> Future[httpx.Response]:
+            body = {"model": MODEL, "prompt": "the", "max_tokens": 1, "ignore_eos": True} | fields
+            return engine.send("/v1/completions", body, keys.bearer(id_))
+
+        assert send("bob").result(60).status_code == 200
+        held = [send("mallory", n=32, max_tokens=1900)]
+        waits: list[float] = []
+        for turn in range(12):
+            for _ in range(8):  # long prompts, floods, and another one that holds every row
+                length, n = rng.choice([(1800, 1), (1, 1), (1, 32)])
+                held.append(send("mallory", prompt="the" * length, n=n, max_tokens=rng.choice([1, 150])))
+            time.sleep(0.2)
+            began = time.monotonic()
+            reply = send("bob", prompt="the " * rng.choice([1, 300]), priority=turn).result(60)
+            waits.append(time.monotonic() - began)
+            assert reply.status_code == 200, reply.text
+        assert max(waits) < 2, [round(wait, 2) for wait in waits]
+        assert not held[0].done(), "the rows were free"
+        for future in held:
+            future.cancel()
+        assert {it.status_code for it in (send("bob").result(60), send("mallory").result(60))} == {200}
+        engine.check()

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.make_checkpoint import write_checkpoint
 from cluster.engine.client import EngineClient
 from cluster.engine.coordinator import Coordinator
+from cluster.http.keys import KeyRing
 from cluster.ranks.liveness import Liveness
 from cluster.ranks.recovery import Recovery
 from cluster.requests.served_model import ServedModel
@@ -128,8 +129,11 @@ class TinyEngine:
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         """The answer, once it is whole."""
-        sent = asyncio.run_coroutine_threadsafe(self._http.post(path, json=body), self._loop)
-        return sent.result(60)
+        return self.send(path, body).result(60)
+
+    def send(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Future[httpx.Response]:
+        """The answer, when it is whole."""
+        return asyncio.run_coroutine_threadsafe(self._http.post(path, json=body, headers=headers), self._loop)
 
     def check(self) -> None:
         """Raises unless the engine serves, and holds nothing of requests that have ended."""
@@ -149,25 +153,29 @@ def write_tiny_checkpoint(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def tiny_engine(folder: Path) -> Iterator[TinyEngine]:
+def tiny_engine(
+    folder: Path, *, keys: KeyRing | None = None, max_model_len: int = MAX_MODEL_LEN, **changes: Any
+) -> Iterator[TinyEngine]:
     """An engine of one rank on threads of this process.
 
     Args:
         folder: an empty directory, for the checkpoint.
+        keys: of its clients; None: none are asked for.
+        changes: of SchedulerLimits.
     """
     write_tiny_checkpoint(folder)
-    group = LocalGroup(folder, 1, num_pages=64, max_model_len=MAX_MODEL_LEN)
+    num_pages = changes.get("num_pages", LIMITS.num_pages)
+    group = LocalGroup(folder, 1, num_pages=num_pages, max_model_len=max_model_len)
     limits = replace(
         LIMITS,
         page_size=PAGE_SIZE,
-        max_num_batched_tokens=64,
-        prefill_chunk_size=32,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
         max_num_queued_requests=2000,
         max_num_queued_tokens=200_000,
         eos_token_ids=group.model.eos_token_ids,
         max_item_tokens=28,
+        **{"max_num_batched_tokens": 64, "prefill_chunk_size": 32} | changes,
     )
     tokenizer = make_tokenizer()
     coordinators: list[Coordinator] = []
@@ -191,7 +199,7 @@ def tiny_engine(folder: Path) -> Iterator[TinyEngine]:
             engine,
             tokenizer,
             model_name=MODEL,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             server=ServerConfig(),
             vocab_size=VOCAB_SIZE,
             eos_token_ids=group.model.eos_token_ids,
@@ -199,7 +207,7 @@ def tiny_engine(folder: Path) -> Iterator[TinyEngine]:
             max_item_tokens=limits.max_item_tokens,
         )
         await model.warm_up()
-        transport = httpx.ASGITransport(create_app(model))
+        transport = httpx.ASGITransport(create_app(model, keys=keys))
         async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as http:
             started.set_result(TinyEngine(model, coordinator, http, asyncio.get_running_loop()))
             await stop.wait()

@@ -37,6 +37,7 @@ from cluster.ranks.recovery import Recovery
 from cluster.scheduling.scheduler import Scheduler
 from configs.errors import DeadlineError, EngineError, LockstepError, OutOfMemoryError
 from parallel.channel import STEP_TIMEOUT
+from parallel.sockets import num_descriptors_left
 from worker.protocol import FrameKind, Int32Array, StepFrame, StepResult
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ _MASK_WAIT_S = 0.001
 _WATCH_S = 1.0
 # A step that has used up this share of its deadline counts as stuck: what its ranks do is worth a line in the log.
 _STUCK_SHARE = 0.25
+# New ranks open files and sockets in this process. Without any the engine would end, with all requests that wait.
+_RANKS_DESCRIPTORS = 32
+_DESCRIPTORS_WAIT_S = 30.0
 
 _T = TypeVar("_T")
 
@@ -533,9 +537,20 @@ class Coordinator:
         self.ranks.frames.send(leave.encode(), self._step_timeout_s)
 
 
+def _await_descriptors() -> None:
+    """Waits until new ranks find file descriptors in this process, at most `_DESCRIPTORS_WAIT_S`."""
+    deadline = time.monotonic() + _DESCRIPTORS_WAIT_S
+    while (left := num_descriptors_left()) < _RANKS_DESCRIPTORS and time.monotonic() < deadline:
+        logger.warning(
+            "the ranks wait for file descriptors: %d are left (ulimit -n), %d needed", left, _RANKS_DESCRIPTORS
+        )
+        time.sleep(_WATCH_S)
+
+
 def _run_into(future: Future[_T], function: Callable[..., _T], *args: object) -> None:
     """Gives `future` what `function` returns or raises."""
     try:
+        _await_descriptors()
         future.set_result(function(*args))
     except LockstepError as error:
         future.set_exception(error)

@@ -8,6 +8,7 @@ writes by itself and never blocks on it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _RECEIVE_BYTES = 1 << 18
 _MAX_UNTAKEN_BYTES = 64 << 20
+# The listener stays readable without a descriptor for the caller: without a pause the thread takes a whole core.
+_ACCEPT_AGAIN_S = 1.0
 
 
 class EngineSocket:
@@ -162,8 +165,11 @@ class EngineSocket:
     def _accept(self) -> socket.socket | None:
         try:
             peer, _ = self._listener.accept()
-        except OSError:
-            return None  # the caller hung up, or this end is being closed
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                logger.warning("the Engine cannot connect: no file descriptor is left (ulimit -n)")
+                time.sleep(_ACCEPT_AGAIN_S)
+            return None  # or the caller hung up, or this end is being closed
         if not is_ours(peer) or self._peer is not None:
             logger.warning("refused a connection to the engine socket: another user's, or one too many")
             peer.close()

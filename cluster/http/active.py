@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cluster.engine.state import EngineLife, EngineState
 from cluster.http.context import RequestContext
 from configs.errors import OverloadedError, RequestError
+from parallel.sockets import num_descriptors_left
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +20,10 @@ UNREAD_TIMEOUT_S = 60.0
 """How long a client may leave a full connection unread before its request, or its connection, is ended."""
 _STOPPING = "The server is stopping; try again."
 _LAST_WORDS_S = 1.0
+_SPARE_DESCRIPTORS = 64
+"""File descriptors that requests leave to the process. Without any, new connections are reset and nobody learns why."""
+_NO_DESCRIPTORS = "The server has too many connections; try again."
+_LOG_EVERY_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +53,7 @@ class ActiveRequests:
         self._send_timeout_s = send_timeout_s
         self._requests: set[ActiveRequest] = set()
         self._sweep: asyncio.TimerHandle | None = None
+        self._next_log_s = 0.0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -57,9 +64,14 @@ class ActiveRequests:
         return self._life.state is EngineState.DRAINING
 
     def check_admits(self) -> None:
-        """Raises OverloadedError while the server stops."""
+        """Raises OverloadedError while the server stops, or has few file descriptors left."""
         if self.stopping:
             raise OverloadedError(_STOPPING)
+        if (left := num_descriptors_left()) < _SPARE_DESCRIPTORS:
+            if (now := time.monotonic()) >= self._next_log_s:
+                self._next_log_s = now + _LOG_EVERY_S
+                logger.warning("requests are refused: %d file descriptors are left (ulimit -n); more are needed", left)
+            raise OverloadedError(_NO_DESCRIPTORS, closes_connection=True)
 
     def admit_again(self) -> None:
         """Takes `drain` back, for the requests to come."""

@@ -51,6 +51,8 @@ def error_headers(error: RequestError) -> dict[str, str]:
         # Whole seconds are the standard; the openai package also knows the finer one.
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(1e3 * error.retry_after_s)))
+    if isinstance(error, OverloadedError) and error.closes_connection:
+        headers["connection"] = "close"
     if error.status in _RETRIED or error.status >= 500:
         again = error.status in _RETRIED or error.code == "engine_error"
         headers["x-should-retry"] = str(again).lower()
