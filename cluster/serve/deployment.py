@@ -158,11 +158,9 @@ def _install_on_nodes() -> dict[str, str]:
     user = f"{os.geteuid()} {ray.get_runtime_context().gcs_address}"
     directory = Path(f"/tmp/lockstep-{hashlib.sha256(user.encode()).hexdigest()[:8]}")
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    task = ray.remote(install).options(num_cpus=0)
-    calls = [
-        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(directory)
-        for node in nodes
-    ]
+    task = ray.remote(install)
+    on_node = (NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes)
+    calls = [task.options(num_cpus=0, scheduling_strategy=where).remote(directory) for where in on_node]
     try:
         environments: list[dict[str, str]] = ray.get(calls, timeout=_INSTALL_TIMEOUT_S)
     except RayError as error:
