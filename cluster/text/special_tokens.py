@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
-from threading import Lock
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
@@ -99,7 +98,6 @@ class SpecialTokens:
 
     def __init__(self, tokenizer: Tokenizer, formats: ModelFormats) -> None:
         self._tokenizer = tokenizer
-        self._lock = Lock()
         source = "" if tokenizer.template is None else tokenizer.template.source
         added = tokenizer.added_tokens()
         # Some tokenizers do not flag the tokens of turns: those that the template writes by name count too.
@@ -117,8 +115,7 @@ class SpecialTokens:
 
     def prepare(self) -> None:
         """Does now what `encode` does at its first call: it holds the GIL for a few tenths of a second."""
-        with self._lock:
-            _ = self._twin
+        _ = self._twin
 
     def marked(self, conversation: Conversation, marks: Marks) -> Conversation:
         """`conversation` with marks in place of all special tokens' characters in its texts."""
@@ -137,8 +134,7 @@ class SpecialTokens:
     def encode(self, rendered: str, marks: Marks, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a template's text with marks: the tokens are those that the template wrote, and all other text
         is encoded as ever."""
-        with self._lock:
-            twin, names = self._twin
+        twin, names = self._twin
         text = marks.restored(self._everywhere.replaced(rendered, names))
         [encoding] = twin.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
