@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from cluster.text.conversation import Conversation, Turn
 from cluster.text.formats import ModelFormats
 from cluster.text.tokenizer import Tokenizer
-from configs.errors import CheckpointError
+from configs.errors import CheckpointError, RequestError
 
 _SEARCHED_CHARS = 1 << 20  # at once: a search holds the GIL, for 5 ms or so
 _STEM_BITS = 80
@@ -118,7 +118,14 @@ class SpecialTokens:
         _ = self._twin
 
     def marked(self, conversation: Conversation, marks: Marks) -> Conversation:
-        """`conversation` with marks in place of all special tokens' characters in its texts."""
+        """`conversation` with marks in place of all special tokens' characters in its texts. Raises RequestError for
+        JSON that is nested too deep."""
+        try:
+            return self._marked(conversation, marks)
+        except RecursionError:
+            raise RequestError("The request holds JSON that is nested too deep.", param=conversation.param) from None
+
+    def _marked(self, conversation: Conversation, marks: Marks) -> Conversation:
         tools = conversation.tools
         if tools is not None:
             shown = tuple(replace(tool, shown=self._value(tool.shown, marks)) for tool in tools.tools)
