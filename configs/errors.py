@@ -82,8 +82,17 @@ class RequestError(LockstepError, ValueError):
 class ContextLengthError(RequestError):
     """Prompt, or prompt plus asked output, exceed the context."""
 
-    def __init__(self, *, max_model_len: int, num_prompt_tokens: int, max_tokens: int = 0, param: str = "messages"):
-        asked = f"{num_prompt_tokens + max_tokens} tokens"
+    def __init__(
+        self,
+        *,
+        max_model_len: int,
+        num_prompt_tokens: int,
+        max_tokens: int = 0,
+        param: str = "messages",
+        at_least: bool = False,
+    ):
+        """`at_least`: the prompt was not encoded whole, so it has that many tokens or more."""
+        asked = f"{'at least ' * at_least}{num_prompt_tokens + max_tokens} tokens"
         detail = f"{num_prompt_tokens} in the prompt" + (f", {max_tokens} for the completion" if max_tokens else "")
         # Proxy libraries map on the words "This model's maximum context length is".
         super().__init__(

@@ -18,7 +18,7 @@ from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
 from tests.scripted_engine import EOS, MODEL, REPLY, Run, Stack, served
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
 
 

@@ -146,6 +146,17 @@ def test_brackets_in_texts_are_no_lists() -> None:
     assert caught.value.status == 413
 
 
+def test_commas_in_texts_separate_no_values() -> None:
+    text = ',\\",' * 200_000
+    assert decode_body(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    values = b"[" + b",".join([b"1"] * (1 << 18)) + b"]"
+    assert len(decode_body(b'{"prompt": %b}' % values)["prompt"]) == 1 << 18
+    with pytest.raises(RequestError, match="more than 262144 values") as caught:
+        decode_body(b'{"prompt": %b, "n": 1, "m": 2}' % values)
+    assert caught.value.status == 413
+    assert decode_body(b'{"prompt": %b, "n": 1, "m": 2}' % values, max_values=300_000)["m"] == 2
+
+
 @pytest.mark.parametrize("body", [rb'{"a": "\\ud83d", }', rb'{"a": "\ud83d\ude00", }', rb'{"a": NaN}'])
 def test_whole_characters_and_other_faults_are_no_surrogates(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import random
@@ -37,11 +36,11 @@ SERVER = ServerConfig(tool_call_parser="hermes")
 
 @functools.cache
 def encoder_of(tokenizer: Tokenizer, **options: Any) -> PromptEncoder:
-    return PromptEncoder(tokenizer, ModelFormats.of(tokenizer.template, SERVER), **options)
+    return PromptEncoder(tokenizer, ModelFormats.of(tokenizer.template, SERVER), 1 << 16, **options)
 
 
 def ids_of(tokenizer: Tokenizer, conversation: Conversation, **options: Any) -> list[int]:
-    return asyncio.run(encoder_of(tokenizer, **options).encode_chat(conversation))
+    return encoder_of(tokenizer, **options).encode_chat(conversation)
 
 
 def rendered(tokenizer: Tokenizer, conversation: Conversation) -> str:

@@ -17,7 +17,6 @@ from cluster.requests.answer import answer, json_response
 from cluster.requests.chat_run import chat_run
 from cluster.requests.fields import ignored_header
 from cluster.requests.job import JobOptions
-from cluster.requests.json_body import prepared
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
 
@@ -26,7 +25,7 @@ _Request = TypeVar("_Request", bound=CountTokensRequest)
 
 async def messages(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /v1/messages. Raises RequestError for a bad request."""
-    request, ignored, chat = await prepared(body, partial(_checked, model, MessagesRequest))
+    request, ignored, chat = await model.threads.prepared(body, partial(_checked, model, MessagesRequest))
     fields = request
     if request.stop_sequences is not None:
         stops = checks.stops(request.stop_sequences, "stop_sequences", model.server)
@@ -51,8 +50,8 @@ async def messages(model: ServedModel, body: bytes, context: RequestContext) -> 
 
 async def count_tokens(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""
-    _, ignored, chat = await prepared(body, partial(_checked, model, CountTokensRequest))
-    count = TokenCount(len(await model.prompts.encode_chat(chat)))
+    _, ignored, chat = await model.threads.prepared(body, partial(_checked, model, CountTokensRequest))
+    count = TokenCount(len(await model.encode_chat(chat, "count")))
     return json_response(count, ignored_header(ignored))
 
 

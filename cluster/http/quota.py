@@ -49,10 +49,11 @@ class _KeyMeter(Meter):
             raise RequestError(f"This key may have {most} sequences at once; the request has {num_sequences}.")
         if most is not None and self.used.running + more > most:
             raise _exceeded(f"{most} requests at once, each prompt and choice counted", _TRY_AGAIN_S)
-        limit, now = self.key.tokens, self.clock()
-        total = self._tokens_since(now - _MINUTE_S)
-        if limit is not None and total and total + num_tokens > limit:
-            raise _exceeded(f"{limit} tokens a minute", self._room_after(num_tokens, limit, total) - now)
+        limit, tokens, now = self.key.tokens, self.used.tokens, self.clock()
+        while tokens and tokens[0][0] <= now - _MINUTE_S:
+            tokens.popleft()
+        if limit is not None and tokens and sum(count for _, count in tokens) + num_tokens > limit:
+            raise _exceeded(f"{limit} tokens a minute", tokens[0][0] + _MINUTE_S - now)
         self.used.running += more
         self.held += more
         self.count_tokens(num_tokens)
@@ -60,19 +61,6 @@ class _KeyMeter(Meter):
     def count_tokens(self, num_tokens: int) -> None:
         if self.key.tokens is not None:
             self.used.tokens.append((self.clock(), num_tokens))
-
-    def _tokens_since(self, start: float) -> int:
-        while self.used.tokens and self.used.tokens[0][0] <= start:
-            self.used.tokens.popleft()
-        return sum(count for _, count in self.used.tokens)
-
-    def _room_after(self, num_tokens: int, limit: int, total: int) -> float:
-        """The time at which so many tokens fit, or at which none of those counted now are left."""
-        for counted, count in self.used.tokens:
-            total -= count
-            if total + num_tokens <= limit:
-                return counted + _MINUTE_S
-        return counted + _MINUTE_S
 
 
 class Quotas:

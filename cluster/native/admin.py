@@ -17,7 +17,7 @@ from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.requests.answer import json_response
-from cluster.requests.json_body import prepared, validated
+from cluster.requests.json_body import decode_body, validated
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import Shape
 from configs.errors import ConfigError, EngineError, RequestError
@@ -82,7 +82,7 @@ class Flushed(msgspec.Struct):
 
 async def abort_request(requests: ActiveRequests, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /abort_request: ends the requests whose `x-request-id` is `rid`, or with `abort_all` every one."""
-    request = await prepared(body, partial(validated, AbortRequest))
+    request = validated(AbortRequest, decode_body(body))
     if not request.abort_all and request.rid is None:
         raise RequestError("rid must be the id of a request.", code="invalid_type", param="rid")
     return json_response(Aborted(requests.abort(None if request.abort_all else request.rid, spare=context)))
@@ -91,7 +91,7 @@ async def abort_request(requests: ActiveRequests, body: bytes, context: RequestC
 async def change_weights(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /v1/admin/weights: has other weights serve, of the same shape; answers when they do. Raises RequestError
     where they cannot be had, or it failed: those there are go on, unless a rank failed in the exchange."""
-    request = await prepared(body, partial(validated, WeightsRequest))
+    request = await model.threads.prepared(body, partial(validated, WeightsRequest))
     assert model.update_weights is not None, "an engine behind a socket alone has no ranks to tell"
     try:
         changed = await model.update_weights(**request.model_dump())

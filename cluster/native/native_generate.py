@@ -21,7 +21,7 @@ from cluster.requests import checks
 from cluster.requests.answer import answer
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, neutral
 from cluster.requests.job import Job, JobOptions
-from cluster.requests.json_body import below, prepared
+from cluster.requests.json_body import below
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import MAX_SEQUENCES, MAX_TOKENS, IdLists, Shape, Texts, exactly_one
@@ -105,7 +105,7 @@ class _Checked(NamedTuple):
 
 async def generate(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /generate. Raises RequestError for a bad request."""
-    checked = await prepared(body, partial(_checked, model))
+    checked = await model.threads.prepared(body, partial(_checked, model))
     request, count = checked.request, len(checked.prompts)
     job = await _job(model, checked, context)
     own_names = [f"{job.id}-{i}" for i in range(count)] if count > 1 else [job.id]
@@ -143,7 +143,7 @@ def _prompts(model: ServedModel, request: NativeRequest) -> list[list[int]]:
     if (request.text is None) == (request.input_ids is None):
         raise RequestError("Give either text or input_ids.", code="missing_required_parameter", param="text")
     given = checks.prompts(request.text or request.input_ids, "input_ids", model.vocab_size)
-    return [model.prompts.encode(entry) if isinstance(entry, str) else entry for entry in given]
+    return [model.prompts.encode(entry, "text") if isinstance(entry, str) else entry for entry in given]
 
 
 def _sampling(model: ServedModel, request: NativeRequest, raw: Mapping[str, Any], count: int) -> list[NativeSampling]:

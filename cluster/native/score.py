@@ -25,7 +25,6 @@ from cluster.requests.checks import check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
 from cluster.requests.generation import Delta
 from cluster.requests.job import Job, Run, Usage
-from cluster.requests.json_body import prepared
 from cluster.requests.json_parts import json_parts, long_list
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import MAX_SEQUENCES, Shape
@@ -73,7 +72,7 @@ class Scores(msgspec.Struct):
 
 async def score(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /v1/score. Raises RequestError for a bad request."""
-    labels, softmax, groups, ignored = await prepared(body, partial(_checked, model))
+    labels, softmax, groups, ignored = await model.threads.prepared(body, partial(_checked, model))
     # Greedy: what is sampled is dropped.
     sampling = SamplingParams(
         max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=0, logprob_token_ids=tuple(labels)
@@ -101,34 +100,34 @@ def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[list[int], boo
     request, ignored = model.checked(ScoreRequest, raw, OWN_FIELDS)
     labels = request.label_token_ids
     check_token_ids(labels, "label_token_ids", model.vocab_size)
-    prompts = _prompts(model, request)
-    for i, prompt in enumerate(prompts):
+    prompts = []
+    # One at a time: each has the whole query, so all of them may be very long.
+    for i, prompt in enumerate(_prompts(model, request)):
         model.checked_max_tokens(prompt, 1, default=1, param=f"items[{i}]")
+        prompts.append(prompt)
     groups = grouped(prompts, model.max_item_tokens, model.max_model_len)
     return labels, bool(request.apply_softmax), groups, ignored
 
 
-def _prompts(model: ServedModel, request: ScoreRequest) -> list[list[int]]:
+def _prompts(model: ServedModel, request: ScoreRequest) -> Iterator[list[int]]:
     query = request.query
     items: Sequence[str | list[int]] = [request.items] if isinstance(request.items, str) else request.items
     if not 0 < len(items) <= MAX_SEQUENCES:
         raise RequestError(f"items must hold 1 to {MAX_SEQUENCES} items.", param="items")
     if isinstance(query, str):
-        texts = [item for item in items if isinstance(item, str)]
-        if len(texts) < len(items):
-            message = "items must be a string or strings, as query is."
-            raise RequestError(message, code="invalid_type", param="items")
-        joined = [text + query if request.item_first else query + text for text in texts]
-        return [model.prompts.encode(text) for text in joined]
+        for i, item in enumerate(items):
+            if not isinstance(item, str):
+                message = "items must be a string or strings, as query is."
+                raise RequestError(message, code="invalid_type", param="items")
+            yield model.prompts.encode(item + query if request.item_first else query + item, f"items[{i}]")
+        return
     check_token_ids(query, "query", model.vocab_size)
-    prompts = []
     for i, item in enumerate(items):
         if isinstance(item, str):
             message = f"items[{i}] must be a list of token ids, as query is one."
             raise RequestError(message, code="invalid_type", param=f"items[{i}]")
         check_token_ids(item, f"items[{i}]", model.vocab_size)
-        prompts.append([*item, *query] if request.item_first else [*query, *item])
-    return prompts
+        yield [*item, *query] if request.item_first else [*query, *item]
 
 
 class Group(NamedTuple):

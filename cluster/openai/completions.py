@@ -19,9 +19,9 @@ from cluster.requests.answer import answer
 from cluster.requests.chat_run import chat_run
 from cluster.requests.fields import ignored_header
 from cluster.requests.job import JobOptions
-from cluster.requests.json_body import prepared
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
+from cluster.text.prompt_encoder import Use
 
 
 class _Prompt(NamedTuple):
@@ -34,7 +34,7 @@ class _Prompt(NamedTuple):
 
 async def chat_completions(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /v1/chat/completions. Raises RequestError for a bad request."""
-    request, turns, ignored = await prepared(body, partial(_checked_chat, model))
+    request, turns, ignored = await model.threads.prepared(body, partial(_checked_chat, model))
     run, headers = await chat_run(
         model,
         "chatcmpl-",
@@ -51,7 +51,7 @@ async def chat_completions(model: ServedModel, body: bytes, context: RequestCont
 
 async def completions(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /v1/completions. Raises RequestError for a bad request."""
-    request, prompts, ignored = await prepared(body, partial(_checked_completion, model))
+    request, prompts, ignored = await model.threads.prepared(body, partial(_checked_completion, model))
     # The log probabilities of an echo are those of `logprobs`; `prompt_logprobs` may ask for more.
     echoed = request.num_logprobs if request.echo else -1
     options = replace(_job_options(request), num_prompt_logprobs=max(echoed, request.num_prompt_logprobs))
@@ -93,10 +93,14 @@ def _checked_completion(
     limit = COMPLETION_DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     prompts = []
     for i, entry in enumerate(given):
-        ids = model.prompts.encode(entry, add_special_tokens=add) if isinstance(entry, str) else entry
+        param = f"prompt[{i}]" if len(given) > 1 else "prompt"
+        if isinstance(entry, str):
+            use: Use = "run" if request.truncate_prompt_tokens is None else "end"
+            ids = model.prompts.encode(entry, param, add_special_tokens=add, use=use)
+        else:
+            ids = entry
         ids = model.truncated(ids, request.truncate_prompt_tokens, limit)
         default = min(COMPLETION_DEFAULT_MAX_TOKENS, model.room(ids))
-        param = f"prompt[{i}]" if len(given) > 1 else "prompt"
         max_tokens = model.checked_max_tokens(ids, request.max_tokens, default=default, param=param)
         prompts.append(_Prompt(entry, ids, max_tokens))
     return request, prompts, ignored

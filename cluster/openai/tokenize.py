@@ -19,7 +19,7 @@ from cluster.openai.openai_request import ChatRequest, Messages, check_request
 from cluster.requests.answer import json_response
 from cluster.requests.checks import check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
-from cluster.requests.json_body import prepared, validated
+from cluster.requests.json_body import validated
 from cluster.requests.json_parts import long_list
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import Shape, TokenId, exactly_one
@@ -66,8 +66,8 @@ class Text(msgspec.Struct):
 
 async def tokenize(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /tokenize. Raises RequestError for a bad request."""
-    request, of_prompt, ignored = await prepared(body, partial(_checked, model))
-    tokens = of_prompt if isinstance(of_prompt, list) else await model.prompts.encode_chat(of_prompt)
+    request, of_prompt, ignored = await model.threads.prepared(body, partial(_checked, model))
+    tokens = of_prompt if isinstance(of_prompt, list) else await model.encode_chat(of_prompt, "count")
     strings = long_list(map(model.tokenizer.token_text, tokens)) if request.return_token_strs else None
     shown = Tokens(len(tokens), model.max_model_len, long_list(tokens), strings)
     return json_response(shown, ignored_header(ignored))
@@ -82,7 +82,7 @@ def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[TokenizeReques
     if request.prompt is not None:
         ignored = OWN_FIELDS.check(TokenizeRequest, raw, strict=model.server.strict_fields)
         special = request.add_special_tokens is not False
-        return request, model.prompts.encode(request.prompt, add_special_tokens=special), ignored
+        return request, model.prompts.encode(request.prompt, add_special_tokens=special, use="count"), ignored
     if request.add_special_tokens:
         raise RequestError(
             "add_special_tokens: the chat template writes them.",
@@ -103,5 +103,5 @@ async def detokenize(model: ServedModel, body: bytes, context: RequestContext) -
         check_token_ids(request.tokens, "tokens", model.vocab_size)
         return model.tokenizer.decode(request.tokens, skip_special_tokens=False), ignored
 
-    decoded, ignored = await prepared(body, text)
+    decoded, ignored = await model.threads.prepared(body, text)
     return json_response(Text(decoded), ignored_header(ignored))

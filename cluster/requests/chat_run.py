@@ -48,7 +48,7 @@ async def chat_run(
         RequestError: with the path of the field at fault.
         OverloadedError: too many chats or grammars wait to be prepared.
     """
-    ids = await model.prompts.encode_chat(conversation)
+    ids = await model.encode_chat(conversation, "run" if truncate_prompt_tokens is None else "end")
     continued = conversation.turns[-1].text if conversation.continue_final else ""
     ending = model.tokenizer.decode(ids[-_ENDING_TOKENS:], skip_special_tokens=False)
     form = model.formats.answer_format(conversation.tools, ending, continued)

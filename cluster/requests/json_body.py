@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,14 +11,14 @@ import pydantic
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from configs.errors import RequestError
+from configs.errors import ContextLengthError, RequestError
 
 _Model = TypeVar("_Model", bound=BaseModel)
-_Checked = TypeVar("_Checked")
-_INLINE_BYTES = 8 << 10  # are checked and encoded in 2 to 3 ms; a thread costs a tenth of one, and jitter
 _MAX_PARTS = 1 << 17
 """Most lists, objects and fields of a body. The GIL is held while they are decoded, 20 ms for so many; ten times as
 many, which fit a body of 8 MB, would hold the event loop up for half a second, from any thread."""
+_MAX_VALUES = 1 << 18
+"""Most values of a body's lists and objects: decoding and checking so many token ids holds the GIL for 20 ms each."""
 _MAX_NAME_CHARS = 40  # most of a field's name that a path shows
 _KINDS = {
     "bool_type": "true or false",
@@ -36,7 +35,7 @@ _KINDS = {
 """Names of the type that a value should have had, by the type of pydantic's error."""
 _OF_MANY_TYPES = frozenset({"content", "output", "system", "tools"})
 """Lists whose entries have types that other servers know and this one does not support."""
-_PART = re.compile(rb'\\.|["\[{:]', re.DOTALL)
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 # Each escape is one match, or a pair of them that is one character; a group has a half without its other half, or the
 # bytes that UTF-8 would need for one.
 _LONE_SURROGATE = re.compile(
@@ -44,12 +43,11 @@ _LONE_SURROGATE = re.compile(
 )
 
 
-def decode_body(body: bytes) -> dict[str, Any]:
+def decode_body(body: bytes, *, max_values: int = 0) -> dict[str, Any]:
     """The JSON object of a request body. Raises RequestError where it is not strict JSON (NaN and lone surrogates
-    included), nested too deep, not an object, or (413) of too many parts."""
-    if sum(body.count(mark) for mark in (b"[", b"{", b":")) > _MAX_PARTS and _has_too_many_parts(body):
-        message = f"The body has more than {_MAX_PARTS} lists, objects and fields."
-        raise RequestError(message, code="request_too_large", status=413)
+    included), nested too deep, not an object, or (413) of too many parts or values; `max_values` raises that limit."""
+    _check_size(body, b"[{:", _MAX_PARTS, "lists, objects and fields")
+    _check_size(body, b",", max(_MAX_VALUES, max_values), "values")
     try:
         decoded = msgspec.json.decode(body)
     except ValueError as error:  # DecodeError, UnicodeDecodeError, and Python's limit on the digits of an int
@@ -61,28 +59,27 @@ def decode_body(body: bytes) -> dict[str, Any]:
     return decoded
 
 
-async def prepared(body: bytes, prepare: Callable[[dict[str, Any]], _Checked]) -> _Checked:
-    """`prepare` of a body's JSON: checks it and encodes its texts, beside the event loop where the body is long. Raises
-    what `decode_body` and `prepare` raise."""
-    return await off_loop(len(body), lambda: prepare(decode_body(body)))
+def check_lists(raw: Mapping[str, Any], max_model_len: int) -> None:
+    """Raises ContextLengthError for more messages than tokens that fit: each has at least one."""
+    for name in ("messages", "input"):
+        if isinstance(raw.get(name), list) and len(raw[name]) > max_model_len:
+            raise ContextLengthError(
+                max_model_len=max_model_len, num_prompt_tokens=len(raw[name]), param=name, at_least=True
+            )
 
 
-async def off_loop(num_bytes: int, work: Callable[[], _Checked]) -> _Checked:
-    """`work()` on that much of a body, in a thread where it is much: 100,000 messages take a second."""
-    return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
-
-
-def _has_too_many_parts(body: bytes) -> bool:
-    """Whether its structure has: brackets and colons in texts are none."""
-    num_left, in_text = _MAX_PARTS, False
-    for found in _PART.finditer(body):
-        if found[0] == b'"':
-            in_text = not in_text
-        elif not in_text:
-            num_left -= 1
-            if num_left < 0:
-                return True
-    return False
+def _check_size(body: bytes, marks: bytes, most: int, what: str) -> None:
+    """Raises RequestError (413) for more than so many of `marks` in the JSON of `body`; those in its texts are none."""
+    if sum(body.count(mark) for mark in marks) <= most:
+        return
+    num_marks, end = 0, 0
+    for text in _TEXT.finditer(body):
+        num_marks += sum(body.count(mark, end, text.start()) for mark in marks)
+        end = text.end()
+        if num_marks > most:
+            break
+    if num_marks + sum(body.count(mark, end) for mark in marks) > most:
+        raise RequestError(f"The body has more than {most} {what}.", code="request_too_large", status=413)
 
 
 def _reason(error: ValueError, body: bytes) -> str:

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -20,6 +21,7 @@ from cluster.engine.messages import SamplingParams, WeightsChanged
 from cluster.engine.state import EngineState
 from cluster.http.context import RequestContext, current_request
 from cluster.requests.engine_info import EngineInfo
+from cluster.requests.fair_threads import FairThreads
 from cluster.requests.fields import FieldPolicy
 from cluster.requests.job import Job, JobOptions, Run, granted_level
 from cluster.requests.json_body import validated
@@ -31,7 +33,7 @@ from cluster.structured.grammar_limits import MAX_REQUEST_GRAMMAR_BYTES
 from cluster.text.answer_parser import AnswerFormat
 from cluster.text.conversation import Conversation, Turn
 from cluster.text.formats import ModelFormats
-from cluster.text.prompt_encoder import PromptEncoder
+from cluster.text.prompt_encoder import PromptEncoder, Use
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import ContextLengthError, EngineError, RequestError
 from configs.schema import GenerationDefaults, ServerConfig
@@ -88,7 +90,10 @@ class ServedModel:
         self.grammars = GrammarChecker(lambda: Setup(tokenizer.to_json(), self.vocab_size, list(eos)))
         self._vocabulary = Vocabulary(tokenizer=tokenizer, size=self.vocab_size, eos_token_ids=frozenset(eos_token_ids))
         self.formats = ModelFormats.of(tokenizer.template, server)
-        self.prompts = PromptEncoder(tokenizer, self.formats, special_tokens_in_text=server.special_tokens_in_text)
+        self.prompts = PromptEncoder(
+            tokenizer, self.formats, max_model_len, special_tokens_in_text=server.special_tokens_in_text
+        )
+        self.threads = FairThreads(max_model_len)
         self._defaults = defaults or GenerationDefaults()
         self._next_seed = next_seed
         self._probe: asyncio.Task[None] | None = None
@@ -138,7 +143,12 @@ class ServedModel:
     async def close(self) -> None:
         """Ends what is this model's own; the engine is not."""
         await self.grammars.close()
-        self.prompts.close()
+        self.threads.close()
+
+    async def encode_chat(self, conversation: Conversation, use: Use = "run") -> list[int]:
+        """`PromptEncoder.encode_chat` in a thread, when it is the client's turn; raises OverloadedError too."""
+        work = partial(self.prompts.encode_chat, conversation, use)
+        return await self.threads.run(conversation.num_chars, work)
 
     def checked(
         self, kind: type[_Request], raw: Mapping[str, Any], policy: FieldPolicy, known: type[BaseModel] | None = None
@@ -287,7 +297,7 @@ class ServedModel:
         """The continuation of `prompt` (or the reply to it, with `chat`) as text, without any HTTP or JSON. Raises
         RequestError where the prompt is empty or does not fit, EngineError where the engine failed."""
         turns = Conversation(turns=[Turn(role="user", text=prompt)])
-        ids = await self.prompts.encode_chat(turns) if chat else self.prompts.encode(prompt)
+        ids = await self.encode_chat(turns) if chat else self.prompts.encode(prompt)
         limit = self.checked_max_tokens(ids, max_tokens, default=self.room(ids), param="prompt")
         fields = SamplingFields(temperature=temperature, seed=seed)
         job = self.job("text-", fields, [ids], [limit], RequestContext(request_id=uuid.uuid4().hex), JobOptions())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
 
 from jinja2.exceptions import TemplateError
 
@@ -13,63 +14,87 @@ from cluster.text.conversation import Conversation, as_given
 from cluster.text.formats import ModelFormats
 from cluster.text.special_tokens import Marks, SpecialTokens
 from cluster.text.tokenizer import Tokenizer
-from configs.errors import OverloadedError, RequestError
+from configs.errors import ContextLengthError, RequestError
 
-_NUM_RENDERERS = 4
-_MAX_RENDERING = 1024  # chats in the hands of the renderers and before them
+_CHARS_PER_TOKEN = 8  # sizes the part of a long text that is encoded first; texts have 3 to 5, code and tables more
+_LEAST_PART = 4096
+_COUNTED = 8  # times the context: a longer text is not counted
+Use = Literal["run", "end", "count"]
+"""The use of a text's tokens: to run on all of them, or on the last that fit, or to count them."""
 # Errors that a template raises, or makes Python raise, for messages that it did not foresee.
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class PromptEncoder:
-    """Encodes for one model; chats in threads of its own."""
+    """Encodes for one model. All methods block, and may be called from any thread."""
 
-    def __init__(self, tokenizer: Tokenizer, formats: ModelFormats, *, special_tokens_in_text: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        formats: ModelFormats,
+        max_model_len: int,
+        *,
+        special_tokens_in_text: bool = False,
+    ) -> None:
         """`special_tokens_in_text`: the texts of a chat may hold special tokens (`server.special_tokens_in_text`)."""
         self._special = None if special_tokens_in_text else SpecialTokens(tokenizer, formats)
         self._tokenizer = tokenizer
         self._formats = formats
-        self._renderers = ThreadPoolExecutor(_NUM_RENDERERS, thread_name_prefix="chat-template")
-        self._num_rendering = 0
+        self._max_model_len = max_model_len
 
     def prepare(self) -> None:
-        """Makes ready what only some chats need, before the first of them comes. Blocks for up to a second."""
+        """Makes ready what only some chats need, before the first of them comes. Takes up to a second."""
         if self._special is not None:
             self._special.prepare()
 
-    def close(self) -> None:
-        """Takes no more chats."""
-        self._renderers.shutdown(wait=False)
+    def encode(
+        self, text: str, param: str = "prompt", *, add_special_tokens: bool = True, use: Use = "run"
+    ) -> list[int]:
+        """Token ids of `text`; takes 1 to 2 ms for 4 kB.
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Blocks for as long as it takes, 1 to 2 ms for 4 kB; from any thread."""
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        Args:
+            param: the field that has it.
+
+        Raises:
+            ContextLengthError: the text is so long that it need not be encoded whole to know that it does not fit.
+        """
+        encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
+        ids = self._bounded(text, encode, param, use)
         return self._with_one_bos(ids) if add_special_tokens else ids
 
-    async def encode_chat(self, conversation: Conversation) -> list[int]:
-        """Token ids of the chat template's text, with one BOS however often the template writes it; the event loop goes
-        on meanwhile. Raises RequestError where there is no template, it cannot show all of this, or it refuses these
-        messages, and OverloadedError where too many templates wait to be rendered."""
+    def encode_chat(self, conversation: Conversation, use: Use = "run") -> list[int]:
+        """Token ids of the chat template's text, with one BOS however often the template writes it. Raises RequestError
+        where there is no template, it cannot show all of this, or it refuses these messages, and what `encode`
+        raises."""
         template, formats = self._tokenizer.template, self._formats
         check(conversation, template, formats)
-        if self._num_rendering >= _MAX_RENDERING:
-            raise OverloadedError("Too many chats are being prepared; try again later.")
+        marks = Marks()
+        encode: Callable[..., list[int]] = self._tokenizer.encode
+        if self._special is not None:
+            marked = self._special.marked(conversation, marks)
+            if marks:
+                conversation, encode = marked, partial(self._special.encode, marks=marks)
+        encode = partial(encode, add_special_tokens=conversation.add_special_tokens)
+        text = render(conversation, template, formats)
+        return self._with_one_bos(self._bounded(text, encode, conversation.param, use))
 
-        def encode() -> list[int]:
-            marks = Marks()
-            marked = conversation if self._special is None else self._special.marked(conversation, marks)
-            add = conversation.add_special_tokens
-            if self._special is not None and marks:
-                return self._special.encode(render(marked, template, formats), marks, add_special_tokens=add)
-            return self._tokenizer.encode(render(conversation, template, formats), add_special_tokens=add)
-
-        self._num_rendering += 1
-        try:
-            # Never on the event loop: how long a template takes is not known before.
-            ids = await asyncio.get_running_loop().run_in_executor(self._renderers, encode)
-        finally:
-            self._num_rendering -= 1
-        return self._with_one_bos(ids)
+    def _bounded(self, text: str, encode: Callable[[str], list[int]], param: str, use: Use) -> list[int]:
+        """`encode(text)`, which is not called for all of a text that cannot fit."""
+        limit, longest = self._max_model_len * (_COUNTED if use == "count" else 1), self._tokenizer.longest_token
+        size = _CHARS_PER_TOKEN * limit + _LEAST_PART
+        if use == "end":
+            # Eight times as much as the last tokens are likely to have: a cut so far before them changes none.
+            return encode(text[-8 * size :])
+        num_tokens = -(-len(text) // longest) if longest else 0
+        while num_tokens <= limit and size < len(text):
+            # The ids of a part may differ from those of the whole near its end, never by a third of them.
+            num_tokens = len(encode(text[:size])) * 2 // 3
+            size *= 2
+        if num_tokens > limit:
+            raise ContextLengthError(
+                max_model_len=self._max_model_len, num_prompt_tokens=num_tokens, param=param, at_least=True
+            )
+        return encode(text)
 
     def _with_one_bos(self, ids: list[int]) -> list[int]:
         """A second BOS worsens answers and shows nowhere: text that begins with one gets no other."""

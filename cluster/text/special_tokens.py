@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
-from threading import Lock
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
@@ -22,7 +21,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from cluster.text.conversation import Conversation, Turn
 from cluster.text.formats import ModelFormats
 from cluster.text.tokenizer import Tokenizer
-from configs.errors import CheckpointError
+from configs.errors import CheckpointError, RequestError
 
 _SEARCHED_CHARS = 1 << 20  # at once: a search holds the GIL, for 5 ms or so
 _STEM_BITS = 80
@@ -99,7 +98,6 @@ class SpecialTokens:
 
     def __init__(self, tokenizer: Tokenizer, formats: ModelFormats) -> None:
         self._tokenizer = tokenizer
-        self._lock = Lock()
         source = "" if tokenizer.template is None else tokenizer.template.source
         added = tokenizer.added_tokens()
         # Some tokenizers do not flag the tokens of turns: those that the template writes by name count too.
@@ -117,11 +115,17 @@ class SpecialTokens:
 
     def prepare(self) -> None:
         """Does now what `encode` does at its first call: it holds the GIL for a few tenths of a second."""
-        with self._lock:
-            _ = self._twin
+        _ = self._twin
 
     def marked(self, conversation: Conversation, marks: Marks) -> Conversation:
-        """`conversation` with marks in place of all special tokens' characters in its texts."""
+        """`conversation` with marks in place of all special tokens' characters in its texts. Raises RequestError for
+        JSON that is nested too deep."""
+        try:
+            return self._marked(conversation, marks)
+        except RecursionError:
+            raise RequestError("The request holds JSON that is nested too deep.", param=conversation.param) from None
+
+    def _marked(self, conversation: Conversation, marks: Marks) -> Conversation:
         tools = conversation.tools
         if tools is not None:
             shown = tuple(replace(tool, shown=self._value(tool.shown, marks)) for tool in tools.tools)
@@ -137,8 +141,7 @@ class SpecialTokens:
     def encode(self, rendered: str, marks: Marks, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a template's text with marks: the tokens are those that the template wrote, and all other text
         is encoded as ever."""
-        with self._lock:
-            twin, names = self._twin
+        twin, names = self._twin
         text = marks.restored(self._everywhere.replaced(rendered, names))
         [encoding] = twin.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -65,6 +65,16 @@ class Tokenizer:
             raise CheckpointError(
                 f"the chat template in {source} is not Jinja ({error}); set server.chat_template to one that is"
             ) from None
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters of a text that one token stands for. 0: that is not known, since the tokenizer drops or
+        shortens characters before it splits a text."""
+        strips = any(token.lstrip or token.rstrip for token in self._rust.get_added_tokens_decoder().values())
+        if strips or not self._byte_level or self._rust.normalizer is not None:
+            return 0
+        # A piece has one character for each byte of its text.
+        return max(map(len, self._rust.get_vocab(with_added_tokens=True)))
 
     @property
     def bos_token_id(self) -> int | None:

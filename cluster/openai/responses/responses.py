@@ -37,7 +37,6 @@ from cluster.requests.answer import answer_parts, in_parts, json_response
 from cluster.requests.chat_run import chat_run
 from cluster.requests.fields import ignored_header
 from cluster.requests.job import JobOptions
-from cluster.requests.json_body import off_loop, prepared
 from cluster.requests.json_parts import gathered, long_list
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
@@ -68,11 +67,11 @@ class ResponsesServing:
             check_options(request)
             return request, [*ignored, *ignored_options(request)], input_items(request.input)
 
-        request, ignored, new_items = await prepared(body, check)
+        request, ignored, new_items = await model.threads.prepared(body, check)
         earlier, num_bytes = self._earlier(request.previous_response_id, context)
         items = earlier + new_items
         num_bytes += len(body)
-        chat = await off_loop(num_bytes, lambda: conversation(request, items, len(earlier)))
+        chat = await model.threads.off_loop(num_bytes, lambda: conversation(request, items, len(earlier)))
         num_logprobs = (request.top_logprobs or 0) if request.with_logprobs else -1
         checks.num_logprobs(num_logprobs, "top_logprobs", model.server)
         run, headers = await chat_run(
@@ -127,7 +126,7 @@ class ResponsesServing:
         model = self._model
         # Whoever counts may send the whole request.
         check_fields = partial(model.checked, InputTokensRequest, policy=FIELDS, known=ResponsesRequest)
-        request, ignored = await prepared(body, check_fields)
+        request, ignored = await model.threads.prepared(body, check_fields)
         earlier, num_bytes = self._earlier(request.previous_response_id, context)
 
         def check() -> Conversation:
@@ -136,8 +135,8 @@ class ResponsesServing:
             new_items = [] if request.input is None else input_items(request.input)
             return conversation(request, earlier + new_items, len(earlier))
 
-        chat = await off_loop(num_bytes + len(body), check)
-        count = objects.InputTokens(len(await model.prompts.encode_chat(chat)))
+        chat = await model.threads.off_loop(num_bytes + len(body), check)
+        count = objects.InputTokens(len(await model.encode_chat(chat, "count")))
         return json_response(count, ignored_header(ignored))
 
     async def cancel(self, body: bytes, context: RequestContext) -> HttpResponse:
