@@ -61,7 +61,7 @@ class FairThreads:
         """`work()` in a thread, when it is the turn of the request's client. Raises OverloadedError where too much of
         this client waits."""
         context = current_request()
-        client = "" if context is None else context.client
+        client = "" if context is None else context.share_owner
         waiting = self._waiting.setdefault(client, deque())
         if len(waiting) >= _MAX_WAITING:
             raise OverloadedError("Too many of your requests are being prepared; try again later.")
