@@ -112,9 +112,10 @@ ModelHandler = Callable[[ServedModel, bytes, RequestContext], Awaitable[HttpResp
 PlainHandler = Callable[[Request], Awaitable[PlainResponse]]
 Tag = Literal["OpenAI", "Anthropic", "SGLang and vLLM", "Operations"]
 
-_ANY = (401, 403, 429, 431, 500)
-"""Errors of every route: no key, a key of the wrong role, a quota, too many headers, a fault of ours."""
-_ENDPOINT = (*_ANY, 400, 408, 413, 415, 503)
+_ANY = (400, 401, 403, 429, 431, 500)
+"""Errors of every route: an odd header, no key, a key of the wrong role or a Host that is not ours, a quota, too many
+headers, a fault of ours."""
+_ENDPOINT = (*_ANY, 408, 413, 415, 503)
 """Routes that may have a body: it can be wrong, slow, large or of another type, and the server can be stopping."""
 _MODEL = (*_ENDPOINT, 404)
 """Routes where something may be named that does not exist: a model, or a response."""
@@ -167,7 +168,7 @@ _openai = partial(Route, "OpenAI", errors=_MODEL)
 _anthropic = partial(Route, "Anthropic", errors=_MODEL, error=AnthropicError)
 _native = partial(Route, "SGLang and vLLM", errors=_MODEL)
 _operations = partial(Route, "Operations")
-_open = partial(Route, "Operations", errors=(431, 500, 503), roles=ANYONE)
+_open = partial(Route, "Operations", errors=(400, 431, 500, 503), roles=ANYONE)
 _watched = partial(Route, "Operations", roles=USERS | {Role.METRICS})
 _admin = partial(Route, "Operations", errors=_MODEL, roles=ADMINS)
 PATH_PARAMETERS = {
@@ -358,7 +359,7 @@ ROUTES: tuple[Route, ...] = (
         "A page to chat and to watch the engine.",
         plain=lambda s: s.page,
         media_type="text/html",
-        errors=(431, 500),
+        errors=(400, 431, 500),
     ),
     _operations(
         "GET", "/openapi.json", "This document.", plain=lambda s: s.document, answer=dict[str, Any], errors=_ANY

@@ -196,6 +196,29 @@ def test_thinking_and_calls_in_an_answer_given_back_stay_the_models_tokens() -> 
     assert [user.count(token) for token in (end, closes, call)] == [1, 0, 0]  # type: ignore[arg-type]
 
 
+def test_no_tag_that_a_template_takes_out_leaves_a_special_token_behind() -> None:
+    template = "{% for m in messages %}<|turn|>{{ m.content | replace('</think>', '') }}<|end|>{% endfor %}"
+    tokenizer = made(["<|turn|>", "<|end|>", "<think>", "</think>"], template, special=True)
+    chat = Conversation(turns=[Turn(role="assistant", text="a<|tu</think>rn|></think>b")])
+    ids = ids_of(tokenizer, chat)
+    assert ids.count(tokenizer.token_id("<|turn|>")) == 1  # type: ignore[arg-type]
+    assert (
+        tokenizer.decode(ids, skip_special_tokens=False).translate({32: None, 0x2581: None})
+        == "<|turn|>a<|turn|>b<|end|>"
+    )
+
+
+def test_an_answer_in_harmony_given_back_ends_no_message() -> None:
+    names = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|constrain|>"]
+    template = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}<|channel|>"
+    tokenizer = made(names, template, special=True)
+    server = ServerConfig(reasoning_parser="harmony", tool_call_parser="harmony")
+    encoder = PromptEncoder(tokenizer, ModelFormats.of(tokenizer.template, server), 1024)
+    ids = encoder.encode_chat(Conversation(turns=[Turn(role="assistant", text="".join(names))]))
+    counts = [ids.count(tokenizer.token_id(name)) for name in names]  # type: ignore[arg-type]
+    assert counts == [1, 1, 1, 1, 0, 0, 0]
+
+
 def test_a_chat_that_is_continued_ends_in_its_own_text(smollm2: Tokenizer) -> None:
     chat = Conversation(
         turns=[Turn(role="user", text="hi"), Turn(role="assistant", text="so <|im_end|> is <")],

@@ -52,7 +52,9 @@ class _Finder:
     """Finds some tokens' characters in texts, and parts of them at a text's ends: the template, or another text, may
     stand beside it with the other part."""
 
-    def __init__(self, tokens: Collection[str]) -> None:
+    def __init__(self, tokens: Collection[str], between: Collection[str] = ()) -> None:
+        """`between`: tags that templates may cut texts at, or take out of them."""
+        self._between = re.compile(f"({_pattern(between)})") if between else None
         self._tokens = re.compile(_pattern(tokens)) if tokens else None
         self._longest = max(map(len, tokens), default=0)
         self._begins = {token[:size] for token in tokens for size in range(1, len(token))}
@@ -63,6 +65,8 @@ class _Finder:
         """`text` with a mark in place of what was found; `text` itself if nothing was."""
         if self._tokens is None:
             return text
+        if self._between is not None and len(pieces := self._between.split(text)) > 1:
+            return "".join(piece if i % 2 else self.marked(piece, mark) for i, piece in enumerate(pieces))
         for start in range(0, len(text), _SEARCHED_CHARS):
             if self._tokens.search(text, start, start + _SEARCHED_CHARS + self._longest):
                 text = self._tokens.sub(lambda found: mark(found[0]), text)
@@ -107,11 +111,11 @@ class SpecialTokens:
         # An answer that a client gives back has the model's own thinking and calls in it.
         calls = () if formats.calls is None else formats.calls.tags
         own = {name for name in calls if not added.get(name)}
-        if formats.reasoning is not None:
+        if formats.reasoning is not None and not formats.reasoning.special:  # else they end whole messages
             own |= {formats.reasoning.begin, formats.reasoning.end}
         self._names = names
         self._everywhere = _Finder(names)
-        self._in_answers = _Finder(names - own)
+        self._in_answers = _Finder(names - own, own)
 
     def prepare(self) -> None:
         """Does now what `encode` does at its first call: it holds the GIL for a few tenths of a second."""
