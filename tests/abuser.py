@@ -3,6 +3,7 @@ does not disturb who measures:
 
 python -m tests.abuser URL MODEL KEY SECONDS SEED
 
+ABUSE_WAYS, an environment variable, names what it does, e.g. `flood,leave`: everything where it is not set.
 Prints how often it did what, and the statuses of the answers.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import sys
 import time
@@ -51,6 +53,8 @@ class Abuser:
             self._send_long_prompts,
             self._read_slowly,
         ]
+        if (names := os.environ.get("ABUSE_WAYS")) is not None:
+            ways = [way for way in ways if way.__name__.strip("_") in names.split(",")]
 
         async def go_on() -> None:
             while (left := deadline - time.monotonic()) > 0:

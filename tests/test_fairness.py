@@ -62,9 +62,25 @@ def hold_all_rows(limits: SchedulerLimits) -> Engine:
 def test_a_request_does_not_wait_for_the_answers_of_a_client_that_holds_every_row(steps_in_flight: int) -> None:
     engine = hold_all_rows(replace(LARGE, num_pages=4000, steps_in_flight=steps_in_flight))
     short = engine.add(prompt_of(4, 99), max_tokens=1, client="b")
-    assert steps_until_answered(engine, short) <= 12
+    assert steps_until_answered(engine, short) <= 8
     assert engine.scheduler.stats().total_preemptions == 1
     engine.run(20_000)
+
+
+def test_the_next_requests_of_a_client_find_a_row_and_preempt_nothing() -> None:
+    engine = hold_all_rows(replace(LARGE, num_pages=4000))
+    for seed in range(8):
+        engine.add(prompt_of(8, 50 + seed), max_tokens=LONG, client="a")
+    for seed in range(5):
+        short = engine.add(prompt_of(4, 99 + seed), max_tokens=2, client="b")
+        assert steps_until_answered(engine, short) <= (8 if seed == 0 else 4)
+        for _ in range(4):
+            engine.step()
+    assert engine.scheduler.stats().total_preemptions == 1
+    assert engine.scheduler._rows.clients == {"a": 31}
+    engine.now += 10
+    engine.step()
+    assert engine.scheduler._rows.clients == {"a": 32}, "the row is kept for a client that has gone"
 
 
 def test_a_client_alone_holds_all_rows_and_is_never_preempted() -> None:

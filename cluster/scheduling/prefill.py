@@ -41,6 +41,8 @@ _LAST_CHUNK = int(RowFlag.HAS_TOKENS | RowFlag.SAMPLE)
 MAX_OVERTAKEN = 16
 # Requests behind a head that cannot be admitted of which it is tried in one step.
 _LOOKAHEAD = 4
+# How long a client with most rows leaves the last one to others after there was another client.
+_LAST_ROW_S = 10.0
 _RATE_WINDOW_S = 10.0
 # Less is too short to tell a rate.
 _MIN_SPAN_S = 0.5
@@ -144,6 +146,8 @@ class PrefillQueue:
         """Tokens of admitted requests."""
         # All that were tried lacked pages, and nothing has happened since that could change it: spares their matches.
         self._is_blocked = False
+        self._shared_s = -_LAST_ROW_S
+        """When requests of more than one client were there last."""
         self.lacks_pages: Request | None = None
         """The first request that could not be admitted for want of pages when that was tried last."""
 
@@ -202,7 +206,9 @@ class PrefillQueue:
     def plan(self, budget: int, now: float) -> PrefillPlan:
         """Chunks of at most `budget` tokens in all, with their pages; admits requests."""
         plan = PrefillPlan(budget, now)
-        shares = self.shares() if self.has_rows and not self._is_blocked and self.is_shared else None
+        if is_shared := self.is_shared:
+            self._shared_s = now
+        shares = self.shares() if is_shared and self.has_rows and not self._is_blocked else None
         if in_progress := tuple(self.prefilling):
             self._admit(plan, shares, longest=min(budget // 2, budget - self._limits.max_item_tokens))
         for row, num_clients in self._in_turns(in_progress):
@@ -311,7 +317,7 @@ class PrefillQueue:
             if request is None or len(lacking) + num_waits > _LOOKAHEAD:
                 self._is_blocked = bool(lacking) and not num_waits
                 break
-            if not self.admits_new and request.admission_s is None:
+            if self._leaves_last_row(request.client, plan.now) or (not self.admits_new and request.admission_s is None):
                 break
             # Beside a longer prompt of another client, one may begin with a part of it.
             most = max(num_left.values(), default=0) if request.client not in num_left else 0
@@ -343,6 +349,13 @@ class PrefillQueue:
     def _may_admit(self, plan: PrefillPlan) -> bool:
         """Whether one more request may be admitted, pages aside."""
         return self.has_rows and plan.num_prefix_deltas < MAX_PREFIX_DELTAS
+
+    def _leaves_last_row(self, client: str, now: float) -> bool:
+        """Whether the last free row is not for this client: it has more than half of them, and another one was there
+        lately, whose next request would have a row preempted."""
+        table, most = self._rows, self._limits.max_num_running
+        is_last = table.num_taken + 1 == most and 2 * table.clients[client] > most
+        return is_last and now - self._shared_s < _LAST_ROW_S
 
     def _try_admit(self, request: Request, plan: PrefillPlan) -> _Outcome:
         """Gives a request a row and its first chunk, or leaves everything as it was."""
