@@ -208,7 +208,8 @@ class PrefillQueue:
         plan = PrefillPlan(budget, now)
         if is_shared := self.is_shared:
             self._shared_s = now
-        shares = self.shares() if is_shared and self.has_rows and not self._is_blocked else None
+        may_admit = self.has_rows and not all(self._leaves_last_row(client, now) for client in self.waiting.clients)
+        shares = self.shares() if is_shared and may_admit and not self._is_blocked else None
         if in_progress := tuple(self.prefilling):
             self._admit(plan, shares, longest=min(budget // 2, budget - self._limits.max_item_tokens))
         for row, num_clients in self._in_turns(in_progress):
