@@ -12,10 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.engine.messages import GenerateRequest, SamplingParams
 from cluster.http.context import Role
 from cluster.http.keys import KeyRing
+from cluster.scheduling.request import Request
 from cluster.scheduling.scheduler import SchedulerLimits
-from cluster.scheduling.shares import Holding, Shares
+from cluster.scheduling.shares import Shares
 from tests.fake_engine import LIMITS, VOCAB, Engine, prompt_of
 from tests.test_auth import Keys
 from tests.tiny_engine import MODEL, tiny_engine
@@ -60,9 +62,25 @@ def hold_all_rows(limits: SchedulerLimits) -> Engine:
 def test_a_request_does_not_wait_for_the_answers_of_a_client_that_holds_every_row(steps_in_flight: int) -> None:
     engine = hold_all_rows(replace(LARGE, num_pages=4000, steps_in_flight=steps_in_flight))
     short = engine.add(prompt_of(4, 99), max_tokens=1, client="b")
-    assert steps_until_answered(engine, short) <= 12
+    assert steps_until_answered(engine, short) <= 8
     assert engine.scheduler.stats().total_preemptions == 1
     engine.run(20_000)
+
+
+def test_the_next_requests_of_a_client_find_a_row_and_preempt_nothing() -> None:
+    engine = hold_all_rows(replace(LARGE, num_pages=4000))
+    for seed in range(8):
+        engine.add(prompt_of(8, 50 + seed), max_tokens=LONG, client="a")
+    for seed in range(5):
+        short = engine.add(prompt_of(4, 99 + seed), max_tokens=2, client="b")
+        assert steps_until_answered(engine, short) <= (8 if seed == 0 else 4)
+        for _ in range(4):
+            engine.step()
+    assert engine.scheduler.stats().total_preemptions == 1
+    assert engine.scheduler._rows.clients == {"a": 31}
+    engine.now += 10
+    engine.step()
+    assert engine.scheduler._rows.clients == {"a": 32}, "the row is kept for a client that has gone"
 
 
 def test_a_client_alone_holds_all_rows_and_is_never_preempted() -> None:
@@ -78,12 +96,12 @@ def test_two_clients_that_want_all_rows_get_half_each_and_nothing_is_preempted_a
     engine = hold_all_rows(replace(LARGE, num_pages=4000))
     for seed in range(LARGE.max_num_seqs):
         engine.add(prompt_of(8, 100 + seed), max_tokens=LONG, client="b")
-    for _ in range(150):
+    for _ in range(60):
         engine.step()
     assert engine.scheduler._rows.clients == {"a": 16, "b": 16}
     num_preemptions = engine.scheduler.stats().total_preemptions
     assert num_preemptions == 16
-    for _ in range(50):
+    for _ in range(30):
         engine.step()
     assert engine.scheduler.stats().total_preemptions == num_preemptions
     engine.run(20_000)
@@ -101,27 +119,47 @@ def test_a_wait_that_ends_by_itself_preempts_nothing() -> None:
     engine.run(20_000)
 
 
+def shares_of(*running: tuple[str, int, int, int], waiting: str, num_rows: int) -> Shares:
+    """Shares of running requests, each with its client, level, priority and pages, in order of admission. Ids count
+    from 1."""
+    requests = []
+    for index, (client, level, priority, num_pages) in enumerate(running, start=1):
+        message = GenerateRequest(
+            id=index,
+            prompt=bytes(4),
+            sampling=SamplingParams(max_tokens=1),
+            client=client,
+            level=level,
+            priority=priority,
+        )
+        requests.append((Request.create(message, LIMITS), num_pages))
+    return Shares(requests[::-1], waiting, num_rows, 100)
+
+
+def victim_of(shares: Shares, level: int | None = None) -> int | None:
+    victim = shares.victim(level=level)
+    return None if victim is None else victim.id
+
+
 def test_the_newest_row_of_the_client_that_holds_most_yields() -> None:
-    rows = [Holding(row, "ab"[row % 3 == 0], 1, 0, 0, row) for row in range(1, 9)]
-    shares = Shares(rows, ["c"], 8, 100)
-    assert shares.victim(level=0) == 8
+    shares = shares_of(*(("ab"[index % 3 == 0], 0, 0, 1) for index in range(1, 9)), waiting="c", num_rows=8)
+    assert victim_of(shares, level=0) == 8
     assert not shares.has_its_share("c")
     assert shares.has_its_share("a")
 
 
 def test_a_row_of_a_better_level_never_yields_and_the_last_level_goes_first() -> None:
-    rows = [Holding(row, "a", 1, 0 if row < 3 else 1, -row, row) for row in range(1, 9)]
-    shares = Shares(rows, ["b"], 8, 100)
-    assert shares.victim(level=2) is None
-    assert shares.victim(level=0) == 3, "the last priority of the last level"
-    assert Shares(rows[:2], ["b"], 2, 100).victim(level=1) is None
+    running = [("a", 0 if index < 3 else 1, -index, 1) for index in range(1, 9)]
+    shares = shares_of(*running, waiting="b", num_rows=8)
+    assert victim_of(shares, level=2) is None
+    assert victim_of(shares, level=0) == 3, "the last priority of the last level"
+    assert victim_of(shares_of(*running[:2], waiting="b", num_rows=2), level=1) is None
 
 
 def test_a_client_keeps_one_row_where_there_are_more_clients_than_rows() -> None:
-    rows = [Holding(1, "a", 90, 0, 0, 1), Holding(2, "b", 1, 0, 0, 2)]
-    shares = Shares(rows, ["c", "d", "e"], 2, 100)
-    assert shares.victim(level=0) is None
-    assert shares.victim() == 1
+    shares = shares_of(("a", 0, 0, 90), ("b", 0, 9, 1), waiting="cde", num_rows=2)
+    assert victim_of(shares, level=0) is None
+    assert victim_of(shares) == 1
 
 
 # Pages
@@ -278,4 +316,25 @@ def test_the_first_token_of_a_key_comes_within_two_seconds_whatever_another_one_
         for future in held:
             future.cancel()
         assert {it.status_code for it in (send("bob").result(60), send("mallory").result(60))} == {200}
+        engine.check()
+
+
+@pytest.mark.slow
+def test_rows_that_yield_change_no_bit_of_their_answers(tmp_path: Path) -> None:
+    keys = Keys(tmp_path, ("mallory", Role.USER, ""), ("bob", Role.USER, ""))
+    (tmp_path / "model").mkdir()
+    sizes = {"num_pages": 400, "max_num_seqs": 8, "max_num_batched_tokens": 40, "prefill_chunk_size": 32}
+    body = {"model": MODEL, "prompt": "the the", "n": 8, "max_tokens": 400, "seed": 3, "logprobs": 2} | {
+        "ignore_eos": True,
+        "temperature": 1,
+    }
+    with tiny_engine(tmp_path / "model", keys=KeyRing(keys.path), max_model_len=500, **sizes) as engine:
+        alone = engine.send("/v1/completions", body, keys.bearer("mallory")).result(60)
+        beside = engine.send("/v1/completions", body, keys.bearer("mallory"))
+        while not beside.done():
+            short = {"model": MODEL, "prompt": "the", "max_tokens": 2, "n": 3}
+            assert engine.send("/v1/completions", short, keys.bearer("bob")).result(60).status_code == 200
+        assert alone.status_code == 200, alone.text
+        assert alone.json()["choices"] == beside.result(60).json()["choices"]
+        assert engine.coordinator.inspect(lambda scheduler: scheduler.stats().total_preemptions) > 3
         engine.check()

@@ -537,20 +537,13 @@ class Coordinator:
         self.ranks.frames.send(leave.encode(), self._step_timeout_s)
 
 
-def _await_descriptors() -> None:
-    """Waits until new ranks find file descriptors in this process, at most `_DESCRIPTORS_WAIT_S`."""
+def _run_into(future: Future[_T], function: Callable[..., _T], *args: object) -> None:
+    """Gives `future` what `function` returns or raises. Waits for file descriptors first, as ranks need some here."""
     deadline = time.monotonic() + _DESCRIPTORS_WAIT_S
     while (left := num_descriptors_left()) < _RANKS_DESCRIPTORS and time.monotonic() < deadline:
-        logger.warning(
-            "the ranks wait for file descriptors: %d are left (ulimit -n), %d needed", left, _RANKS_DESCRIPTORS
-        )
+        logger.warning("the ranks wait for file descriptors: %d are left (ulimit -n)", left)
         time.sleep(_WATCH_S)
-
-
-def _run_into(future: Future[_T], function: Callable[..., _T], *args: object) -> None:
-    """Gives `future` what `function` returns or raises."""
     try:
-        _await_descriptors()
         future.set_result(function(*args))
     except LockstepError as error:
         future.set_exception(error)

@@ -1,4 +1,5 @@
-"""Requests from their arrival to their end: admission or refusal, deadlines, finishes, and rows taken back.
+"""Requests from their arrival to their end: admission or refusal, deadlines, finishes, and rows taken back. A row is
+taken back at the end of its request, or earlier, and then the request waits again.
 
 What finds the queue full, or can never run, is refused at once; the others wait in the queue, or for a first mask
 before they may queue. A request that ends leaves whatever it waits in; its one `Finished` waits here for the next
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from cluster.engine.messages import Finished, FinishReason, GenerateRequest
 from cluster.scheduling.guided_rows import GuidedRows
@@ -170,9 +172,27 @@ class LifeCycle:
                 self._queue.remove(request)
             return
         self._queue.waiting.charge(request, int(self._rows.num_known[row]) - request.num_prompt_tokens)
-        self.leave_row(row)
+        self._leave_row(row)
 
-    def leave_row(self, row: int) -> None:
+    def requeue(self, row: int, now: float, *, is_lost: bool = False) -> None:
+        """Preempts the request of a row: it waits, with the tokens that were sent, computes them again, and samples on
+        from the same position. Steps in flight compute for it in vain.
+
+        `is_lost`: as in `GuidedRows.requeue`.
+        """
+        table, request = self._rows, self._rows.request(row)
+        request.tokens = table.tokens[row, : table.num_known[row]].copy()
+        request.num_preemptions += 1
+        request.waits_since_s = now
+        is_lost = is_lost or bool(table.in_flight[row])
+        is_held = request.guide is not None and self._guided.requeue(request, is_lost=is_lost)
+        table.requests[row] = replace(request)  # the row drains while the request may have another
+        request.row = 0
+        self._leave_row(row)
+        if not is_held:
+            self._queue.push(request)
+
+    def _leave_row(self, row: int) -> None:
         """Parts a request from its row, which is free now, or drains."""
         self._rows.end(row)
         self._queue.forget_row(row)

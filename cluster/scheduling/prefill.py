@@ -3,7 +3,7 @@
 Decodes come first and are not known here. Then prefills in progress, then the queue in its order (`FairQueue`), with
 two exceptions, so that one huge prompt does not hold up all others:
 - While a prefill is in progress, requests whose whole prompts fit into half of what decodes leave need not wait for it.
-- A head of the queue that lacks pages is overtaken by those of the next few that have enough, `_MAX_OVERTAKEN` times:
+- A head of the queue that lacks pages is overtaken by those of the next few that have enough, `MAX_OVERTAKEN` times:
   then it is waited for. What was preempted is never overtaken.
 
 Clients share prefills too. While a client's prompt is in progress, another client's shorter prompt may begin with half
@@ -31,16 +31,18 @@ from cluster.scheduling.pages import Prefix, RowPages
 from cluster.scheduling.prefix_cache import Node
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_table import RowTable
-from cluster.scheduling.shares import Holding, Shares
+from cluster.scheduling.shares import Shares
 from worker.protocol import ITEM_DTYPE, MAX_ITEMS, PROMPT_LOGPROBS_DTYPE, Int32Array, RowFlag
 
 # Plain integers: operations of enumerations take a microsecond each.
 _CHUNK = int(RowFlag.HAS_TOKENS)
 _LAST_CHUNK = int(RowFlag.HAS_TOKENS | RowFlag.SAMPLE)
 
-_MAX_OVERTAKEN = 16
+MAX_OVERTAKEN = 16
 # Requests behind a head that cannot be admitted of which it is tried in one step.
 _LOOKAHEAD = 4
+# How long a client with most rows leaves the last one to others after there was another client.
+_LAST_ROW_S = 10.0
 _RATE_WINDOW_S = 10.0
 # Less is too short to tell a rate.
 _MIN_SPAN_S = 0.5
@@ -144,6 +146,8 @@ class PrefillQueue:
         """Tokens of admitted requests."""
         # All that were tried lacked pages, and nothing has happened since that could change it: spares their matches.
         self._is_blocked = False
+        self._shared_s = -_LAST_ROW_S
+        """When requests of more than one client were there last."""
         self.lacks_pages: Request | None = None
         """The first request that could not be admitted for want of pages when that was tried last."""
 
@@ -153,25 +157,28 @@ class PrefillQueue:
         return (request := self.waiting.oldest) is not None and request.admission_s is not None
 
     @property
-    def is_shared(self) -> bool:
-        """Whether requests of more than one client run or wait."""
-        running, waiting = self._rows.clients, self.waiting.clients
-        return len(running) > 1 or len(waiting) > 1 or bool(running and waiting and running.keys() != waiting.keys())
-
-    @property
     def has_rows(self) -> bool:
         """Whether one more request may run, pages aside."""
         return self._rows.num_taken < self._limits.max_num_running
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether requests wait, and those of more than one client wait or run."""
+        running, waiting = self._rows.clients, self.waiting.clients
+        return len(waiting) > 1 or (len(waiting) == 1 and bool(running.keys() - waiting.keys()))
+
+    @property
+    def is_kept_waiting(self) -> bool:
+        """Whether some client may wait for rows or pages of another."""
+        return (self.lacks_pages is not None or not self.has_rows) and self.is_shared
+
     def shares(self) -> Shares:
         """The shares of the clients that run or wait now."""
         table, limits = self._rows, self._limits
-        holdings = [
-            Holding(row, it.client, self._pages.num_row_pages(row), it.level, it.priority, int(table.admission[row]))
-            for row in np.flatnonzero(table.live).tolist()
-            if (it := table.request(row))
-        ]
-        return Shares(holdings, self.waiting.clients, limits.max_num_running, limits.num_pages)
+        rows = np.flatnonzero(table.live)
+        rows = rows[np.argsort(-table.admission[rows])]
+        running = [(table.request(row), self._pages.num_row_pages(row)) for row in rows.tolist()]
+        return Shares(running, self.waiting.clients, limits.max_num_running, limits.num_pages)
 
     @property
     def is_busy(self) -> bool:
@@ -181,13 +188,9 @@ class PrefillQueue:
     def push(self, request: Request) -> None:
         """Lets a new or a preempted request wait."""
         if request.num_preemptions:
-            request.num_overtaken = _MAX_OVERTAKEN
+            request.num_overtaken = MAX_OVERTAKEN
         self.waiting.push(request)
         self._is_blocked = False
-
-    def overtake_no_more(self, request: Request) -> None:
-        """Has a request that lacks pages waited for from now on."""
-        request.num_overtaken = _MAX_OVERTAKEN
 
     def remove(self, request: Request) -> None:
         """Forgets a waiting request."""
@@ -203,8 +206,10 @@ class PrefillQueue:
     def plan(self, budget: int, now: float) -> PrefillPlan:
         """Chunks of at most `budget` tokens in all, with their pages; admits requests."""
         plan = PrefillPlan(budget, now)
-        may_admit = bool(self.waiting) and not self._is_blocked and self._may_admit(plan)
-        shares = self.shares() if may_admit and self.is_shared else None
+        if is_shared := self.is_shared:
+            self._shared_s = now
+        may_admit = self.has_rows and not all(self._leaves_last_row(client, now) for client in self.waiting.clients)
+        shares = self.shares() if is_shared and may_admit and not self._is_blocked else None
         if in_progress := tuple(self.prefilling):
             self._admit(plan, shares, longest=min(budget // 2, budget - self._limits.max_item_tokens))
         for row, num_clients in self._in_turns(in_progress):
@@ -309,12 +314,11 @@ class PrefillQueue:
         lacking: list[Request] = []
         num_waits = 0
         while min(budget, plan.budget) > 0 and self._may_admit(plan):
-            # Preempted requests are the oldest.
-            request = waiting.first(comes_last, is_oldest=not self.admits_new)
+            request = waiting.first(comes_last, is_oldest=not self.admits_new)  # preempted requests are
             if request is None or len(lacking) + num_waits > _LOOKAHEAD:
                 self._is_blocked = bool(lacking) and not num_waits
                 break
-            if not self.admits_new and request.admission_s is None:
+            if self._leaves_last_row(request.client, plan.now) or (not self.admits_new and request.admission_s is None):
                 break
             # Beside a longer prompt of another client, one may begin with a part of it.
             most = max(num_left.values(), default=0) if request.client not in num_left else 0
@@ -337,7 +341,7 @@ class PrefillQueue:
                 num_waits += 1
                 continue
             lacking.append(request)
-            if request.num_overtaken >= _MAX_OVERTAKEN:
+            if request.num_overtaken >= MAX_OVERTAKEN:
                 self._is_blocked = not num_waits
                 break
         self.lacks_pages = lacking[0] if lacking else None
@@ -346,6 +350,13 @@ class PrefillQueue:
     def _may_admit(self, plan: PrefillPlan) -> bool:
         """Whether one more request may be admitted, pages aside."""
         return self.has_rows and plan.num_prefix_deltas < MAX_PREFIX_DELTAS
+
+    def _leaves_last_row(self, client: str, now: float) -> bool:
+        """Whether the last free row is not for this client: it has more than half of them, and another one was there
+        lately, whose next request would have a row preempted."""
+        table, most = self._rows, self._limits.max_num_running
+        is_last = table.num_taken + 1 == most and 2 * table.clients[client] > most
+        return is_last and now - self._shared_s < _LAST_ROW_S
 
     def _try_admit(self, request: Request, plan: PrefillPlan) -> _Outcome:
         """Gives a request a row and its first chunk, or leaves everything as it was."""

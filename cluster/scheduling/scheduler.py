@@ -24,8 +24,7 @@ from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.life_cycle import LifeCycle
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.pages import RowPages
-from cluster.scheduling.preemption import Preemption
-from cluster.scheduling.prefill import PrefillPlan, PrefillQueue
+from cluster.scheduling.prefill import MAX_OVERTAKEN, PrefillPlan, PrefillQueue
 from cluster.scheduling.request import Guide
 from cluster.scheduling.row_table import RowTable
 from cluster.scheduling.step_results import Launched, StepTokens, prompt_logprobs, take_prefilled, token_logprobs
@@ -34,6 +33,10 @@ from worker.protocol import FrameKind, Int32Array, RowFlag, StepFrame, StepResul
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
+# A client that waits for so long gets a row of one that holds more than its share.
+_PATIENCE_S = 0.02
+# Shares are looked at no more often: that costs a walk over the rows.
+_LOOK_EVERY_S = 0.01
 # Operations of enumerations take a microsecond each.
 _SAMPLE, _HAS_TOKENS = int(RowFlag.SAMPLE), int(RowFlag.HAS_TOKENS)
 
@@ -69,7 +72,7 @@ class Scheduler:
         self._max_step_tokens = limits.max_num_batched_tokens
         self._total_preemptions = 0
         self._total_answer_tokens = self._total_drafted = self._total_accepted = 0
-        self._retired_s = 0.0
+        self._retired_s = self._next_look_s = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -79,7 +82,6 @@ class Scheduler:
         self._guided = GuidedRows(self._limits, self._rows)
         self._life = LifeCycle(self._limits, self._rows, self._pages, self._queue, self._guided, self._make_guide)
         self._in_flight: deque[Launched] = deque()
-        self._preemption = Preemption(self._limits, self._rows, self._queue, self._guided, self._life)
         self._drafter = Drafter(self._limits, self._rows, self._guided) if self._limits.drafts_are_chosen else None
 
     # Requests in and out
@@ -149,7 +151,7 @@ class Scheduler:
         self._life.release_drained(np.flatnonzero(table.admission > 0).astype(np.int32))
         rows = np.flatnonzero(table.live)
         for row in rows[np.argsort(-table.admission[rows])].tolist():  # the last one put to the front is the first
-            self._preemption.requeue(row, self._clock(), is_lost=True)
+            self._life.requeue(row, self._clock(), is_lost=True)
         if keeps_kv:
             self._pages.lose(computing)
         else:
@@ -199,8 +201,8 @@ class Scheduler:
             return None
         if self.is_awaiting_masks:
             self.poll_guides()
-        if self._queue.waiting and self._preemption.yield_row(now):
-            self._total_preemptions += 1
+        if now >= self._next_look_s and self._queue.is_kept_waiting and not self._life.num_draining:
+            self._yield_row(now)
         # A step with prompts is long already, and may be none of those that were captured for drafts.
         takes_drafts = self._drafter is not None and not self._queue.is_busy
         while True:
@@ -480,8 +482,26 @@ class Scheduler:
         return frame
 
     def _preempt_one(self, now: float) -> None:
-        self._preemption.preempt_one(now)
+        """Preempts the request that `Shares.victim` names, since pages have run out. No step may be in flight."""
+        assert not self._in_flight, "pages may come free when the steps in flight retire"
+        victim = self._queue.shares().victim()
+        assert victim is not None, "no request runs"
+        self._life.requeue(victim.row, now)
         self._total_preemptions += 1
+
+    def _yield_row(self, now: float) -> None:
+        """Preempts a request of a client over its share, if another client has waited for long. One at a time: most
+        waits end by themselves, since answers do. The row is free once the steps in flight have retired."""
+        self._next_look_s = now + _LOOK_EVERY_S
+        shares, queue = self._queue.shares(), self._queue
+        waiting = queue.waiting.first(shares.has_its_share)
+        if waiting is None or now - waiting.waits_since_s < _PATIENCE_S or shares.has_its_share(waiting.client):
+            return
+        is_stuck = waiting is queue.lacks_pages or not queue.has_rows
+        if is_stuck and (victim := shares.victim(level=waiting.level)) is not None:
+            waiting.num_overtaken = MAX_OVERTAKEN
+            self._life.requeue(victim.row, now)
+            self._total_preemptions += 1
 
     def _end_broken(self, rows: list[int]) -> None:
         """Ends the requests of `rows`, and lets nothing of what they computed stay in the prefix cache."""

@@ -1,4 +1,4 @@
-"""Shares of clients in the rows of the batch and in the KV pages, and whose rows are preempted first.
+"""Shares of clients in the rows of the batch and in the KV pages, and whose request is preempted first.
 
 Every client that runs or waits has an equal share. One may hold more as long as no other client waits for it. A client
 may always have one row, also where there are more clients than rows.
@@ -7,37 +7,27 @@ may always have one row, also where there are more clients than rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
-
-class Holding(NamedTuple):
-    """A row that a request holds."""
-
-    row: int
-    client: str
-    num_pages: int
-    """Pages of the row, those that it shares with other rows included."""
-    level: int
-    priority: int
-    admission: int
-    """Order of admission: a larger number was admitted later."""
+from cluster.scheduling.request import Request
 
 
 class Shares:
     """Rows and pages that each client holds, of as many as there are.
 
     Args:
-        holdings: the rows of all requests that run.
+        running: the requests that hold rows, the one admitted last first, and how many pages each has.
         waiting: clients of requests that wait.
     """
 
-    def __init__(self, holdings: Iterable[Holding], waiting: Iterable[str], num_rows: int, num_pages: int) -> None:
-        self._holdings = list(holdings)
+    def __init__(
+        self, running: Sequence[tuple[Request, int]], waiting: Iterable[str], num_rows: int, num_pages: int
+    ) -> None:
+        self._running = [request for request, _ in running]
         self._rows: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
-        for holding in self._holdings:
-            self.add(holding.client, holding.num_pages)
+        for request, count in running:
+            self.add(request.client, count)
         self._num_rows, self._num_pages = num_rows, num_pages
         self._share = 1 / max(len({*waiting, *self._rows}), 1)
 
@@ -48,33 +38,25 @@ class Shares:
 
     def has_its_share(self, client: str) -> bool:
         """Whether one row more is more than the client's share."""
-        rows, pages = self._rows[client], self._pages[client]
-        return rows > 0 and max((rows + 1) / self._num_rows, pages / self._num_pages) > self._share
+        return self._rows[client] > 0 and self._usage(client, num_more=1) > self._share
 
-    def victim(self, *, level: int | None = None) -> int | None:
-        """The row to preempt: at the last level, of the client that holds most, its last priority, the newest.
+    def victim(self, *, level: int | None = None) -> Request | None:
+        """The request to preempt: at the last level, of the client that holds most, of its last priority, the newest.
 
         Args:
-            level: of a request that waits for a row or pages. Only a client over its share has to yield to it, with a
-                row at this level or after it, and keeps at least one row. None: pages have run out, and one row must
-                go.
-
-        Returns:
-            None if nobody has to yield.
+            level: the level of a request that waits for a row or pages. Only a client over its share yields to it, with
+                a request at this level or after it, and keeps at least one row. None: pages have run out, and one
+                request must yield.
         """
-        rows = self._holdings
+        requests = self._running
         if level is not None:
-            rows = [it for it in rows if it.level >= level and self._rows[it.client] > 1 and self._is_over(it.client)]
-        if not rows:
+            over = {it for it, rows in self._rows.items() if rows > 1 and self._usage(it) > self._share}
+            requests = [it for it in requests if it.level >= level and it.client in over]
+        if not requests:
             return None
-        last = max(holding.level for holding in rows)
-        rows = [holding for holding in rows if holding.level == last]
-        client = max(rows, key=lambda holding: (self._usage(holding.client), holding.admission)).client
-        rows = [holding for holding in rows if holding.client == client]
-        return max(rows, key=lambda holding: (holding.priority, holding.admission)).row
+        first = max(requests, key=lambda it: (it.level, self._usage(it.client)))
+        same = [it for it in requests if (it.level, it.client) == (first.level, first.client)]
+        return max(same, key=lambda it: it.priority)
 
-    def _usage(self, client: str) -> float:
-        return max(self._rows[client] / self._num_rows, self._pages[client] / self._num_pages)
-
-    def _is_over(self, client: str) -> bool:
-        return self._usage(client) > self._share
+    def _usage(self, client: str, num_more: int = 0) -> float:
+        return max((self._rows[client] + num_more) / self._num_rows, self._pages[client] / self._num_pages)
