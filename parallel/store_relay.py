@@ -3,24 +3,28 @@
 torch's TCPStore has no key: whoever reaches its port reads and changes what the ranks tell each other. It therefore
 listens on loopback.
 
-The coordinator opens a `StoreGate` beside the store, at an address that the other nodes reach. The gate lets in those
-who prove its key, as the ends of the step channel do, and relays their bytes to the store. A rank opens a port on its
-own loopback (`open_relay`) and gives it to its TCPStore.
+The coordinator opens a `StoreGate` beside the store, at an address that the other nodes reach. A connection to the gate
+has to prove the gate's key, as the ends of the step channel do; then the gate relays its bytes to the store. A rank
+opens a port on its own loopback (`open_relay`) and gives it to its TCPStore.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from configs.errors import LockstepError
-from parallel.tcp_channel import TcpListener, connect_socket
+from parallel.tcp_channel import TcpListener, connect
 
 STORE_HOST = "lockstep/host"
 """The store's key for the coordinator's address, as other nodes reach it. Absent if all ranks are on one node."""
 _PART_BYTES = 1 << 16
+_ACCEPT_AGAIN_S = 1.0  # after a failure to accept, as without file descriptors
+_CLOSED = (errno.EBADF, errno.EINVAL)
 
 
 class StoreGate:
@@ -32,7 +36,7 @@ class StoreGate:
         self._store_port = store_port
         self.address = self._listener.address
         """What `open_relay` needs. It holds the key: give it only to the ranks."""
-        _relay_each(self._listener.accept_any, self._reach_store)
+        _relay_each(self._listener.sock, self._reach_store)
 
     def close(self) -> None:
         """Takes no more connections; those that are open go on."""
@@ -51,15 +55,16 @@ def open_relay(address: str, timeout_s: float) -> int:
         DeadlineError: the gate did not answer within `timeout_s`.
         EngineError: the gate cannot be reached, or does not take the key.
     """
-    connect_socket(address, timeout_s=timeout_s).close()  # what is wrong with the gate is said here
+
+    connect(address, 0, timeout_s=timeout_s).close()  # raises what is wrong with the gate
     listener = socket.create_server(("127.0.0.1", 0))
-    _relay_each(lambda: listener.accept()[0], lambda _: connect_socket(address, timeout_s=timeout_s))
+    _relay_each(listener, lambda _: connect(address, 0, timeout_s=timeout_s).detach())
     return int(listener.getsockname()[1])
 
 
-def _relay_each(accept: Callable[[], socket.socket], reach: Callable[[socket.socket], socket.socket]) -> None:
-    """Starts a thread that joins each accepted connection to the one that `reach` makes for it, until `accept` raises
-    OSError. A connection for which `reach` raises is closed."""
+def _relay_each(listener: socket.socket, reach: Callable[[socket.socket], socket.socket]) -> None:
+    """Starts a thread that joins each connection of `listener` to the one that `reach` makes for it, until `listener`
+    is closed. A connection for which `reach` raises is closed."""
 
     def relay(one: socket.socket) -> None:
         with one, contextlib.suppress(OSError, LockstepError), reach(one) as other:
@@ -72,9 +77,15 @@ def _relay_each(accept: Callable[[], socket.socket], reach: Callable[[socket.soc
             back.join()
 
     def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=relay, args=(accept(),), daemon=True).start()
+        while True:
+            try:
+                one, _ = listener.accept()
+            except OSError as error:
+                if error.errno in _CLOSED:
+                    return
+                time.sleep(_ACCEPT_AGAIN_S)
+                continue
+            threading.Thread(target=relay, args=(one,), daemon=True).start()
 
     threading.Thread(target=serve, name="store relay", daemon=True).start()
 

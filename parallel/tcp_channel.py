@@ -102,6 +102,10 @@ class Connection:
         self._death = self._death or "this end of the channel is closed"
         self._sock.close()
 
+    def detach(self) -> socket.socket:
+        """The socket, for bytes that are no frames. This object is not used any more."""
+        return self._sock
+
     def _take(self, start: int, count: int, deadline: float, bound: str) -> bytes:
         self._fill(start + count, deadline, bound)
         frame = bytes(self._received[start : start + count])
@@ -134,7 +138,8 @@ class TcpListener:
     """The place where the other ends of one channel connect."""
 
     def __init__(self, sock: socket.socket, token: str) -> None:
-        self._sock = sock
+        self.sock = sock
+        """Its connections have to pass `admit`."""
         self._token = token
 
     @classmethod
@@ -155,7 +160,7 @@ class TcpListener:
     @property
     def address(self) -> str:
         """The address that `connect` needs. It holds the channel's secret: pass it only to the ranks."""
-        host, port = self._sock.getsockname()[:2]
+        host, port = self.sock.getsockname()[:2]
         return f"{host}:{port}:{self._token}"
 
     def accept(self, num_peers: int, *, timeout_s: float) -> list[Connection]:
@@ -171,8 +176,8 @@ class TcpListener:
             try:
                 if left <= 0:
                     raise TimeoutError
-                self._sock.settimeout(left)
-                sock, address = self._sock.accept()
+                self.sock.settimeout(left)
+                sock, address = self.sock.accept()
             except TimeoutError:
                 for connection in connections.values():
                     connection.close()
@@ -190,15 +195,11 @@ class TcpListener:
             connections[index] = Connection(sock, f"channel end {index} at {address[0]}")
         return [connections[index] for index in range(num_peers)]
 
-    def accept_any(self) -> socket.socket:
-        """The next connection, which has yet to be admitted. Raises OSError once this listener is closed."""
-        return self._sock.accept()[0]
-
     def close(self) -> None:
         """Takes no more connections; those accepted live on."""
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in `accept_any`
-        self._sock.close()
+            self.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for a connection
+        self.sock.close()
 
     def admit(self, sock: socket.socket, timeout_s: float = _HANDSHAKE_S) -> int:
         """Returns the index of the peer that called, once the peer has proved the secret.
@@ -217,24 +218,14 @@ class TcpListener:
 
 
 def connect(address: str, index: int, *, timeout_s: float) -> Connection:
-    """Connects to the listener at `address` as its peer `index`. Raises as `connect_socket`."""
-    return Connection(connect_socket(address, index, timeout_s=timeout_s), _peer(address))
-
-
-def _peer(address: str) -> str:
-    host, port, _ = address.rsplit(":", 2)
-    return f"the channel's listener at {host_and_port(host, int(port))}"
-
-
-def connect_socket(address: str, index: int = 0, *, timeout_s: float) -> socket.socket:
-    """A connection to the listener at `address`, to which it has proved the secret.
+    """Connects to the listener at `address` as its peer `index`.
 
     Raises:
         DeadlineError: nobody answered within `timeout_s`.
         EngineError: the listener is gone, or does not know the secret, or turned this end away.
     """
     host, port, token = address.rsplit(":", 2)
-    peer = _peer(address)
+    peer = f"the channel's listener at {host_and_port(host, int(port))}"
     try:
         sock = socket.create_connection((host, int(port)), timeout=timeout_s)
         sock.settimeout(timeout_s)
@@ -249,7 +240,7 @@ def connect_socket(address: str, index: int = 0, *, timeout_s: float) -> socket.
     if not hmac.compare_digest(answer, _proof(token, b"listener", index, challenge)):
         sock.close()
         raise EngineError(f"{peer} does not know the channel's secret")
-    return sock
+    return Connection(sock, peer)
 
 
 class TcpWriter:

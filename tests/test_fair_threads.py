@@ -168,12 +168,12 @@ def as_client(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Sets the client of whatever is run next."""
 
     class Context:
-        client = ""
+        share_owner = ""
 
     monkeypatch.setattr(fair_threads, "current_request", lambda: Context)
 
     def choose(name: str) -> None:
-        Context.client = name
+        Context.share_owner = name
 
     return choose
 

@@ -24,8 +24,9 @@ import uvicorn
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
-from cluster.serve.haproxy import SETTINGS, client_address, install
+from cluster.serve.haproxy import PROGRAM, SETTINGS, client_address, install
 from cluster.serve.run_haproxy import HEAD_TIMEOUT_S, TemplateError, close_to_others, hardened, proof
+from cluster.serve.session import remove_own_files
 from tests.conftest import unused_port
 
 pytestmark = pytest.mark.skipif(SETTINGS["RAY_SERVE_ENABLE_HA_PROXY"] != "1", reason="Ray has HAProxy for Linux alone")
@@ -216,3 +217,14 @@ def test_the_number_of_connections_that_an_operator_sets_stays(tmp_path: Path, m
     monkeypatch.setenv("RAY_SERVE_HAPROXY_MAXCONN", "4096")
     text = write_as_ray(tmp_path, 8000, 30000).read_text()
     assert "    maxconn 4096\n" in hardened(text, 1000)
+
+
+def test_a_command_that_has_made_no_directory_removes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users may name their own HAProxy, and the start may fail before it is replaced."""
+    program = tmp_path / "haproxy"
+    program.touch()
+    monkeypatch.setenv(PROGRAM, str(program))
+    remove_own_files()
+    assert program.exists()
+    monkeypatch.delenv(PROGRAM)
+    remove_own_files()

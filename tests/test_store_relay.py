@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -62,6 +65,22 @@ def test_a_closed_gate_takes_nobody_and_keeps_whom_it_has(master: TCPStore, gate
         open_relay(address, 3.0)
     store.set("later", "x" * 300_000)
     assert master.get("later") == b"x" * 300_000
+
+
+def test_a_gate_accepts_again_after_file_descriptors_ran_out(gate: StoreGate) -> None:
+    host, port, _ = gate.address.rsplit(":", 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as caller:
+        caller.settimeout(10)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            caller.connect((host, int(port)))
+            time.sleep(0.2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert caller.recv(1)  # its challenge
 
 
 def test_ranks_meet_through_the_gate(master: TCPStore, gate: StoreGate) -> None:

@@ -34,7 +34,7 @@ _PROBE_TIMEOUT_S = 3.0
 _HTTP2_SETTINGS = b"\x04"
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0\0\0\0\0"
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-_DIRECTORY_PREFIX = "/tmp/lockstep"  # short: see `haproxy.install`
+_DIRECTORY_NAME = "lockstep"  # followed by the command's process id; short, see `haproxy.install`
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def ray_session(address: str | None, *, min_cpus: float) -> Iterator[Session]:
 
 def prepare_own_cluster() -> None:
     """Sets what `ray.init` in this process needs to start a cluster that only this machine reaches, and with Ray's
-    token, only this user. `remove_own_files` removes the files of it.
+    token, only this user. `remove_own_files` removes its files.
 
     Ray listens at 127.0.0.1 alone where it does not expect other machines, as on laptops. `ray.init(_node_ip_address=
     "127.0.0.1")` does not do that: Ray replaces the address by the machine's own.
@@ -146,20 +146,21 @@ def prepare_own_cluster() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False  # Ray read the variable when it was imported
     _ensure_token()
     _remove_abandoned_files()
-    directory = tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir="/")
+    directory = tempfile.mkdtemp(prefix=f"{_DIRECTORY_NAME}{os.getpid()}-", dir="/tmp")
     use_haproxy()
-    # Every process starts with all of it, so that no process of ours needs another environment than the ones that Ray
-    # starts at once and keeps waiting.
+    # Ray starts some processes ahead. One that needed another environment could not use them.
     os.environ.update(install(Path(directory)) | ports_of_own() | REPLICA_SETTINGS | CUDA_ENVIRONMENT)
 
 
 def remove_own_files() -> None:
-    """Removes the directory of `prepare_own_cluster`. To be called when the cluster has ended."""
-    shutil.rmtree(Path(os.environ[PROGRAM]).parent, ignore_errors=True)
+    """Removes the directory of `prepare_own_cluster`, if that made one. To be called when the cluster has ended."""
+    directory = Path(os.environ.get(PROGRAM, "")).parent
+    if directory.name.startswith(f"{_DIRECTORY_NAME}{os.getpid()}-"):  # else a user has named their own program
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _ensure_token() -> None:
-    """Makes a token where Ray would, in a file that other users cannot read; Ray's own would be readable to all."""
+    """Makes Ray's token in a file that other users cannot read. A file that Ray made would be readable to all."""
     file = Path.home() / ".ray" / "auth_token"
     if file.exists():
         file.chmod(0o600)
@@ -170,11 +171,13 @@ def _ensure_token() -> None:
 
 
 def _remove_abandoned_files() -> None:
-    """Removes what clusters of this user left whose command was killed."""
-    for directory in Path("/tmp").glob(f"{Path(_DIRECTORY_PREFIX).name}*-*"):
-        pid = directory.name.removeprefix(Path(_DIRECTORY_PREFIX).name).split("-")[0]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)) and directory.stat().st_uid == os.geteuid():
-            shutil.rmtree(directory, ignore_errors=True)
+    """Removes the directories of this user's commands that were killed before they could remove them."""
+    for directory in Path("/tmp").glob(f"{_DIRECTORY_NAME}*-*"):
+        pid = directory.name.removeprefix(_DIRECTORY_NAME).split("-")[0]
+        with contextlib.suppress(FileNotFoundError):  # another command may be removing it
+            is_own = directory.lstat().st_uid == os.geteuid()
+            if is_own and pid.isdecimal() and not psutil.pid_exists(int(pid)):
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _connect(address: str | None, min_cpus: float) -> Session:

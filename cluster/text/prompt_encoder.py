@@ -68,12 +68,15 @@ class PromptEncoder:
         raises."""
         template, formats = self._tokenizer.template, self._formats
         check(conversation, template, formats)
-        marks = Marks()
         encode: Callable[..., list[int]] = self._tokenizer.encode
         if self._special is not None:
-            marked = self._special.marked(conversation, marks)
-            if marks:
-                conversation, encode = marked, partial(self._special.encode, marks=marks)
+            marks = Marks()
+            try:
+                conversation = self._special.marked(conversation, marks)
+            except RecursionError:
+                message = "The request holds JSON that is nested too deep."
+                raise RequestError(message, param=conversation.param) from None
+            encode = partial(self._special.encode, marks=marks)
         encode = partial(encode, add_special_tokens=conversation.add_special_tokens)
         text = render(conversation, template, formats)
         return self._with_one_bos(self._bounded(text, encode, conversation.param, use))

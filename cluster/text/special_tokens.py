@@ -1,9 +1,11 @@
 """Keeps the texts of a request from becoming special tokens of its prompt.
 
 A chat template writes tokens such as `<|im_end|>` around each turn. A tokenizer makes the same token of the same
-characters in a user's text, which could then end the turn and begin one of the system. Here such characters are
-replaced by marks before the template is rendered. What it writes itself is encoded as tokens, and the marked
-characters as plain text.
+characters in a user's text, which could then end the turn and begin one of the system.
+
+Two steps prevent that. Before the template is rendered, such characters are replaced by marks. Then a second tokenizer,
+the twin, encodes the rendered text: it knows the special tokens by secret names only, which replace those that the
+template wrote. Where the marks were it finds the user's characters, which are plain text to it.
 """
 
 from __future__ import annotations
@@ -21,10 +23,9 @@ from tokenizers import Tokenizer as RustTokenizer
 from cluster.text.conversation import Conversation, Turn
 from cluster.text.formats import ModelFormats
 from cluster.text.tokenizer import Tokenizer
-from configs.errors import CheckpointError, RequestError
+from configs.errors import CheckpointError
 
 _SEARCHED_CHARS = 1 << 20  # at once: a search holds the GIL, for 5 ms or so
-_STEM_BITS = 80
 
 
 class Marks:
@@ -32,11 +33,8 @@ class Marks:
     no text of a client holds one."""
 
     def __init__(self) -> None:
-        self._stem = f"{secrets.randbits(_STEM_BITS):025d}"
+        self._stem = _new_stem()
         self._texts: dict[str, int] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._texts)
 
     def mark(self, text: str) -> str:
         """The mark that stands for `text`."""
@@ -45,15 +43,15 @@ class Marks:
     def restored(self, marked: str) -> str:
         """`marked` with the text of each mark in its place."""
         texts = list(self._texts)
-        return re.sub(rf"{self._stem}(\d{{6}})", lambda found: texts[int(found[1])], marked)
+        return marked if not texts else re.sub(rf"{self._stem}(\d{{6}})", lambda found: texts[int(found[1])], marked)
 
 
 class _Finder:
-    """Finds some tokens' characters in texts, and parts of them at a text's ends: the template, or another text, may
-    stand beside it with the other part."""
+    """Finds the characters of some tokens in texts. It also finds a part of a token at the end of a text, since the
+    other part may stand beside the text in the template or in another text."""
 
     def __init__(self, tokens: Collection[str], between: Collection[str] = ()) -> None:
-        """`between`: tags that templates may cut texts at, or take out of them."""
+        """`between`: tags at which templates may cut a text, or which they may take out of it. Each is like an end."""
         self._between = re.compile(f"({_pattern(between)})") if between else None
         self._tokens = re.compile(_pattern(tokens)) if tokens else None
         self._longest = max(map(len, tokens), default=0)
@@ -62,7 +60,7 @@ class _Finder:
         self._first, self._last = ({token[at] for token in tokens} for at in (0, -1))
 
     def marked(self, text: str, mark: Callable[[str], str]) -> str:
-        """`text` with a mark in place of what was found; `text` itself if nothing was."""
+        """`text` with a mark in place of all that was found."""
         if self._tokens is None:
             return text
         if self._between is not None and len(pieces := self._between.split(text)) > 1:
@@ -104,16 +102,16 @@ class SpecialTokens:
         self._tokenizer = tokenizer
         source = "" if tokenizer.template is None else tokenizer.template.source
         added = tokenizer.added_tokens()
-        # Some tokenizers do not flag the tokens of turns: those that the template writes by name count too.
+        # Some tokenizers do not flag the tokens of turns: if the template names such a token, it counts too.
         names = {
             name for name, special in added.items() if name.strip() and (special or (_is_tag(name) and name in source))
         }
-        # An answer that a client gives back has the model's own thinking and calls in it.
+        # An answer that a client sends back holds the tags of the model's own thinking and calls.
         calls = () if formats.calls is None else formats.calls.tags
         own = {name for name in calls if not added.get(name)}
-        if formats.reasoning is not None and not formats.reasoning.special:  # else they end whole messages
+        if formats.reasoning is not None and not formats.reasoning.special:  # special ones end whole messages
             own |= {formats.reasoning.begin, formats.reasoning.end}
-        self._names = names
+        self._names = sorted(names)
         self._everywhere = _Finder(names)
         self._in_answers = _Finder(names - own, own)
 
@@ -122,14 +120,8 @@ class SpecialTokens:
         _ = self._twin
 
     def marked(self, conversation: Conversation, marks: Marks) -> Conversation:
-        """`conversation` with marks in place of all special tokens' characters in its texts. Raises RequestError for
+        """`conversation` with marks in place of all special tokens' characters in its texts. Raises RecursionError for
         JSON that is nested too deep."""
-        try:
-            return self._marked(conversation, marks)
-        except RecursionError:
-            raise RequestError("The request holds JSON that is nested too deep.", param=conversation.param) from None
-
-    def _marked(self, conversation: Conversation, marks: Marks) -> Conversation:
         tools = conversation.tools
         if tools is not None:
             shown = tuple(replace(tool, shown=self._value(tool.shown, marks)) for tool in tools.tools)
@@ -143,8 +135,7 @@ class SpecialTokens:
         )
 
     def encode(self, rendered: str, marks: Marks, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a template's text with marks: the tokens are those that the template wrote, and all other text
-        is encoded as ever."""
+        """Token ids of a template's text with marks. Its special tokens are those that the template wrote."""
         twin, names = self._twin
         text = marks.restored(self._everywhere.replaced(rendered, names))
         [encoding] = twin.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -182,12 +173,14 @@ class SpecialTokens:
 
     @cached_property
     def _twin(self) -> tuple[RustTokenizer, dict[str, str]]:
-        """The model's tokenizer with secret names for its special tokens, and these names. It makes no token of the
-        real names, which so are plain text.
+        """The model's tokenizer with secret names for its special tokens, and these names. The real names are plain
+        text to it.
 
-        Raises CheckpointError where a token has another id under its secret name."""
-        stem = f"{secrets.randbits(_STEM_BITS):025d}"
-        names = {name: f"<{stem}{i:06d}>" for i, name in enumerate(sorted(self._names))}
+        Raises:
+            CheckpointError: a token has another id under its secret name.
+        """
+        stem = _new_stem()
+        names = {name: f"<{stem}{i:06d}>" for i, name in enumerate(self._names)}
         state = json.loads(self._tokenizer.to_json())
         for token in state["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
@@ -208,8 +201,13 @@ class SpecialTokens:
         return twin, names
 
 
+def _new_stem() -> str:
+    """Digits that nobody can guess."""
+    return f"{secrets.randbits(80):025d}"
+
+
 def _is_tag(name: str) -> bool:
-    """Whether a token looks like one of turns: others that are not flagged are whitespace, digits or words."""
+    """Whether a token that is not flagged looks like one of turns, and not like whitespace, digits or a word."""
     return len(name) > 2 and not any(end.isalnum() or end.isspace() for end in (name[0], name[-1]))
 
 
