@@ -11,8 +11,8 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.http.active import ActiveRequests
-from cluster.http.context import RequestContext, Role, current_request
-from cluster.http.guard import CleanNames
+from cluster.http.context import RequestContext, current_request
+from cluster.http.guard import with_clean_names
 from cluster.serve.ingress import create_app
 from tests.scripted_engine import MODEL, Run, Stack, error_of
 
@@ -78,7 +78,7 @@ def test_a_name_that_comes_twice_is_refused_and_an_empty_one_is_none(run: Run) -
 
 
 def test_behind_ray_serve_a_response_has_one_name_and_no_header_steers_ray(run: Run) -> None:
-    """Ray's own middleware stands between `CleanNames` and the app, as in a replica."""
+    """Ray's own middleware stands between `with_clean_names` and the app, as in a replica."""
     from ray.serve._private.http_util import RequestIdMiddleware
 
     async def scenario(stack: Stack) -> None:
@@ -92,7 +92,7 @@ def test_behind_ray_serve_a_response_has_one_name_and_no_header_steers_ray(run: 
                 value.decode()  # as Ray does
             await inner(scope, receive, send)
 
-        app = CleanNames(RequestIdMiddleware(replica))
+        app = with_clean_names(RequestIdMiddleware(replica))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
             for value, status in ((b"\xff\xfe", 400), (b"fit", 200), (None, 200)):
                 headers = [] if value is None else [(b"x-request-id", value), (b"x-session-id", value)]
@@ -119,7 +119,7 @@ def test_a_handler_and_what_it_starts_know_the_request(run: Run, monkeypatch: py
         await stack.http.post("/v1/chat/completions", json=BODY, headers={"x-request-id": "one"})
         await stack.chat()
         assert [None if context is None else context.client for context in seen] == ["", ""]
-        assert seen[0] == RequestContext(request_id="one", client="", role=Role.USER)
+        assert seen[0] == RequestContext(request_id="one", network="127.0.0.1")
         assert seen[1] is not None
         assert seen[1].request_id != "one"
         assert current_request() is None

@@ -61,7 +61,7 @@ class Access:
             _check_host(scope, self.host_names, any_address=self.anyone)
             if roles == ADMINS:
                 raise _absent()
-            return RequestContext(request_id=request_id, network=_network(address)), None
+            return RequestContext(request_id=request_id, network=_network(address or "")), None
         presented = _presented(scope)
         if presented is None:
             raise RequestError(
@@ -117,10 +117,11 @@ def _check_local(scope: Scope, address: str | None) -> None:
             raise RequestError("Pages of other sites may not call this server.", code="origin_refused", status=403)
 
 
-def _network(address: str | None) -> str:
-    """The network whose clients count as one: an IPv4 address, or the 64 bits that one site has of an IPv6 address."""
+def _network(address: str) -> str:
+    """The network whose clients count as one: an IPv4 address, or the 64 bits that one site has of an IPv6 address.
+    Empty if `address` is no IP address."""
     try:
-        parsed = ipaddress.ip_address(address or "")
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return ""
     if isinstance(parsed, ipaddress.IPv6Address):
@@ -136,38 +137,30 @@ def own_host_names(server: ServerConfig) -> Set[str]:
 
 
 def _check_host(scope: Scope, names: Set[str], *, any_address: bool) -> None:
-    """Raises RequestError if a request's Host is none of this server's. A page whose own DNS name points to this
-    machine has its browser send that name: the browser would let the page read the answers.
+    """Raises RequestError if a request's Host is none of this server's names. A page may come from a DNS name that now
+    points to this machine. Its browser would let it read the answers, but sends that name as the Host.
 
     Args:
         names: accepted besides loopback addresses and `localhost`.
-        any_address: accept every IP address; a browser sends one only to pages that were opened by an address.
+        any_address: accept every IP address. A browser sends one only for pages that were opened by an address.
     """
     server = scope.get("server")
     if server is None or server[1] is None:
         return  # no TCP connection: no browser sends requests this way
     given = [value for name, value in scope["headers"] if name == b"host"]
     if not given and scope.get("http_version") == "1.0":
-        return  # that version has no Host, and no browser speaks it
+        return  # HTTP/1.0 has no Host, and no browser speaks it
     found = _HOST.fullmatch(given[0].strip()) if len(given) == 1 else None
     if found is None:
         raise RequestError("The request must have one Host header with a name or an address.", code="invalid_host")
     host = (found[1] or found[2]).decode().lower().rstrip(".")
-    if not (is_loopback(host) or host in names or (any_address and _is_address(host))):
+    if not (is_loopback(host) or host in names or (any_address and _network(host))):
         raise RequestError(
             "This server has no API keys, so it answers only requests whose Host is its own name; list the name in "
             "server.host_names, or set server.api_keys.",
             code="host_refused",
             status=403,
         )
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _absent() -> RequestError:

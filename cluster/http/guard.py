@@ -56,8 +56,8 @@ class Guard:
         counted: paths whose requests count against quotas whatever their method is; elsewhere POSTs do.
         error_shapes: by path, how errors look there and below, where responses have `request-id` as Anthropic's do;
             elsewhere they look like OpenAI's.
-        names_responses: False where a server in front adds `x-request-id` from the request to every response; it must
-            have `CleanNames` before it.
+        names_responses: False where a server in front adds `x-request-id` from the request to every response. It must
+            run `ray_middlewares` before it reads the request.
         """
         self.router = Router(routes, redirect_slashes=False)
         self._access = access
@@ -81,8 +81,7 @@ class Guard:
             # Before it is accepted, closing a websocket answers it with 403.
             await send({"type": "websocket.close", "code": 1008})
             return
-        clean_names(scope)
-        request_id = _request_id(scope)
+        request_id = clean_names(scope)
         names = ["x-request-id"] if self._names_responses else []
         if self._error_shape(scope) is not None:
             names.append("request-id")
@@ -152,26 +151,26 @@ def is_request_id(name: bytes) -> bool:
     return _REQUEST_ID.fullmatch(name) is not None
 
 
-class CleanNames:
-    """ASGI middleware: `clean_names` before any other code of a server reads the request."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            clean_names(scope)
-        await self._app(scope, receive, send)
-
-
 def ray_middlewares() -> list[Middleware]:
     """The middlewares before Ray Serve's own code in a replica; `cluster.serve.haproxy.REPLICA_SETTINGS` names this."""
-    return [Middleware(CleanNames)]
+    return [Middleware(with_clean_names)]
 
 
-def clean_names(scope: Scope) -> None:
-    """Removes headers by which a client would steer Ray Serve. If `x-request-id` or `x-session-id` has odd bytes, is
-    too long or comes twice, removes it too, gives the request an id of ours, and notes it for `Guard` to refuse."""
+def with_clean_names(app: ASGIApp) -> ASGIApp:
+    """`app` with `clean_names` before it."""
+
+    async def cleaned(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            clean_names(scope)
+        await app(scope, receive, send)
+
+    return cleaned
+
+
+def clean_names(scope: Scope) -> str:
+    """Returns the request's id, and leaves it as the only `x-request-id`; a request that has none gets one of ours.
+    Removes headers by which a client would steer Ray Serve. If `x-request-id` or `x-session-id` has odd bytes, is too
+    long or comes twice, removes both, and notes it for `Guard` to refuse."""
     kept: list[tuple[bytes, bytes]] = []
     given: dict[str, bytes] = {}
     odd = None
@@ -185,14 +184,10 @@ def clean_names(scope: Scope) -> None:
             kept.append((name, value))
     if odd is not None:
         scope[_ODD_NAME] = odd
-        given = {_NAME_HEADERS[0]: uuid.uuid4().hex.encode()}
+        given.clear()
+    request_id = given.setdefault("x-request-id", uuid.uuid4().hex.encode())
     scope["headers"] = kept + [(name.encode(), value) for name, value in given.items()]
-
-
-def _request_id(scope: Scope) -> str:
-    """The request's name: the one it came with, or a new one."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return given.decode() or uuid.uuid4().hex
+    return request_id.decode()
 
 
 def _trace(scope: Scope) -> dict[str, str]:
