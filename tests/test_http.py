@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.http.active import ActiveRequests
-from cluster.http.context import RequestContext, Role, current_request
+from cluster.http.context import RequestContext, current_request
 from cluster.http.guard import with_clean_names
 from cluster.serve.ingress import create_app
 from tests.scripted_engine import MODEL, Run, Stack, error_of

@@ -31,10 +31,11 @@ class Role(StrEnum):
 
 
 class Meter:
-    """Counts what one request uses against its client's quota. This one, of a client without limits, counts nothing."""
+    """Counts what one request uses against its client's quota. This class is for clients without limits: it counts
+    nothing."""
 
     def keep(self) -> Callable[[], None]:
-        """Counts what outlives the request among those that its client may have at once; ends with what it returns."""
+        """Counts work that outlives the request as one more request at once, until the returned function is called."""
         return lambda: None
 
     def begin(self, num_sequences: int, num_tokens: int) -> None:
@@ -74,7 +75,7 @@ class RequestContext:
 
     @property
     def share_owner(self) -> str:
-        """The client with which others share the engine: the id of its API key, or its network without keys."""
+        """The name under which the client gets its share of the engine: the id of its API key, or else its network."""
         return self.client or self.network
 
     def cache_salt(self, asked: str | None = None) -> bytes:

@@ -1,7 +1,7 @@
 """API keys: the file that lists them, found again by what a client sends.
 
-The file holds only SHA-256 digests, a line a key: `id:sha256[:role[:requests a minute[:requests at once]]]`, and
-after these `:tokens=N` and `:priority=A..B` where a key has them. Keys are made by `new_key` with 256 random bits, so a
+The file holds only SHA-256 digests, a line a key: `id:sha256[:role[:requests a minute[:requests at once]]]`, then
+`:tokens=N` and `:priority=A..B` if the key has them. Keys are made by `new_key` with 256 random bits, so a
 digest without salt or stretching gives nothing away.
 """
 
@@ -15,8 +15,9 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from cluster.http.context import Role
@@ -86,38 +87,31 @@ def parse_keys(text: str, name: str) -> tuple[ApiKey, ...]:
 
 def _parse_line(line: str, place: str) -> ApiKey:
     id_, *rest = line.split(":")
-    fields = [field for field in rest if "=" not in field]
-    named = rest[len(fields) :]
-    if not 1 <= len(fields) <= 4 or any("=" in field for field in rest[: len(fields)]):
+    fields = list(takewhile(lambda field: "=" not in field, rest))
+    named = dict(field.partition("=")[::2] for field in rest[len(fields) :])
+    is_repeated = len(fields) + len(named) < len(rest)
+    if not 1 <= len(fields) <= 4 or is_repeated or named.keys() - {"tokens", "priority"}:
         raise ConfigError(f"{place}: the line is not of the form {_FORM}")
     _check_id(id_, f"{place}: the id")
     digest, role, rpm, concurrency = [*fields, "", "", ""][:4]
     if not _DIGEST.fullmatch(digest.lower()):
         raise ConfigError(f"{place}: the second field is no SHA-256 in hex; make a line by `python -m cluster key ID`")
-    tokens, priorities = _parse_named(named, place)
     return ApiKey(
         id_,
         bytes.fromhex(digest),
         parse_role(role or Role.USER, f"{place}: "),
-        _limit(rpm, place) if rpm else None,
-        _limit(concurrency, place) if concurrency else None,
-        tokens,
-        priorities,
+        rpm=_limit(rpm, place) if rpm else None,
+        concurrency=_limit(concurrency, place) if concurrency else None,
+        tokens=_limit(named["tokens"], place) if "tokens" in named else None,
+        priorities=_range(named["priority"], place) if "priority" in named else None,
     )
 
 
-def _parse_named(fields: Sequence[str], place: str) -> tuple[int | None, tuple[int, int] | None]:
-    """The token limit and the range of priorities among a line's fields of the form `name=value`."""
-    values = dict(field.split("=", 1) for field in fields)
-    if len(values) < len(fields) or values.keys() - {"tokens", "priority"}:
-        raise ConfigError(f"{place}: the line is not of the form {_FORM}")
-    priorities = None
-    if (given := values.get("priority")) is not None:
-        found = _RANGE.fullmatch(given)
-        if found is None or int(found[1]) > int(found[2]):
-            raise ConfigError(f"{place}: the range {given[:64]!r} is not of the form -10..10, lowest first")
-        priorities = (int(found[1]), int(found[2]))
-    return _limit(values["tokens"], place) if "tokens" in values else None, priorities
+def _range(given: str, place: str) -> tuple[int, int]:
+    found = _RANGE.fullmatch(given)
+    if found is None or int(found[1]) > int(found[2]):
+        raise ConfigError(f"{place}: the range {given[:64]!r} is not of the form -10..10, lowest first")
+    return int(found[1]), int(found[2])
 
 
 def _limit(given: str, place: str) -> int:

@@ -19,11 +19,11 @@ _TRY_AGAIN_S = 1.0
 @dataclass(slots=True)
 class _Used:
     running: int = 0
-    """Sequences of requests under way; a request that runs none counts as one."""
+    """Sequences of the requests that are under way. A request without sequences counts as one."""
     began: deque[float] = field(default_factory=deque)
     """When each request of the last minute began."""
     tokens: deque[tuple[float, int]] = field(default_factory=deque)
-    """The tokens of the last minute: when they were counted, and how many."""
+    """Tokens of the last minute: when they were counted, and how many."""
 
 
 @dataclass(eq=False)
@@ -34,6 +34,7 @@ class _KeyMeter(Meter):
     used: _Used
     clock: Callable[[], float]
     held: int = 1
+    """What the request adds to `used.running`."""
 
     def keep(self) -> Callable[[], None]:
         self.used.running += 1
@@ -72,8 +73,8 @@ class Quotas:
 
     @contextlib.contextmanager
     def take(self, key: ApiKey | None) -> Iterator[Meter]:
-        """Counts one request for the time of the block; yields what counts the rest. Raises RequestError (429), with
-        the time after which one more is allowed."""
+        """Counts one request for the time of the block, and yields the meter of what it uses. Raises RequestError
+        (429) with the time after which one more is allowed."""
         if key is None or (key.rpm is None and key.concurrency is None and key.tokens is None):
             yield Meter()
             return
