@@ -22,6 +22,9 @@ _STOPPING = "The server is stopping; try again."
 _LAST_WORDS_S = 1.0
 _SPARE_DESCRIPTORS = 64
 """File descriptors that requests leave to the process. Without any, new connections are reset and nobody learns why."""
+# Counting takes up to a millisecond, so it is done seldom while more are left than can be taken meanwhile.
+_MANY_DESCRIPTORS = 1024
+_COUNT_EVERY_S = 0.02
 _NO_DESCRIPTORS = "The server has too many connections; try again."
 _LOG_EVERY_S = 10.0
 
@@ -53,7 +56,7 @@ class ActiveRequests:
         self._send_timeout_s = send_timeout_s
         self._requests: set[ActiveRequest] = set()
         self._sweep: asyncio.TimerHandle | None = None
-        self._next_log_s = 0.0
+        self._next_log_s = self._next_count_s = 0.0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -67,8 +70,12 @@ class ActiveRequests:
         """Raises OverloadedError while the server stops, or has few file descriptors left."""
         if self.stopping:
             raise OverloadedError(_STOPPING)
-        if (left := num_descriptors_left()) < _SPARE_DESCRIPTORS:
-            if (now := time.monotonic()) >= self._next_log_s:
+        if (now := time.monotonic()) < self._next_count_s:
+            return
+        if (left := num_descriptors_left()) >= _MANY_DESCRIPTORS:
+            self._next_count_s = now + _COUNT_EVERY_S
+        elif left < _SPARE_DESCRIPTORS:
+            if now >= self._next_log_s:
                 self._next_log_s = now + _LOG_EVERY_S
                 logger.warning("requests are refused: %d file descriptors are left (ulimit -n); more are needed", left)
             raise OverloadedError(_NO_DESCRIPTORS, closes_connection=True)
