@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _RECEIVE_BYTES = 1 << 18
 _MAX_UNTAKEN_BYTES = 64 << 20
-# The listener stays readable without a descriptor for the caller: without a pause the thread takes a whole core.
+# While no descriptor is left the listener stays readable: without a pause the thread would take a whole core.
 _ACCEPT_AGAIN_S = 1.0
 
 
