@@ -169,7 +169,7 @@ class EngineSocket:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 logger.warning("the Engine cannot connect: no file descriptor is left (ulimit -n)")
                 time.sleep(_ACCEPT_AGAIN_S)
-            return None  # or the caller hung up, or this end is being closed
+            return None  # the caller may have hung up, or this end is being closed
         if not is_ours(peer) or self._peer is not None:
             logger.warning("refused a connection to the engine socket: another user's, or one too many")
             peer.close()

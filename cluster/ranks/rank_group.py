@@ -104,8 +104,8 @@ class RankGroup:
         self._pool: PoolShape | None = None
         self._on_failure: Callable[[LockstepError], None] | None = None
         self._store: Any = None  # the meeting place of several ranks
-        self._gate: StoreGate | None = None  # where ranks of other nodes reach the store
-        self._store_at: int | str | None = None  # as in `RankActor.join`. None: the ranks have not met
+        self._gate: StoreGate | None = None  # ranks of other nodes reach the store through it
+        self._store_at: int | str | None = None  # see `RankActor.join`; None: the ranks have not met
         self._memory: GroupMemory | None = None
         self._host = "127.0.0.1"
         self.one_node = True

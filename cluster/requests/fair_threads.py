@@ -21,8 +21,8 @@ _Done = TypeVar("_Done")
 _NUM_THREADS = 4
 _MAX_OF_CLIENT = 3  # threads; the fourth serves other clients while one client's templates take seconds
 _MAX_WAITING = 1024  # requests of one client
-_MAX_BYTES = 16 << 20  # of bodies under way; encoding takes up to a hundred times as much memory
-_MAX_OTHER_VALUES = 4096  # of a body, beside the ids of a prompt that fits
+_MAX_BYTES = 16 << 20  # bodies under way; encoding takes up to a hundred times as much memory
+_MAX_OTHER_VALUES = 4096  # in a body, beside the ids of a prompt that fits
 _LARGE_BYTES = 1 << 20  # after work on so much the C library gives its free memory back
 _INLINE_BYTES = 8 << 10  # are checked and encoded in 2 to 3 ms; a thread costs a tenth of one, and jitter
 

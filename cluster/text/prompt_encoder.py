@@ -16,7 +16,7 @@ from cluster.text.special_tokens import Marks, SpecialTokens
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import ContextLengthError, RequestError
 
-_CHARS_PER_TOKEN = 8  # of the part of a long text that is encoded first; texts have 3 to 5, code and tables more
+_CHARS_PER_TOKEN = 8  # sizes the part of a long text that is encoded first; texts have 3 to 5, code and tables more
 _LEAST_PART = 4096
 _COUNTED = 8  # contexts; a text of more tokens is not counted
 Use = Literal["run", "end", "count"]
@@ -86,7 +86,7 @@ class PromptEncoder:
         limit, longest = self._max_model_len * (_COUNTED if use == "count" else 1), self._tokenizer.longest_token
         size = _CHARS_PER_TOKEN * limit + _LEAST_PART
         if use == "end":
-            # That is eight times as long as the last tokens are likely to be: a cut so far before changes none of them.
+            # Eight times as long as the last tokens are likely to be: a cut so far before them changes none.
             return encode(text[-8 * size :])
         num_tokens = -(-len(text) // longest) if longest else 0
         while num_tokens <= limit and size < len(text):
