@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from benchmarks.serving import endpoint
 
 _NEIGHBOUR, _CLIENT = "127.0.0.1", "127.0.0.2"
 _FLOOD = 64  # prompts of a flood that are under way at once
+_AFTER_S = 6.0  # from the start of the neighbour's process to the first request of the client
 
 
 def client_at(address: str) -> httpx.AsyncClient:
@@ -48,32 +50,41 @@ async def stream(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> f
     return first
 
 
-@contextlib.asynccontextmanager
-async def load(url: str, model: str, kind: str, rows: int, input_len: int) -> AsyncIterator[None]:
-    """Keeps the neighbour's requests of a kind under way while the block runs."""
+async def harass(url: str, model: str, kind: str, rows: int, input_len: int) -> None:
+    """Keeps the neighbour's requests of a kind under way, for ever."""
     long = {"model": model, "max_tokens": 2000, "ignore_eos": True}
     bodies: list[dict[str, Any]] = []
     if kind in ("rows", "both"):
         bodies += [{**long, "prompt": [prompt(16) for _ in range(rows // 16)], "n": 16}]
     if kind in ("prompts", "both"):
-        bodies += [{**long, "max_tokens": 1, "input_len": input_len} for _ in range(_FLOOD)]
+        bodies += [{"model": model, "prompt": prompt(input_len), "max_tokens": 1} for _ in range(_FLOOD)]
+
+    async def repeat(neighbour: httpx.AsyncClient, body: dict[str, Any]) -> None:
+        while True:
+            body["prompt"][0] = random.randrange(100, 20_000) if isinstance(body["prompt"][0], int) else prompt(16)
+            with contextlib.suppress(httpx.HTTPStatusError):  # the queue is full
+                await stream(neighbour, url, body)
 
     async with client_at(_NEIGHBOUR) as neighbour:
+        await asyncio.gather(*(repeat(neighbour, body) for body in bodies))
 
-        async def repeat(body: dict[str, Any]) -> None:
-            length = body.pop("input_len", None)
-            while True:
-                with contextlib.suppress(httpx.HTTPStatusError):  # the queue is full
-                    await stream(neighbour, url, body if length is None else {**body, "prompt": prompt(length)})
 
-        tasks = [asyncio.create_task(repeat(body)) for body in bodies]
-        await asyncio.sleep(3.0 if tasks else 0.0)
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+def run_harass(*arguments: Any) -> None:
+    """`harass` in a process of its own, so that its work is not in the client's times."""
+    asyncio.run(harass(*arguments))
+
+
+@contextlib.contextmanager
+def load(*arguments: Any) -> Iterator[None]:
+    """Keeps a neighbour at work while the block runs."""
+    process = multiprocessing.get_context("spawn").Process(target=run_harass, args=arguments, daemon=True)
+    process.start()
+    time.sleep(_AFTER_S)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
 
 
 async def measure(url: str, args: argparse.Namespace) -> dict[str, list[float]]:
@@ -83,7 +94,7 @@ async def measure(url: str, args: argparse.Namespace) -> dict[str, list[float]]:
         model = (await client.get(f"{url}/models")).json()["data"][0]["id"]
         for kind in ("idle", "rows", "prompts", "both"):
             found = []
-            async with load(url, model, kind, args.rows, args.input_len):
+            with load(url, model, kind, args.rows, args.input_len):
                 for _ in range(args.samples):
                     first = await stream(client, url, {"model": model, "prompt": prompt(16), "max_tokens": 1})
                     found.append(1e3 * (first or 0.0))

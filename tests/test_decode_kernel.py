@@ -113,6 +113,7 @@ def test_groups_of_more_heads_than_the_smallest_tile_has_rows(
     case.check(case.run(tuning))
 
 
+@pytest.mark.usefixtures("chains")  # numpy's products of some processors err further than the check allows
 @pytest.mark.parametrize("dtype", [None, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("group", "head_dim", "v_dim", "num_splits"),

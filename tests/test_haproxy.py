@@ -24,7 +24,8 @@ import uvicorn
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
-from cluster.serve.haproxy import PROGRAM, SETTINGS, client_address, install
+from cluster.serve.haproxy import PROGRAM, SETTINGS, install
+from cluster.serve.ingress import client_address
 from cluster.serve.run_haproxy import HEAD_TIMEOUT_S, TemplateError, close_to_others, hardened, proof
 from cluster.serve.session import remove_own_files
 from tests.conftest import unused_port

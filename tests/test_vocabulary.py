@@ -59,6 +59,9 @@ def test_a_text_with_a_token_that_the_model_does_not_have_is_refused_on_every_ro
 ) -> None:
     for path, body, param in bodies_of(text):
         reply = engine.post(path, {"model": MODEL, **body})
+        if text == PAD and param in ("messages", "input"):
+            assert reply.status_code == 200, "the texts of a chat have no special tokens"
+            continue
         error = reply.json()["error"]
         assert reply.status_code == 400, reply.text
         assert f"{text.strip()!r}, which the tokenizer makes token" in error["message"]

@@ -8,7 +8,6 @@ starts Ray Serve; elsewhere the environment of `ray start`, or of the containers
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import shutil
 import socket
@@ -16,9 +15,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from starlette.types import Scope
-
-from cluster.http.access import peer_address
 from cluster.serve import run_haproxy
 
 # A session keeps its replica while that has no more than half as many requests again as others; a replica more or less
@@ -92,21 +88,6 @@ def reinstall() -> None:
     program = os.environ.get(PROGRAM)
     if program is not None and not Path(program).exists():
         install(Path(program).parent)
-
-
-def client_address(proof: str, scope: Scope) -> str | None:
-    """The address of the client that sent a request: the one that HAProxy names, or else the other end of the
-    connection. None: the connection has no addresses.
-
-    Args:
-        proof: `run_haproxy.proof()`. A header without it is ignored.
-    """
-    for name, value in scope["headers"]:
-        if name == run_haproxy.CLIENT_HEADER.encode():
-            word, _, address = value.decode("latin-1").partition(" ")
-            if hmac.compare_digest(word.encode(), proof.encode()):
-                return str(address)
-    return peer_address(scope)
 
 
 def ports_of_own() -> dict[str, str]:

@@ -7,12 +7,14 @@ called in the process that serves (Ray Serve's `__serve_build_asgi_app__`, or uv
 from __future__ import annotations
 
 import functools
+import hmac
 
 import msgspec
 from starlette import routing
+from starlette.types import Scope
 
 from cluster.anthropic.message_objects import AnthropicError
-from cluster.http.access import Access, own_host_names
+from cluster.http.access import Access, own_host_names, peer_address
 from cluster.http.active import ActiveRequests
 from cluster.http.endpoint import Endpoint, Handler
 from cluster.http.guard import Guard
@@ -21,8 +23,7 @@ from cluster.http.response import LoopTurns
 from cluster.openapi import build_document
 from cluster.requests.served_model import ServedModel
 from cluster.routes import ROUTES, Route, Servings
-from cluster.serve.haproxy import client_address
-from cluster.serve.run_haproxy import proof
+from cluster.serve.run_haproxy import CLIENT_HEADER, proof
 
 
 def create_app(
@@ -74,6 +75,21 @@ def create_app(
         counted=frozenset(route.path for route in ROUTES if route.costs),
         error_shapes={route.path: AnthropicError.of for route in ROUTES if route.error is AnthropicError},
     )
+
+
+def client_address(proof: str, scope: Scope) -> str | None:
+    """The address of the client that sent a request: the one that HAProxy names, or else the other end of the
+    connection. None: the connection has no addresses.
+
+    Args:
+        proof: `run_haproxy.proof()`. A header without it is ignored.
+    """
+    for name, value in scope["headers"]:
+        if name == CLIENT_HEADER.encode():
+            word, _, address = value.decode("latin-1").partition(" ")
+            if hmac.compare_digest(word.encode(), proof.encode()):
+                return str(address)
+    return peer_address(scope)
 
 
 @functools.cache
