@@ -35,7 +35,7 @@ class StoreGate:
         self._listener = TcpListener.create(host)
         self._store_port = store_port
         self.address = self._listener.address
-        """What `open_relay` needs. It holds the key: give it only to the ranks."""
+        """Address for `open_relay`. It holds the key: give it only to the ranks."""
         _relay_each(self._listener.sock, self._reach_store)
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from tests.test_coordinator import CountingRank, prompt, read, running
 CALLER = """
 import json, socket, sys
 body = json.dumps({"model": sys.argv[2], "prompt": "hi", "max_tokens": 2}).encode()
-head = b"POST /v1/completions HTTP/1.1\\r\\nHost: x\\r\\nContent-Type: application/json\\r\\n"
+head = b"POST /v1/completions HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Type: application/json\\r\\n"
 head += b"Content-Length: %d\\r\\n\\r\\n"
 answers, kept = [], []
 sys.stdin.read(1)

@@ -276,6 +276,27 @@ def test_a_client_of_which_too_much_waits_is_told_to_come_back_and_others_are_se
     asyncio.run(scenario())
 
 
+def test_all_that_a_chat_holds_counts_as_bytes_under_way(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 10_000}}
+
+    async def scenario(stack: Stack) -> None:
+        counted: list[int] = []
+        threads, in_turn = stack.model.threads, stack.model.threads.run
+
+        async def counting(num_bytes: int, work: Callable[[], Any]) -> Any:
+            counted.append(num_bytes)
+            return await in_turn(num_bytes, work)
+
+        monkeypatch.setattr(threads, "run", counting)
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": [tool], "max_tokens": 1}
+        reply = await stack.http.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        assert len(counted) == 2  # checked, and encoded
+        assert min(counted) > 10_000
+
+    run(scenario, max_model_len=8192)
+
+
 @pytest.mark.timing
 def test_slow_templates_of_one_key_do_not_hold_up_anothers_chat(run: Run, tmp_path: Path) -> None:
     """8,000 messages take a renderer about a second."""

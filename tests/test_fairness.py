@@ -232,6 +232,16 @@ def test_a_client_that_fills_the_queue_leaves_room_for_the_others() -> None:
     engine.scheduler.check_integrity()
 
 
+def test_a_client_that_fills_the_queue_with_tokens_leaves_room_for_the_others() -> None:
+    engine = Engine(replace(LARGE, max_num_seqs=1, max_num_queued_requests=64, max_num_queued_tokens=100))
+    for _ in range(2):
+        for _ in range(15):
+            engine.add(prompt_of(10), client="a")
+        mine = engine.add(prompt_of(10), client="b")
+        assert engine.answers[mine].finished is None
+    assert engine.scheduler.stats().num_waiting_tokens == 120
+
+
 # Everything at random
 
 _BOUND = 40

@@ -39,6 +39,7 @@ async def messages(model: ServedModel, body: bytes, context: RequestContext) -> 
         fields,
         context,
         JobOptions(),
+        num_bytes=len(body),
         ignored=ignored,
         max_tokens=request.max_tokens,
         own_grammar=output_grammar(request),
@@ -51,7 +52,7 @@ async def messages(model: ServedModel, body: bytes, context: RequestContext) -> 
 async def count_tokens(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""
     _, ignored, chat = await model.threads.prepared(body, partial(_checked, model, CountTokensRequest))
-    count = TokenCount(len(await model.encode_chat(chat, "count")))
+    count = TokenCount(len(await model.encode_chat(chat, len(body), "count")))
     return json_response(count, ignored_header(ignored))
 
 

@@ -56,7 +56,7 @@ _MASK_WAIT_S = 0.001
 _WATCH_S = 1.0
 # A step that has used up this share of its deadline counts as stuck: what its ranks do is worth a line in the log.
 _STUCK_SHARE = 0.25
-# New ranks open files and sockets in this process. Without any the engine would end, with all requests that wait.
+# New ranks open files and sockets in this process. Without descriptors for them the engine would end, and all requests.
 _RANKS_DESCRIPTORS = 32
 _DESCRIPTORS_WAIT_S = 30.0
 
@@ -538,7 +538,7 @@ class Coordinator:
 
 
 def _run_into(future: Future[_T], function: Callable[..., _T], *args: object) -> None:
-    """Gives `future` what `function` returns or raises. Waits for file descriptors first, as ranks need some here."""
+    """Gives `future` what `function` returns or raises. Waits for file descriptors first: `_RANKS_DESCRIPTORS`."""
     deadline = time.monotonic() + _DESCRIPTORS_WAIT_S
     while (left := num_descriptors_left()) < _RANKS_DESCRIPTORS and time.monotonic() < deadline:
         logger.warning("the ranks wait for file descriptors: %d are left (ulimit -n)", left)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _RECEIVE_BYTES = 1 << 18
 _MAX_UNTAKEN_BYTES = 64 << 20
-# The listener stays readable without a descriptor for the caller: without a pause the thread takes a whole core.
+# While no descriptor is left the listener stays readable: without a pause the thread would take a whole core.
 _ACCEPT_AGAIN_S = 1.0
 
 
@@ -169,7 +169,7 @@ class EngineSocket:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 logger.warning("the Engine cannot connect: no file descriptor is left (ulimit -n)")
                 time.sleep(_ACCEPT_AGAIN_S)
-            return None  # or the caller hung up, or this end is being closed
+            return None  # the caller may have hung up, or this end is being closed
         if not is_ours(peer) or self._peer is not None:
             logger.warning("refused a connection to the engine socket: another user's, or one too many")
             peer.close()

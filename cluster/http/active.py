@@ -21,7 +21,7 @@ UNREAD_TIMEOUT_S = 60.0
 _STOPPING = "The server is stopping; try again."
 _LAST_WORDS_S = 1.0
 _SPARE_DESCRIPTORS = 64
-"""File descriptors that requests leave to the process. Without any, new connections are reset and nobody learns why."""
+"""File descriptors that are left to the process. Without any, new connections are reset and nobody learns why."""
 # Counting takes up to a millisecond, so it is done seldom while more are left than can be taken meanwhile.
 _MANY_DESCRIPTORS = 1024
 _COUNT_EVERY_S = 0.02

@@ -34,7 +34,7 @@ class _KeyMeter(Meter):
     used: _Used
     clock: Callable[[], float]
     held: int = 1
-    """What the request adds to `used.running`."""
+    """Sequences that the request counts in `used.running`."""
 
     def keep(self) -> Callable[[], None]:
         self.used.running += 1

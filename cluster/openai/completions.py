@@ -42,6 +42,7 @@ async def chat_completions(model: ServedModel, body: bytes, context: RequestCont
         request,
         context,
         _job_options(request),
+        num_bytes=len(body),
         ignored=ignored,
         max_tokens=request.asked_max_tokens,
         truncate_prompt_tokens=request.truncate_prompt_tokens,

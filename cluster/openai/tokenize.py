@@ -66,8 +66,9 @@ class Text(msgspec.Struct):
 
 async def tokenize(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /tokenize. Raises RequestError for a bad request."""
-    request, of_prompt, ignored = await model.threads.prepared(body, partial(_checked, model))
-    tokens = of_prompt if isinstance(of_prompt, list) else await model.encode_chat(of_prompt, "count")
+    request, tokens, ignored = await model.threads.prepared(body, partial(_checked, model))
+    if not isinstance(tokens, list):
+        tokens = await model.encode_chat(tokens, len(body), "count")
     strings = long_list(map(model.tokenizer.token_text, tokens)) if request.return_token_strs else None
     shown = Tokens(len(tokens), model.max_model_len, long_list(tokens), strings)
     return json_response(shown, ignored_header(ignored))

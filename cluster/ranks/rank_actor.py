@@ -134,7 +134,7 @@ class RankActor:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self.become(spec)
         self._group: TensorParallelGroup | None = None
-        self._relay_port: int | None = None  # of the way to the store on another node
+        self._relay_port: int | None = None  # this node's way to a store on another node
         self._worker: TPWorker | None = None
         self._progress = 0.0
         self._frames: FrameReader | None = None
@@ -172,8 +172,8 @@ class RankActor:
         """Enters the process group through the coordinator's store; in a later generation with the weights it has.
 
         Args:
-            store_at: the store's port on this node, 0 in a group of one, which has no store. If ranks are on several
-                nodes, the address of the store's gate.
+            store_at: the store's port on this node, or 0 in a group of one, which has no store; the address of the
+                store's gate if ranks are on several nodes.
 
         Returns:
             Bytes that were free on its GPU, of a rank without weights. Else 0.
@@ -189,10 +189,9 @@ class RankActor:
 
         config, model, rank = self._spec.config, self._spec.model, self._spec.rank
         parallel = config.parallel
-        if isinstance(store_at, str) and self._relay_port is None:
-            self._relay_port = open_relay(store_at, parallel.init_timeout_s)
-        port = self._relay_port if isinstance(store_at, str) else store_at
-        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) if port else None
+        if isinstance(store_at, str):
+            store_at = self._relay_port = self._relay_port or open_relay(store_at, parallel.init_timeout_s)
+        store = TCPStore("127.0.0.1", store_at, is_master=False, wait_for_workers=False) if store_at else None
         if self._group is not None:
             self._group.rejoin(store, generation)
             return 0

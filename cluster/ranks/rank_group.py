@@ -104,8 +104,8 @@ class RankGroup:
         self._pool: PoolShape | None = None
         self._on_failure: Callable[[LockstepError], None] | None = None
         self._store: Any = None  # the meeting place of several ranks
-        self._gate: StoreGate | None = None  # the way of other nodes' ranks to the store
-        self._port: int | None = None  # the store's, 0 without one; known once the ranks have met
+        self._gate: StoreGate | None = None  # ranks of other nodes reach the store through it
+        self._store_at: int | str | None = None  # see `RankActor.join`; None: the ranks have not met
         self._memory: GroupMemory | None = None
         self._host = "127.0.0.1"
         self.one_node = True
@@ -285,10 +285,11 @@ class RankGroup:
         self.one_node = all(location.node_id == here for location in self.locations)
         self._host = "127.0.0.1" if self.one_node else ray.util.get_node_ip_address()
         self._store = _open_store() if self.size > 1 else None
-        self._port = 0 if self._store is None else self._store.port
+        self._store_at = 0 if self._store is None else self._store.port
         if self._store is not None and not self.one_node:
             self._store.set(STORE_HOST, self._host)
-            self._gate = StoreGate(self._host, self._port)
+            self._gate = StoreGate(self._host, self._store.port)
+            self._store_at = self._gate.address
         for rank, room_bytes in zip(self._ranks, self._join(GENERATION), strict=True):
             rank.room_bytes = room_bytes
 
@@ -300,7 +301,7 @@ class RankGroup:
 
     def _load_in_place_of(self, old: RankGroup) -> GroupMemory:
         """Loads every shard, now that the pools of `old` have gone; those of `prepare` come from the node's memory."""
-        if self._port is None:
+        if self._store_at is None:
             return self.load()
         assert old._memory is not None, "it has loaded"
         # Nobody waits for a step to be measured: fewer ranks need no more for it together than those did.
@@ -308,12 +309,7 @@ class RankGroup:
         return self._loaded(self._on(self._ranks, "bring", step_bytes))
 
     def _join(self, generation: int) -> list[int]:
-        return self._on(self._ranks, "join", self._store_address(), generation, self.one_node)
-
-    def _store_address(self) -> int | str:
-        """What `RankActor.join` needs: the store's port, or its gate's address for ranks on several nodes."""
-        assert self._port is not None, "the store is opened before the ranks join"
-        return self._port if self._gate is None else self._gate.address
+        return self._on(self._ranks, "join", self._store_at, generation, self.one_node)
 
     def measure(self) -> tuple[float, float]:
         """Measures what the loaded ranks can do together, at the same time: (FLOP/s, bytes/s of memory)."""

@@ -28,6 +28,7 @@ async def chat_run(
     context: RequestContext,
     options: JobOptions,
     *,
+    num_bytes: int,
     ignored: Sequence[str],
     max_tokens: int | None,
     own_grammar: GrammarSpec | None = None,
@@ -39,6 +40,7 @@ async def chat_run(
 
     Args:
         prefix: of the answer's id, e.g. `chatcmpl-`.
+        num_bytes: length of the bodies that hold the conversation.
         max_tokens: None: as many as fit.
         own_grammar: as in `SamplingFields.grammar`.
         truncate_prompt_tokens: as in `ServedModel.truncated`.
@@ -48,7 +50,7 @@ async def chat_run(
         RequestError: with the path of the field at fault.
         OverloadedError: too many chats or grammars wait to be prepared.
     """
-    ids = await model.encode_chat(conversation, "run" if truncate_prompt_tokens is None else "end")
+    ids = await model.encode_chat(conversation, num_bytes, "run" if truncate_prompt_tokens is None else "end")
     continued = conversation.turns[-1].text if conversation.continue_final else ""
     ending = model.tokenizer.decode(ids[-_ENDING_TOKENS:], skip_special_tokens=False)
     form = model.formats.answer_format(conversation.tools, ending, continued)

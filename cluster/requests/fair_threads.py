@@ -1,7 +1,7 @@
 """Threads in which requests are decoded, checked, rendered and encoded, before the engine sees them.
 
-Clients take turns, so that what waits of one client does not stand before another's. Owns how much is under way at
-once; what may be in a body is `json_body`'s.
+Clients take turns, so that one client's requests do not delay those of the others. This module decides how much is
+prepared at once, and `json_body` what a body may hold.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from configs.errors import OverloadedError
 
 _Done = TypeVar("_Done")
 _NUM_THREADS = 4
-_MAX_OF_CLIENT = 3  # threads; the fourth is free for other clients while templates of one take seconds
+_MAX_OF_CLIENT = 3  # threads; the fourth serves other clients while one client's templates take seconds
 _MAX_WAITING = 1024  # requests of one client
-_MAX_BYTES = 16 << 20  # texts under way; encoding takes up to a hundred times as much memory
-_MAX_OTHER_VALUES = 4096  # beside those of one prompt that fits
-_LARGE_BYTES = 1 << 20  # after such work the C library gives its free memory back
+_MAX_BYTES = 16 << 20  # bodies under way; encoding takes up to a hundred times as much memory
+_MAX_OTHER_VALUES = 4096  # in a body, beside the ids of a prompt that fits
+_LARGE_BYTES = 1 << 20  # after work on so much the C library gives its free memory back
 _INLINE_BYTES = 8 << 10  # are checked and encoded in 2 to 3 ms; a thread costs a tenth of one, and jitter
 
 
@@ -34,7 +34,7 @@ class FairThreads:
         self._max_model_len = max_model_len
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prepare")
         self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
-        """The work of each client, in the order in which clients have their turns."""
+        """Work that waits, as its bytes and the future that begins it, by client. The next client comes first."""
         self._running: Counter[str] = Counter()
         self._num_bytes = 0
 
@@ -43,8 +43,8 @@ class FairThreads:
         self._threads.shutdown(wait=False)
 
     async def prepared(self, body: bytes, prepare: Callable[[dict[str, Any]], _Done]) -> _Done:
-        """`prepare` of a body's JSON: checks it and encodes its texts, beside the event loop where the body is long.
-        Raises what `decode_body`, `check_lists` and `prepare` raise, and OverloadedError."""
+        """`prepare` of a body's JSON, which checks it and encodes its texts. Runs as `off_loop`. Raises what
+        `decode_body`, `check_lists`, `prepare` and `run` raise."""
 
         def work() -> _Done:
             raw = decode_body(body, max_values=self._max_model_len + _MAX_OTHER_VALUES)
@@ -54,12 +54,12 @@ class FairThreads:
         return await self.off_loop(len(body), work)
 
     async def off_loop(self, num_bytes: int, work: Callable[[], _Done]) -> _Done:
-        """`work()` on that much of a body, in a thread where it is much: 100,000 messages take a second."""
+        """`work()` on a body of that length; in a thread if it is long: 100,000 messages take a second."""
         return work() if num_bytes <= _INLINE_BYTES else await self.run(num_bytes, work)
 
     async def run(self, num_bytes: int, work: Callable[[], _Done]) -> _Done:
-        """`work()` in a thread, when it is the turn of the request's client. Raises OverloadedError where too much of
-        this client waits."""
+        """`work()` in a thread, when it is the turn of the request's client. Raises OverloadedError if too many of this
+        client's requests wait."""
         context = current_request()
         client = "" if context is None else context.share_owner
         waiting = self._waiting.setdefault(client, deque())
@@ -86,7 +86,7 @@ class FairThreads:
         return await asyncio.shield(working)
 
     def _begin(self) -> None:
-        """Gives turns for as long as there is room."""
+        """Gives turns until no thread is free, or the next work has too many bytes."""
         for client in list(self._waiting):
             waiting = self._waiting[client]
             while waiting and waiting[0][1].cancelled():
@@ -113,6 +113,7 @@ class FairThreads:
 
 
 def _tidied(num_bytes: int, work: Callable[[], _Done]) -> _Done:
+    """`work()`; then memory that it has freed goes back to the system."""
     try:
         return work()
     finally:

@@ -60,7 +60,7 @@ def decode_body(body: bytes, *, max_values: int = 0) -> dict[str, Any]:
 
 
 def check_lists(raw: Mapping[str, Any], max_model_len: int) -> None:
-    """Raises ContextLengthError for more messages than tokens that fit: each has at least one."""
+    """Raises ContextLengthError for more messages than tokens fit, since each message has at least one token."""
     for name in ("messages", "input"):
         if isinstance(raw.get(name), list) and len(raw[name]) > max_model_len:
             raise ContextLengthError(
@@ -69,7 +69,7 @@ def check_lists(raw: Mapping[str, Any], max_model_len: int) -> None:
 
 
 def _check_size(body: bytes, marks: bytes, most: int, what: str) -> None:
-    """Raises RequestError (413) for more than so many of `marks` in the JSON of `body`; those in its texts are none."""
+    """Raises RequestError (413) if `body` has more than `most` of `marks` outside its texts."""
     if sum(body.count(mark) for mark in marks) <= most:
         return
     num_marks, end = 0, 0

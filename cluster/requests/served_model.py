@@ -145,10 +145,10 @@ class ServedModel:
         await self.grammars.close()
         self.threads.close()
 
-    async def encode_chat(self, conversation: Conversation, use: Use = "run") -> list[int]:
-        """`PromptEncoder.encode_chat` in a thread, when it is the client's turn; raises OverloadedError too."""
-        work = partial(self.prompts.encode_chat, conversation, use)
-        return await self.threads.run(conversation.num_chars, work)
+    async def encode_chat(self, conversation: Conversation, num_bytes: int, use: Use = "run") -> list[int]:
+        """`PromptEncoder.encode_chat` in a thread, when it is the client's turn. `num_bytes`: length of the bodies that
+        hold the conversation. Raises OverloadedError too."""
+        return await self.threads.run(num_bytes, partial(self.prompts.encode_chat, conversation, use))
 
     def checked(
         self, kind: type[_Request], raw: Mapping[str, Any], policy: FieldPolicy, known: type[BaseModel] | None = None
@@ -297,7 +297,7 @@ class ServedModel:
         """The continuation of `prompt` (or the reply to it, with `chat`) as text, without any HTTP or JSON. Raises
         RequestError where the prompt is empty or does not fit, EngineError where the engine failed."""
         turns = Conversation(turns=[Turn(role="user", text=prompt)])
-        ids = await self.encode_chat(turns) if chat else self.prompts.encode(prompt)
+        ids = await self.encode_chat(turns, len(prompt)) if chat else self.prompts.encode(prompt)
         limit = self.checked_max_tokens(ids, max_tokens, default=self.room(ids), param="prompt")
         fields = SamplingFields(temperature=temperature, seed=seed)
         job = self.job("text-", fields, [ids], [limit], RequestContext(request_id=uuid.uuid4().hex), JobOptions())

@@ -29,10 +29,6 @@ _MAX_IDLE_CLIENTS = 4096
 _MAX_IDLE_LEVELS = 64
 
 
-def _nobody(client: str) -> bool:
-    return False
-
-
 def _place(request: Request) -> tuple[int, int]:
     """The request's place among those of its client."""
     return request.priority, request.place
@@ -86,7 +82,7 @@ class FairQueue:
         level.remove(request)
         self._forget(request, level)
 
-    def first(self, comes_last: Callable[[str], bool] = _nobody, *, is_oldest: bool = False) -> Request | None:
+    def first(self, comes_last: Callable[[str], bool] = lambda _: False, *, is_oldest: bool = False) -> Request | None:
         """The next request; None if none waits but those set aside.
 
         Args:

@@ -93,24 +93,31 @@ class LifeCycle:
         When nothing waits they may, however many and long they are: otherwise they never could, and trying again would
         be in vain. The server bounds the size of one HTTP request.
 
-        One client cannot fill the queue for the others: a client with less than its share of the places in the queue
-        may use as many again, and as many tokens.
+        One client cannot fill the queue for the others: a client with less than its share may use as much again.
         """
         num_waiting, num_waiting_tokens, limits = self.num_waiting, self.num_waiting_tokens, self._limits
         if not num_waiting:
             return None
-        clients, client = self._queue.waiting.clients, requests[0].client
-        num_clients = len(clients) + (client not in clients)
-        num_own = clients[client] + len(requests)
-        factor = 2 if num_clients > 1 and num_own * num_clients <= limits.max_num_queued_requests else 1
         num_tokens = sum(len(request.prompt) for request in requests) // _TOKEN_BYTES
-        if num_waiting + len(requests) > factor * limits.max_num_queued_requests:
-            full = f"{num_waiting} requests wait, max_num_queued_requests={limits.max_num_queued_requests}"
-        elif num_waiting_tokens + num_tokens > factor * limits.max_num_queued_tokens:
-            full = f"{num_waiting_tokens} tokens wait, max_num_queued_tokens={limits.max_num_queued_tokens}"
-        else:
+        requests_used = (num_waiting + len(requests)) / limits.max_num_queued_requests
+        tokens_used = (num_waiting_tokens + num_tokens) / limits.max_num_queued_tokens
+        used = max(requests_used, tokens_used)
+        if used <= 1 or (used <= 2 and self._is_below_its_share(requests[0].client, len(requests))):
             return None
+        if requests_used == used:
+            full = f"{num_waiting} requests wait, max_num_queued_requests={limits.max_num_queued_requests}"
+        else:
+            full = f"{num_waiting_tokens} tokens wait, max_num_queued_tokens={limits.max_num_queued_tokens}"
         return f"the queue is full: {full}; try again later"
+
+    def _is_below_its_share(self, client: str, num_more: int) -> bool:
+        """Whether a client that is not alone has at most its share of the places in the queue, `num_more` requests
+        included, and of the waiting tokens. Walks over all requests."""
+        waiting = [request for request in self.live.values() if not request.row]
+        own = [len(request.tokens) for request in waiting if request.client == client]
+        num_clients = len({client, *(request.client for request in waiting)})
+        has_room = (len(own) + num_more) * num_clients <= self._limits.max_num_queued_requests
+        return num_clients > 1 and has_room and sum(own) * num_clients <= self._limits.max_num_queued_tokens
 
     def _add(self, request: GenerateRequest, now: float) -> Finished | None:
         if request.id in self.live:

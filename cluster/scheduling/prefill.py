@@ -147,14 +147,9 @@ class PrefillQueue:
         # All that were tried lacked pages, and nothing has happened since that could change it: spares their matches.
         self._is_blocked = False
         self._shared_s = -_LAST_ROW_S
-        """When requests of more than one client were there last."""
+        """When requests of more than one client last waited or ran."""
         self.lacks_pages: Request | None = None
-        """The first request that could not be admitted for want of pages when that was tried last."""
-
-    @property
-    def is_any_begun(self) -> bool:
-        """Whether some waiting request has been admitted before."""
-        return (request := self.waiting.oldest) is not None and request.admission_s is not None
+        """The first request that found too few pages when `plan` last admitted requests. None: all found enough."""
 
     @property
     def has_rows(self) -> bool:
@@ -223,8 +218,9 @@ class PrefillQueue:
         return plan
 
     def _in_turns(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Rows in prefill in the order in which they get chunks, each with the number of clients that the tokens of the
-        step are for: first one row of each client, those with the least left to prefill first, then the other rows."""
+        """Rows in prefill in the order in which they get chunks, each with the number of clients that still share the
+        tokens of the step. One row of each client comes first, the one with the least left to prefill before the
+        others; then the other rows."""
         table = self._rows
         first: dict[str, int] = {}
         for row in rows:
@@ -296,9 +292,9 @@ class PrefillQueue:
         """Admits waiting requests in turn. Those that cannot be admitted now keep their place.
 
         Args:
-            shares: of the clients; None: there is one client.
-            longest: while prompts are in progress, the tokens that requests may have in all that need not wait for
-                them. Only whole prompts go before those of the same client.
+            shares: the shares of the clients. None: there is one client.
+            longest: most tokens in all of the requests that need not wait for the prompts in progress. Before a prompt
+                of its own client a request must fit as a whole. None: no prompt is waited for.
         """
         waiting = self.waiting
         if self._is_blocked or not waiting:
@@ -314,7 +310,7 @@ class PrefillQueue:
         lacking: list[Request] = []
         num_waits = 0
         while min(budget, plan.budget) > 0 and self._may_admit(plan):
-            request = waiting.first(comes_last, is_oldest=not self.admits_new)  # preempted requests are
+            request = waiting.first(comes_last, is_oldest=not self.admits_new)  # preempted requests are the oldest
             if request is None or len(lacking) + num_waits > _LOOKAHEAD:
                 self._is_blocked = bool(lacking) and not num_waits
                 break
@@ -352,8 +348,8 @@ class PrefillQueue:
         return self.has_rows and plan.num_prefix_deltas < MAX_PREFIX_DELTAS
 
     def _leaves_last_row(self, client: str, now: float) -> bool:
-        """Whether the last free row is not for this client: it has more than half of them, and another one was there
-        lately, whose next request would have a row preempted."""
+        """Whether a client leaves the last free row to others. It does if it has more than half of the rows and another
+        client was there lately: the next request of that client then needs no preemption."""
         table, most = self._rows, self._limits.max_num_running
         is_last = table.num_taken + 1 == most and 2 * table.clients[client] > most
         return is_last and now - self._shared_s < _LAST_ROW_S

@@ -33,7 +33,7 @@ from worker.protocol import FrameKind, Int32Array, RowFlag, StepFrame, StepResul
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
-# A client that waits for so long gets a row of one that holds more than its share.
+# A client that waits for so long gets a row from a client that holds more than its share.
 _PATIENCE_S = 0.02
 # Shares are looked at no more often: that costs a walk over the rows.
 _LOOK_EVERY_S = 0.01
@@ -332,7 +332,8 @@ class Scheduler:
     @property
     def has_begun(self) -> bool:
         """Some request runs, or waits to go on."""
-        return bool(self._rows.num_taken) or self._queue.is_any_begun
+        oldest = self._queue.waiting.oldest
+        return bool(self._rows.num_taken) or (oldest is not None and oldest.admission_s is not None)
 
     @property
     def is_awaiting_masks(self) -> bool:
@@ -490,8 +491,9 @@ class Scheduler:
         self._total_preemptions += 1
 
     def _yield_row(self, now: float) -> None:
-        """Preempts a request of a client over its share, if another client has waited for long. One at a time: most
-        waits end by themselves, since answers do. The row is free once the steps in flight have retired."""
+        """Preempts a request of a client over its share, if another client has waited for `_PATIENCE_S`. It preempts
+        one request at a time, since answers end and free rows meanwhile. The row is free once the steps in flight have
+        retired."""
         self._next_look_s = now + _LOOK_EVERY_S
         shares, queue = self._queue.shares(), self._queue
         waiting = queue.waiting.first(shares.has_its_share)

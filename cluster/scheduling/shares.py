@@ -1,4 +1,4 @@
-"""Shares of clients in the rows of the batch and in the KV pages, and whose request is preempted first.
+"""Shares of clients in the rows of the batch and in the KV pages, and which request is preempted first.
 
 Every client that runs or waits has an equal share. One may hold more as long as no other client waits for it. A client
 may always have one row, also where there are more clients than rows.
@@ -42,11 +42,12 @@ class Shares:
 
     def victim(self, *, level: int | None = None) -> Request | None:
         """The request to preempt: at the last level, of the client that holds most, of its last priority, the newest.
+        None if no request has to yield.
 
         Args:
-            level: the level of a request that waits for a row or pages. Only a client over its share yields to it, with
-                a request at this level or after it, and keeps at least one row. None: pages have run out, and one
-                request must yield.
+            level: the level of a request that waits for a row or pages. Only a client over its share yields to it, by
+                a request at this level or after it, and keeps at least one row. None: pages have run out, so any
+                running request may have to yield.
         """
         requests = self._running
         if level is not None:

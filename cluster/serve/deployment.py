@@ -154,7 +154,7 @@ def _start_serve(declaration: dict[str, Any], environment: Mapping[str, str]) ->
 
 
 def _install_on_nodes() -> dict[str, str]:
-    """Installs HAProxy's program on every node, at the same path. Returns the environment by which Serve finds it."""
+    """Installs HAProxy's program at the same path of every node. Returns the environment by which Serve finds it."""
     user = f"{os.geteuid()} {ray.get_runtime_context().gcs_address}"
     directory = Path(f"/tmp/lockstep-{hashlib.sha256(user.encode()).hexdigest()[:8]}")
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]

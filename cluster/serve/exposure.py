@@ -1,5 +1,5 @@
-"""What a replica lets others reach: refuses an endpoint that is open to everybody by mistake, and closes a port of Ray
-Serve's that takes pickles from whoever connects."""
+"""Checks of what other machines reach of a replica. An endpoint that is open to everybody by mistake is refused, and a
+port where Ray Serve takes pickles from any caller is closed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from configs.schema import EngineConfig
 def check_serve_host(config: EngineConfig) -> None:
     """Raises ConfigError if Ray Serve listens where other machines reach it, and `config` names no keys. Blocks.
 
-    `python -m cluster serve` has looked already. `serve deploy`, KubeRay and `serve.run` pass `args` alone, and Serve's
-    own default with HAProxy is every address.
+    `python -m cluster serve` checks that before it starts Serve. `serve deploy`, KubeRay and `serve.run` do not, and
+    Serve's own default with HAProxy is every address.
     """
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is not None:
@@ -26,8 +26,8 @@ def keep_grpc_local() -> None:
     """Has the gRPC server by which deployments call each other listen on loopback in this replica's process. To be
     called before Ray Serve starts that server, which is after the replica's constructor.
 
-    Ray Serve starts it in every replica at every address, without Ray's token. This application has one deployment,
-    which nobody calls so.
+    Ray Serve starts it in every replica at every address, without Ray's token. This application has one deployment, so
+    no other deployment calls it.
 
     Raises:
         EngineError: this version of Ray Serve starts it in another way.

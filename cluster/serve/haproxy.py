@@ -55,17 +55,17 @@ def use_haproxy() -> None:
 
 
 def install(directory: Path) -> dict[str, str]:
-    """Makes `directory` of this node HAProxy's, closed to other users, and puts the program there that Ray runs as
-    HAProxy (`run_haproxy`). Returns the environment by which Ray Serve uses them.
+    """Prepares `directory` of this node for HAProxy's files: closes it to other users, and writes `run_haproxy` there,
+    which Ray runs as HAProxy. Returns the environment by which Ray Serve uses both.
 
-    HAProxy's control socket is in it, in a directory of the node's id of 56 characters. A socket's path has at most 97
-    characters, so `directory` may have 29.
+    HAProxy's control socket is below it, in a directory named by the node's id of 56 characters. A socket's path has at
+    most 97 characters, so that of `directory` may have 29.
     """
     directory.mkdir(mode=0o700, exist_ok=True)
     run_haproxy.close_to_others(directory)
     for old in directory.iterdir():
         if old.is_dir():
-            shutil.rmtree(old)  # of an earlier Ray Serve of this cluster
+            shutil.rmtree(old)  # an earlier Ray Serve of this cluster left it
     program = directory / "haproxy"
     source = Path(run_haproxy.__file__).read_text(encoding="utf-8")
     new = directory / f"haproxy.{os.getpid()}"
@@ -83,8 +83,8 @@ def install(directory: Path) -> dict[str, str]:
 
 
 def reinstall() -> None:
-    """Installs HAProxy's program on this node if Ray Serve shall run one that is missing, as on a node that joined the
-    cluster after Serve started. A replica calls it: HAProxy starts on the nodes that have replicas."""
+    """Installs HAProxy's program on this node if it is missing, as on a node that joined the cluster after Ray Serve
+    started. Replicas call it, since HAProxy starts on their nodes."""
     program = os.environ.get(PROGRAM)
     if program is not None and not Path(program).exists():
         install(Path(program).parent)

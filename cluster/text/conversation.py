@@ -100,11 +100,6 @@ class Conversation:
     """Templates write them; adding them again would double the first one."""
 
     @property
-    def num_chars(self) -> int:
-        """Length of its turns' texts."""
-        return sum(len(turn.text) + len(turn.thinking) for turn in self.turns)
-
-    @property
     def speaks_of_tools(self) -> bool:
         """Whether the model is told of tools, or a turn speaks of them."""
         return is_told_of(self.tools) or any(turn.speaks_of_tools for turn in self.turns)

@@ -18,7 +18,7 @@ from configs.errors import ContextLengthError, RequestError
 
 _CHARS_PER_TOKEN = 8  # sizes the part of a long text that is encoded first; texts have 3 to 5, code and tables more
 _LEAST_PART = 4096
-_COUNTED = 8  # times the context: a longer text is not counted
+_COUNTED = 8  # contexts; a text of more tokens is not counted
 Use = Literal["run", "end", "count"]
 """The use of a text's tokens: to run on all of them, or on the last that fit, or to count them."""
 # Errors that a template raises, or makes Python raise, for messages that it did not foresee.
@@ -43,7 +43,7 @@ class PromptEncoder:
         self._max_model_len = max_model_len
 
     def prepare(self) -> None:
-        """Makes ready what only some chats need, before the first of them comes. Takes up to a second."""
+        """Does before the first chat what would hold it up. Takes up to a second."""
         if self._special is not None:
             self._special.prepare()
 
@@ -53,10 +53,10 @@ class PromptEncoder:
         """Token ids of `text`; takes 1 to 2 ms for 4 kB.
 
         Args:
-            param: the field that has it.
+            param: the request's field that holds the text.
 
         Raises:
-            ContextLengthError: the text is so long that it need not be encoded whole to know that it does not fit.
+            ContextLengthError: the text does not fit, by its length or a part of it.
         """
         encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
         ids = self._bounded(text, encode, param, use)
@@ -64,8 +64,8 @@ class PromptEncoder:
 
     def encode_chat(self, conversation: Conversation, use: Use = "run") -> list[int]:
         """Token ids of the chat template's text, with one BOS however often the template writes it. Raises RequestError
-        where there is no template, it cannot show all of this, or it refuses these messages, and what `encode`
-        raises."""
+        if there is no template, it cannot show all of this, or it refuses these messages. Raises what `encode` raises.
+        """
         template, formats = self._tokenizer.template, self._formats
         check(conversation, template, formats)
         encode: Callable[..., list[int]] = self._tokenizer.encode
@@ -82,15 +82,15 @@ class PromptEncoder:
         return self._with_one_bos(self._bounded(text, encode, conversation.param, use))
 
     def _bounded(self, text: str, encode: Callable[[str], list[int]], param: str, use: Use) -> list[int]:
-        """`encode(text)`, which is not called for all of a text that cannot fit."""
+        """`encode(text)`. A text that cannot fit is refused before it is encoded whole."""
         limit, longest = self._max_model_len * (_COUNTED if use == "count" else 1), self._tokenizer.longest_token
         size = _CHARS_PER_TOKEN * limit + _LEAST_PART
         if use == "end":
-            # Eight times as much as the last tokens are likely to have: a cut so far before them changes none.
+            # Eight times as long as the last tokens are likely to be: a cut so far before them changes none.
             return encode(text[-8 * size :])
         num_tokens = -(-len(text) // longest) if longest else 0
         while num_tokens <= limit and size < len(text):
-            # The ids of a part may differ from those of the whole near its end, never by a third of them.
+            # Near its end the ids of a part may differ from those of the whole, but never a third of them.
             num_tokens = len(encode(text[:size])) * 2 // 3
             size *= 2
         if num_tokens > limit:

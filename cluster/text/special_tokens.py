@@ -15,7 +15,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
@@ -111,13 +111,13 @@ class SpecialTokens:
         own = {name for name in calls if not added.get(name)}
         if formats.reasoning is not None and not formats.reasoning.special:  # special ones end whole messages
             own |= {formats.reasoning.begin, formats.reasoning.end}
-        self._names = sorted(names)
+        self._names = tuple(sorted(names))
         self._everywhere = _Finder(names)
         self._in_answers = _Finder(names - own, own)
 
     def prepare(self) -> None:
         """Does now what `encode` does at its first call: it holds the GIL for a few tenths of a second."""
-        _ = self._twin
+        _twin(self._tokenizer, self._names)
 
     def marked(self, conversation: Conversation, marks: Marks) -> Conversation:
         """`conversation` with marks in place of all special tokens' characters in its texts. Raises RecursionError for
@@ -136,7 +136,7 @@ class SpecialTokens:
 
     def encode(self, rendered: str, marks: Marks, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a template's text with marks. Its special tokens are those that the template wrote."""
-        twin, names = self._twin
+        twin, names = _twin(self._tokenizer, self._names)
         text = marks.restored(self._everywhere.replaced(rendered, names))
         [encoding] = twin.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
@@ -171,34 +171,35 @@ class SpecialTokens:
             return [self._value(entry, marks, finder) for entry in value]
         return value
 
-    @cached_property
-    def _twin(self) -> tuple[RustTokenizer, dict[str, str]]:
-        """The model's tokenizer with secret names for its special tokens, and these names. The real names are plain
-        text to it.
 
-        Raises:
-            CheckpointError: a token has another id under its secret name.
-        """
-        stem = _new_stem()
-        names = {name: f"<{stem}{i:06d}>" for i, name in enumerate(self._names)}
-        state = json.loads(self._tokenizer.to_json())
-        for token in state["added_tokens"]:
-            token["content"] = names.get(token["content"], token["content"])
-        model = state["model"]
-        if isinstance(model["vocab"], dict):
-            model["vocab"] = {names.get(piece, piece): id_ for piece, id_ in model["vocab"].items()}
-        else:
-            model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
-        if model.get("unk_token") in names:
-            model["unk_token"] = names[model["unk_token"]]
-        twin = RustTokenizer.from_str(json.dumps(state, ensure_ascii=False))
-        for name, secret in names.items():
-            if twin.token_to_id(secret) != self._tokenizer.token_id(name):
-                raise CheckpointError(
-                    f"the tokenizer's special token {name!r} cannot be kept apart from text; set "
-                    "server.special_tokens_in_text"
-                )
-        return twin, names
+@lru_cache(maxsize=4)
+def _twin(tokenizer: Tokenizer, special: tuple[str, ...]) -> tuple[RustTokenizer, dict[str, str]]:
+    """A tokenizer with secret names for the `special` tokens of another one, and these names. The real names are plain
+    text to it.
+
+    Raises:
+        CheckpointError: a token has another id under its secret name.
+    """
+    stem = _new_stem()
+    names = {name: f"<{stem}{i:06d}>" for i, name in enumerate(special)}
+    state = json.loads(tokenizer.to_json())
+    for token in state["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = state["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): id_ for piece, id_ in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    twin = RustTokenizer.from_str(json.dumps(state, ensure_ascii=False))
+    for name, secret in names.items():
+        if twin.token_to_id(secret) != tokenizer.token_id(name):
+            raise CheckpointError(
+                f"the tokenizer's special token {name!r} cannot be kept apart from text; set "
+                "server.special_tokens_in_text"
+            )
+    return twin, names
 
 
 def _new_stem() -> str:

@@ -81,6 +81,7 @@ class ResponsesServing:
             request,
             context,
             JobOptions(num_logprobs=num_logprobs),
+            num_bytes=num_bytes,
             ignored=ignored,
             max_tokens=request.max_output_tokens,
             own_grammar=text_grammar(request),
@@ -135,8 +136,9 @@ class ResponsesServing:
             new_items = [] if request.input is None else input_items(request.input)
             return conversation(request, earlier + new_items, len(earlier))
 
-        chat = await model.threads.off_loop(num_bytes + len(body), check)
-        count = objects.InputTokens(len(await model.encode_chat(chat, "count")))
+        num_bytes += len(body)
+        chat = await model.threads.off_loop(num_bytes, check)
+        count = objects.InputTokens(len(await model.encode_chat(chat, num_bytes, "count")))
         return json_response(count, ignored_header(ignored))
 
     async def cancel(self, body: bytes, context: RequestContext) -> HttpResponse:
