@@ -63,9 +63,6 @@ def install(directory: Path) -> dict[str, str]:
     """
     directory.mkdir(mode=0o700, exist_ok=True)
     run_haproxy.close_to_others(directory)
-    for old in directory.iterdir():
-        if old.is_dir():
-            shutil.rmtree(old)  # an earlier Ray Serve of this cluster left it
     program = directory / "haproxy"
     source = Path(run_haproxy.__file__).read_text(encoding="utf-8")
     new = directory / f"haproxy.{os.getpid()}"
@@ -80,6 +77,13 @@ def install(directory: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{directory}/server-state",
     }
+
+
+def install_anew(directory: Path) -> dict[str, str]:
+    """`install`, without what an earlier Ray Serve left in `directory`. Ray Serve must not run."""
+    install(directory)
+    shutil.rmtree(directory)
+    return install(directory)
 
 
 def reinstall() -> None:

@@ -25,6 +25,8 @@ from cluster.requests.served_model import ServedModel
 from cluster.routes import ROUTES, Route, Servings
 from cluster.serve.run_haproxy import CLIENT_HEADER, proof
 
+_UNKNOWN_ADDRESS = "unknown"
+
 
 def create_app(
     model: ServedModel,
@@ -77,18 +79,18 @@ def create_app(
     )
 
 
-def client_address(proof: str, scope: Scope) -> str | None:
+def client_address(proof: str | None, scope: Scope) -> str | None:
     """The address of the client that sent a request: the one that HAProxy names, or else the other end of the
     connection. None: the connection has no addresses.
 
     Args:
-        proof: `run_haproxy.proof()`. A header without it is ignored.
+        proof: `run_haproxy.proof()`. A header with another word names no address, so that its client counts as one from
+            elsewhere. None: the header is ignored.
     """
     for name, value in scope["headers"]:
-        if name == CLIENT_HEADER.encode():
+        if proof is not None and name == CLIENT_HEADER.encode():
             word, _, address = value.decode("latin-1").partition(" ")
-            if hmac.compare_digest(word.encode(), proof.encode()):
-                return str(address)
+            return address if hmac.compare_digest(word.encode(), proof.encode()) else _UNKNOWN_ADDRESS
     return peer_address(scope)
 
 

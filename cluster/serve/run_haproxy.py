@@ -36,14 +36,14 @@ class TemplateError(Exception):
     """Ray's template does not have a line that has to be changed."""
 
 
-def proof() -> str:
+def proof() -> str | None:
     """A word that proves to a replica that HAProxy wrote a header. It is made from Ray's token, which all nodes of a
-    cluster have and clients do not. In a cluster without a token anybody can make it, and can run code there too."""
+    cluster have and clients do not. None: the cluster has no token, so nothing can be proved."""
     token = os.environ.get("RAY_AUTH_TOKEN", "")
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
     if not token and path.is_file():
         token = path.read_text(encoding="utf-8").strip()
-    return hmac.new(token.encode(), b"address of HAProxy's client", hashlib.sha256).hexdigest()
+    return hmac.new(token.encode(), b"address of HAProxy's client", hashlib.sha256).hexdigest() if token else None
 
 
 def hardened(config: str, max_connections: int) -> str:
@@ -88,11 +88,13 @@ def _only(pattern: str, config: str) -> re.Match[str]:
 
 def _rules(max_connections: int) -> str:
     """Rules of the frontend that clients reach."""
+    word = proof()
     lines = [
         "stick-table type ipv6 size 64k expire 60s store conn_cur",
         "tcp-request connection track-sc0 src,ipmask(32,64)",
         f"tcp-request connection reject if {{ sc0_conn_cur gt {max_connections * 3 // 4} }}",
-        f'http-request set-header {CLIENT_HEADER} "{proof()} %[src]"',
+        f"http-request del-header {CLIENT_HEADER}",
+        *([] if word is None else [f'http-request add-header {CLIENT_HEADER} "{word} %[src]"']),
     ]
     return "".join(f"    {line}\n" for line in lines)
 

@@ -162,12 +162,15 @@ def remove_own_files() -> None:
 def _ensure_token() -> None:
     """Makes Ray's token in a file that other users cannot read. A file that Ray made would be readable to all."""
     file = Path.home() / ".ray" / "auth_token"
-    if file.exists():
-        file.chmod(0o600)
-        return
     file.parent.mkdir(mode=0o700, exist_ok=True)
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
-        opened.write(secrets.token_hex(32))
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    new.touch(mode=0o600)
+    new.write_text(secrets.token_hex(32))
+    with contextlib.suppress(FileExistsError):
+        file.hardlink_to(new)  # appears whole, and never in place of a token that is there
+    new.unlink()
+    with contextlib.suppress(PermissionError):  # another user gave this one the file
+        file.chmod(0o600)
 
 
 def _remove_abandoned_files() -> None:
