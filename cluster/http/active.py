@@ -22,8 +22,8 @@ _STOPPING = "The server is stopping; try again."
 _LAST_WORDS_S = 1.0
 _SPARE_DESCRIPTORS = 64
 """File descriptors that are left to the process. Without any, new connections are reset and nobody learns why."""
-# Before Linux 6.2 counting takes 13 ms for 8,000 descriptors, so it is done seldom while many are left, and takes at
-# most one part in so many of the event loop's time.
+# Before Linux 6.2 counting takes 13 ms for 8,000 descriptors. While many are left they are counted seldom, so that the
+# count takes at most a fiftieth of the event loop's time.
 _MANY_DESCRIPTORS = 1024
 _COUNT_EVERY_S = 0.02
 _COUNT_SHARE = 50

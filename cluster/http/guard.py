@@ -53,7 +53,7 @@ class Guard:
         access: decides before any route does.
         engine_is_there: whether requests can reach an engine at all.
         on_error: is told of every response that is not a success.
-        counted: paths whose requests count against quotas whatever their method is; elsewhere POSTs do.
+        counted: paths where requests of every method count against quotas; elsewhere only POSTs do.
         error_shapes: by path, how errors look there and below, where responses have `request-id` as Anthropic's do;
             elsewhere they look like OpenAI's.
         names_responses: False where a server in front adds `x-request-id` from the request to every response. It must

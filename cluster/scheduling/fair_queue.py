@@ -253,7 +253,7 @@ class _Level:
         return None if client is None else client.waiting[0]
 
     def take(self, request: Request) -> None:
-        """Takes a request, whose client has its turn with it."""
+        """Takes a request, which is its client's turn."""
         self.remove(request)
         client = self._clients[request.client]
         client.served += _cost(request)

@@ -13,7 +13,7 @@ from cluster.scheduling.request import Request
 
 
 class Shares:
-    """Rows and pages that each client holds, of as many as there are.
+    """Rows and pages that each client holds.
 
     Args:
         running: the requests that hold rows, the one admitted last first, and how many pages each has.
