@@ -1,6 +1,6 @@
 """Carries ranks on other nodes to their rendezvous store.
 
-torch's TCPStore has no key: anybody who reaches its port can read and change what the ranks tell each other. It therefore
+torch's TCPStore has no key: anybody who reaches its port can read and change what the ranks tell each other. So it
 listens on loopback.
 
 The coordinator opens a `StoreGate` beside the store, at an address that the other nodes reach. A connection to the gate
