@@ -18,7 +18,7 @@ _MAX_PARTS = 1 << 17
 """Most lists, objects and fields of a body. The GIL is held while they are decoded, 20 ms for so many; ten times as
 many, which fit a body of 8 MB, would hold the event loop up for half a second, from any thread."""
 _MAX_VALUES = 1 << 18
-"""Most values of a body's lists and objects. Decoding so many token ids holds the GIL for 20 ms, as does checking them."""
+"""Most values of a body's lists and objects. Decoding so many ids holds the GIL for 20 ms, checking them another 20."""
 _MAX_NAME_CHARS = 40  # most of a field's name that a path shows
 _KINDS = {
     "bool_type": "true or false",
