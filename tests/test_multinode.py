@@ -31,6 +31,14 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 LOG = logging.getLogger(__name__)
 PROMPT = np.array([504, 3575, 282, 4649, 314], np.int32).tobytes()
 
+# `ray start` as it joins a cluster, at the first node's loopback address: the cluster of the run has no other.
+JOIN = """
+from ray._private import services
+services.get_node_ip_address = lambda *_: "127.0.0.1"
+from ray.scripts.scripts import main
+main()
+"""
+
 
 @contextmanager
 def another_node() -> Iterator[subprocess.Popen[bytes]]:
@@ -38,8 +46,8 @@ def another_node() -> Iterator[subprocess.Popen[bytes]]:
     import ray
 
     address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--address", address, "--num-cpus=4"]
-    environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}  # 0 keeps the first node to loopback
+    command = [sys.executable, "-c", JOIN, "start", "--block", "--address", address, "--num-cpus=4"]
+    environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     node = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while sum(node["Alive"] for node in ray.nodes()) < 2:
