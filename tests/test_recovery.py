@@ -290,10 +290,10 @@ def test_a_rank_that_cannot_leave_is_replaced_with_the_one_that_died(
 class GoneRank(RankActor):
     """A rank 1 of three whose device is gone once it has died."""
 
-    def join(self, host: str, port: int, generation: int, one_node: bool) -> int:
+    def join(self, store_at: int | str, generation: int, one_node: bool) -> int:
         if self._spec.rank == 1 and self._spec.config.tensor_parallel_size == 3 and generation > 1:
             raise RuntimeError("CUDA error: no such device")
-        return super().join(host, port, generation, one_node)
+        return super().join(store_at, generation, one_node)
 
 
 @pytest.mark.ray

@@ -128,7 +128,7 @@ def test_the_turns_of_a_conversation_find_their_prefix(two_replicas: str) -> Non
             messages = [{"role": each["role"], "content": each["content"] or ""} for each in messages]
         return cached
 
-    with_header = [talk(url, f"Session {i}") for i in range(6)]
+    with_header = [talk(url, f"session-{i}") for i in range(6)]
     found = [cached for turns in with_header for cached in turns]
     # HAProxy lets no replica have many more requests than another.
     lost = sum(cached == 0 for cached in found)
