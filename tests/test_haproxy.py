@@ -24,7 +24,7 @@ import uvicorn
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
-from cluster.serve.haproxy import PROGRAM, SETTINGS, install
+from cluster.serve.haproxy import PROGRAM, SETTINGS, install, reinstall
 from cluster.serve.ingress import client_address
 from cluster.serve.run_haproxy import HEAD_TIMEOUT_S, TemplateError, close_to_others, hardened, proof
 from cluster.serve.session import remove_own_files
@@ -221,6 +221,19 @@ def test_a_directory_of_another_user_is_not_used(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(PermissionError, match="no directory of the user"):
         close_to_others(tmp_path)
+
+
+def test_a_missing_program_that_a_user_has_named_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o755)
+    monkeypatch.setenv(PROGRAM, str(tmp_path / "haproxy"))
+    reinstall()
+    assert not list(tmp_path.iterdir())
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+    monkeypatch.setattr("cluster.serve.haproxy.DIRECTORY", str(tmp_path))
+    reinstall()
+    assert (tmp_path / "haproxy").exists()
 
 
 def test_the_number_of_connections_that_an_operator_sets_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

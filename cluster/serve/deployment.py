@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.ranks.host import environment_options
 from cluster.serve.app import DEPLOYMENT, engine_app
-from cluster.serve.haproxy import PROGRAM, SETTINGS, install_anew
+from cluster.serve.haproxy import DIRECTORY, PROGRAM, SETTINGS, install_anew
 from cluster.serve.session import Session, check_port_free
 from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig, is_loopback
@@ -156,7 +156,7 @@ def _start_serve(declaration: dict[str, Any], environment: Mapping[str, str]) ->
 def _install_on_nodes() -> dict[str, str]:
     """Installs HAProxy's program at the same path of every node. Returns the environment by which Serve finds it."""
     user = f"{os.geteuid()} {ray.get_runtime_context().gcs_address}"
-    directory = Path(f"/tmp/lockstep-{hashlib.sha256(user.encode()).hexdigest()[:8]}")
+    directory = Path(f"{DIRECTORY}-{hashlib.sha256(user.encode()).hexdigest()[:8]}")
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     task = ray.remote(install_anew)
     on_node = (NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes)

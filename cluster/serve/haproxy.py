@@ -36,6 +36,9 @@ SETTINGS = {
 PROGRAM = "RAY_SERVE_HAPROXY_BINARY_PATH"
 """A setting: the program that Ray Serve runs as HAProxy."""
 
+DIRECTORY = "/tmp/lockstep"
+"""Beginning of the paths of our directories for HAProxy; short, see `install`."""
+
 METRICS_PORT = "RAY_SERVE_HAPROXY_METRICS_PORT"
 """A setting that no two clusters on a machine have alike: see `ports_of_own`."""
 
@@ -81,16 +84,17 @@ def install(directory: Path) -> dict[str, str]:
 
 def install_anew(directory: Path) -> dict[str, str]:
     """`install`, without what an earlier Ray Serve left in `directory`. Ray Serve must not run."""
-    install(directory)
-    shutil.rmtree(directory)
+    if directory.exists():
+        run_haproxy.close_to_others(directory)
+        shutil.rmtree(directory)
     return install(directory)
 
 
 def reinstall() -> None:
     """Installs HAProxy's program on this node if it is missing, as on a node that joined the cluster after Ray Serve
-    started. Replicas call it, since HAProxy starts on their nodes."""
-    program = os.environ.get(PROGRAM)
-    if program is not None and not Path(program).exists():
+    started. Replicas call it, since HAProxy starts on their nodes. A program that a user has named is left alone."""
+    program = os.environ.get(PROGRAM, "")
+    if program.startswith(DIRECTORY) and not Path(program).exists():
         install(Path(program).parent)
 
 
