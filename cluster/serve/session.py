@@ -22,7 +22,7 @@ import ray
 from ray._private import ray_constants
 
 from cluster.ranks.rank import CUDA_ENVIRONMENT
-from cluster.serve.haproxy import PROGRAM, REPLICA_SETTINGS, install, ports_of_own, use_haproxy
+from cluster.serve.haproxy import DIRECTORY, PROGRAM, REPLICA_SETTINGS, install, ports_of_own, use_haproxy
 from configs.addresses import family_of
 from configs.errors import ConfigError
 
@@ -34,7 +34,7 @@ _PROBE_TIMEOUT_S = 3.0
 _HTTP2_SETTINGS = b"\x04"
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0\0\0\0\0"
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-_DIRECTORY_NAME = "lockstep"  # followed by the command's process id; short, see `haproxy.install`
+_DIRECTORY_NAME = Path(DIRECTORY).name  # followed by the command's process id
 
 
 @dataclass(frozen=True)
