@@ -77,7 +77,7 @@ class ForwardBatch:
     """One step on one rank. Tokens of row i are `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`, rows in frame order.
 
     Host arrays (numpy) describe the step before any tensor is read, so building metadata never waits for a device. Made
-    whole by worker/step_inputs.py, on whose static tensors they lie; no stage fills a field later.
+    whole by worker/step/step_inputs.py, on whose static tensors they lie; no stage fills a field later.
     """
 
     mode: ForwardMode

@@ -29,12 +29,12 @@ from pathlib import Path
 
 import torch
 
-from parallel import fused_sum
+from parallel.collectives import fused_sum
+from parallel.collectives.fused_sum import PeerSizes, way_of
+from parallel.collectives.group import Strategy, TensorParallelGroup
 from parallel.environment import RANK_ENVIRONMENT
-from parallel.fused_sum import PeerSizes, way_of
-from parallel.group import Strategy, TensorParallelGroup
-from parallel.numerics.tree import SumTree
 from parallel.plan import Span
+from parallel.tree import SumTree
 
 METHODS = ("nccl", "small", "large", "nodes")
 ROW = 4096

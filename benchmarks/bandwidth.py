@@ -16,7 +16,7 @@ import sys
 import torch
 
 from benchmarks.report import ROOT
-from worker.peaks import copy_rates
+from worker.device.peaks import copy_rates
 
 _ROUNDS = 5
 _DEFAULT_MIB = {"cuda": 4096, "cpu": 256}

@@ -33,11 +33,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from benchmarks import bandwidth, engine_report
 from benchmarks.report import Report, circumstances
-from cluster.engine.client import RequestStream, wait_ready
 from cluster.engine.engine_spec import EngineSpec
-from cluster.engine.messages import FinishReason, SamplingParams
-from cluster.engine.running_engine import RunningEngine, describe
+from cluster.messages.engine import FinishReason, SamplingParams
+from cluster.requests.engine_client import RequestStream, wait_ready
 from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
+from cluster.serve.running_engine import RunningEngine, describe
 from cluster.serve.session import cluster_address, ray_session
 from configs.checkpoint import model_name
 from configs.errors import ConfigError, EngineError, LockstepError

@@ -20,11 +20,11 @@ import triton
 
 from benchmarks.graph_timing import graph_us
 from configs.layers import Axis, HeadGroups
+from parallel.kernels.tree_sum import sum_add_norm, sum_subtrees
 from parallel.numerics.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
 from parallel.numerics.kernels.node_gemm import Tile, cut_nodes, node_gemm, pack_parts, subtrees
-from parallel.numerics.kernels.tree_sum import sum_add_norm, sum_subtrees
-from parallel.numerics.tree import additions_of
 from parallel.plan import Span, leaf_columns
+from parallel.tree import additions_of
 from worker.kernels.norm import add_rms_norm
 
 HIDDEN, HEAD_DIM, NUM_GROUPS, GROUP_HEADS = (

@@ -40,22 +40,22 @@ from torch.distributed import TCPStore
 from benchmarks.frames import ScheduledFrames
 from benchmarks.ranks import TIMEOUT_S, start_worker
 from benchmarks.report import ROOT, circumstances
-from cluster.engine.messages import GenerateRequest, SamplingParams
+from cluster.messages.engine import GenerateRequest, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config
 from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig, resolved
+from parallel import tree
 from parallel.environment import RANK_ENVIRONMENT
-from parallel.numerics import tree
-from parallel.numerics.tree import SumTree
 from parallel.plan import Span
-from worker import shard, tp_worker
-from worker.model_runner import ModelRunner
-from worker.pending_step import PendingStep
+from parallel.tree import SumTree
+from worker import tp_worker
 from worker.protocol import RowFlag, StepFrame, StepResult
-from worker.step_layout import StepShape
+from worker.step.model_runner import ModelRunner
+from worker.step.pending_step import PendingStep
+from worker.step.step_layout import StepShape
 from worker.tp_worker import TPWorker
 
 _LENGTHS = (1, 2, 3, 15, 16, 17, 31, 40, 63, 64, 65, 100, 128, 150, 255, 256, 257, 300, 400, 513, 600)
@@ -307,7 +307,7 @@ def plant() -> None:
 
 def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: argparse.Namespace, out: Any) -> None:
     if args.plant and config.tensor_parallel_size > 1:
-        shard.check_exactness = lambda *_: None  # it would refuse to start
+        tp_worker.check_exactness = lambda *_: None  # it would refuse to start
         plant()
     worker, group = start_worker(rank, config, path, port)
     if args.graph_tokens is not None:

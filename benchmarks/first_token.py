@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.report import table
-from cluster.engine.messages import GenerateRequest, SamplingParams
+from cluster.messages.engine import GenerateRequest, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from worker.protocol import RowFlag, StepFrame, StepResult
 

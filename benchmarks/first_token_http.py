@@ -31,9 +31,9 @@ import ray
 from benchmarks.engine import Driver, started_engine
 from benchmarks.report import circumstances, describe_circumstances, table
 from benchmarks.serving import endpoint
-from cluster.engine.client import wait_ready
-from cluster.engine.running_engine import describe
+from cluster.requests.engine_client import wait_ready
 from cluster.serve.placement import NodeResources, uses_gpus
+from cluster.serve.running_engine import describe
 from cluster.serve.session import ray_session
 from configs.load import load_app_config
 

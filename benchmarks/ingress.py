@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 from starlette.types import Message
 
-from cluster.engine.client import EngineClient
-from cluster.engine.messages import Finished, FinishReason, StepOutput
+from cluster.messages.engine import Finished, FinishReason, StepOutput
+from cluster.requests.engine_client import EngineClient
 from cluster.requests.served_model import ServedModel
 from cluster.serve.ingress import create_app
 from cluster.text.tokenizer import Tokenizer

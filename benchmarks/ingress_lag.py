@@ -36,9 +36,9 @@ import uvicorn
 import uvloop
 
 from benchmarks.report import circumstances
-from cluster.engine.client import EngineClient
-from cluster.engine.messages import EngineToCoordinator, Finished, FinishReason, StepOutput, Submit
+from cluster.messages.engine import EngineToCoordinator, Finished, FinishReason, StepOutput, Submit
 from cluster.openai.wire import Completion, CompletionChoice
+from cluster.requests.engine_client import EngineClient
 from cluster.requests.json_parts import event_parts
 from cluster.requests.served_model import ServedModel
 from cluster.serve.haproxy import REPLICA_SETTINGS, use_haproxy

@@ -20,8 +20,8 @@ import torch
 
 from configs.read_config import read_model_config
 from parallel.plan import Span, as_matrix
-from worker.dummy_weights import DummyCheckpoint
-from worker.weights import expected_shapes
+from worker.weights.checkpoint import expected_shapes
+from worker.weights.dummy_weights import DummyCheckpoint
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TAGS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

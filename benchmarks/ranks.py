@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
 from configs.schema import EngineConfig, resolved
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.tp_worker import TPWorker, peer_sizes
 

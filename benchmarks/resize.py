@@ -20,9 +20,9 @@ import ray
 
 from benchmarks.engine import Driver, add_arguments, run, started_engine
 from benchmarks.report import Report
-from cluster.engine.client import RequestStream
-from cluster.engine.running_engine import describe
+from cluster.requests.engine_client import RequestStream
 from cluster.serve.placement import NodeResources, uses_gpus
+from cluster.serve.running_engine import describe
 from configs.schema import EngineConfig
 
 _PROMPT_TOKENS = 128

@@ -17,7 +17,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from cluster.engine.messages import GenerateRequest, SamplingParams
+from cluster.messages.engine import GenerateRequest, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from worker.protocol import RowFlag, StepFrame, StepResult
 

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.frames import ScheduledFrames
 from benchmarks.report import ROOT, circumstances
-from cluster.engine.messages import GenerateRequest, SamplingParams
+from cluster.messages.engine import GenerateRequest, SamplingParams
 from cluster.native.score import grouped
 from cluster.scheduling.limits import max_item_tokens
 from cluster.scheduling.scheduler import SchedulerLimits
@@ -31,7 +31,7 @@ from configs.load import load_app_config
 from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig, resolved
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.protocol import StepResult
 from worker.tp_worker import TPWorker

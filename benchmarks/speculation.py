@@ -43,7 +43,7 @@ from torch.distributed import TCPStore
 
 from benchmarks.ranks import start_worker
 from benchmarks.report import ROOT, circumstances, table
-from cluster.engine.messages import GenerateRequest, SamplingParams
+from cluster.messages.engine import GenerateRequest, SamplingParams
 from cluster.ranks.step_channel import StepChannel
 from cluster.scheduling.drafter import Drafter
 from cluster.scheduling.ngrams import NgramHistory
@@ -55,10 +55,10 @@ from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
 from configs.resolve import HostFacts, resolve
 from configs.schema import NO_SPECULATION, EngineConfig, resolved
-from parallel.channel import FrameReader, Ring
+from parallel.channel.ring import FrameReader, Ring
 from parallel.environment import RANK_ENVIRONMENT
-from worker.draft_passes import DraftPasses
 from worker.protocol import FrameKind, Int32Array, StepFrame, StepResult
+from worker.step.draft_passes import DraftPasses
 from worker.upload import upload
 
 _TEXTS = (

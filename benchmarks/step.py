@@ -26,7 +26,7 @@ from benchmarks.endpoint import transformers_rate
 from benchmarks.frames import ScheduledFrames
 from benchmarks.ranks import start_worker
 from benchmarks.report import ROOT, circumstances
-from cluster.engine.messages import GenerateRequest, SamplingParams
+from cluster.messages.engine import GenerateRequest, SamplingParams
 from cluster.scheduling.scheduler import SchedulerLimits
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config

@@ -15,8 +15,8 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 
-from parallel.channel import FrameReader, FrameWriter, Ring
-from parallel.tcp_channel import TcpListener, TcpReader, TcpWriter, connect
+from parallel.channel.ring import FrameReader, FrameWriter, Ring
+from parallel.channel.tcp_channel import TcpListener, TcpReader, TcpWriter, connect
 
 MAX_BYTES = 256 << 10
 DEADLINE_S = 30.0

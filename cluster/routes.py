@@ -20,14 +20,14 @@ from starlette.responses import Response as PlainResponse
 from cluster.anthropic.message_objects import AnthropicError, AnthropicMessage, MessageEvent, TokenCount
 from cluster.anthropic.messages import count_tokens, messages
 from cluster.anthropic.messages_request import CountTokensRequest, MessagesRequest
-from cluster.engine.messages import WeightsChanged
-from cluster.engine.state import EngineState
 from cluster.http.access import ADMINS, ANYONE, USERS
 from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext, Role
 from cluster.http.endpoint import Handler
 from cluster.http.http_errors import ErrorBody
 from cluster.http.response import HttpResponse
+from cluster.messages.engine import WeightsChanged
+from cluster.messages.state import EngineState
 from cluster.native import admin
 from cluster.native import server_status as status
 from cluster.native.native_answer import NativeAnswer

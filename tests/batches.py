@@ -9,8 +9,8 @@ import numpy as np
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool
 from worker.protocol import RowFlag, StepFrame
-from worker.step_inputs import StepInputs
-from worker.step_layout import shape_of
+from worker.step.step_inputs import StepInputs
+from worker.step.step_layout import shape_of
 
 
 def batch_of(

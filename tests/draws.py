@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from tests.dense_model import dense_model
-from worker.logprobs import LogprobTensors
-from worker.sampler import Sampler
+from worker.sampling.logprobs import LogprobTensors
+from worker.sampling.sampler import Sampler
 
 Params = npt.NDArray[np.void]
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cluster.engine.messages import (
+from cluster.messages.engine import (
     Finished,
     FinishReason,
     GenerateRequest,

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from configs.read_config import read_model_config
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from tests.rank_threads import on_ranks
 from tests.test_models import Case, Rank, save

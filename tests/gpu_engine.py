@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.engine.messages import FinishReason, GenerateRequest, SamplingParams, SchedulerStats
+from cluster.messages.engine import FinishReason, GenerateRequest, SamplingParams, SchedulerStats
 from cluster.scheduling.limits import max_item_tokens
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.kv_pages import WindowPool, pool_bytes
@@ -312,7 +312,7 @@ def _control(worker: Any, model: ModelConfig, model_path: Path, controls: Any) -
                 worker.shard.drop_staged()
                 continue
             revision, on_host = asked
-            with patch("worker.staged_weights._free_bytes", return_value=0 if on_host else 1 << 50):
+            with patch("worker.weights.staged_weights._free_bytes", return_value=0 if on_host else 1 << 50):
                 controls.send(worker.shard.stage(model, model_path, revision) is on_host)
         except EOFError:
             return
@@ -352,7 +352,7 @@ def _rank_main(
         os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
     from attention.backend import AttentionBackend
-    from parallel.group import TensorParallelGroup
+    from parallel.collectives.group import TensorParallelGroup
     from parallel.plan import ShardPlan
     from worker.tp_worker import TPWorker, peer_sizes
 

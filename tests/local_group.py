@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
-from cluster.engine.client import WholePromptLogprobs
-from cluster.engine.messages import (
+from cluster.messages.engine import (
     Finished,
     GenerateRequest,
     PromptLogprobs,
@@ -22,6 +21,7 @@ from cluster.engine.messages import (
     SchedulerStats,
     TokenLogprobs,
 )
+from cluster.requests.engine_client import WholePromptLogprobs
 from cluster.scheduling.request import Guide
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.model_config import ModelConfig
@@ -38,7 +38,7 @@ from configs.schema import (
     ServerConfig,
     SpeculationConfig,
 )
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.protocol import FrameKind, StepFrame, StepResult
 from worker.tp_worker import TPWorker

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import cluster.engine.running_engine
+import cluster.serve.running_engine
 from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.ranks.rank_actor import RankActor
 
@@ -15,7 +15,7 @@ def use_ranks(monkeypatch: pytest.MonkeyPatch, ranks: type[RankActor], **patches
     """Has engines that start from here on consist of such ranks.
 
     Args:
-        patches: what else is there in the coordinator's process, by its name in cluster.ranks.resizing.
+        patches: what else is there in the coordinator's process, by its name in cluster.engine.resizing.
     """
 
     class OddCoordinator(CoordinatorActor):
@@ -23,7 +23,7 @@ def use_ranks(monkeypatch: pytest.MonkeyPatch, ranks: type[RankActor], **patches
             # In the process that it runs in alone.
             pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", ranks)
             for name, value in patches.items():
-                pytest.MonkeyPatch().setattr(f"cluster.ranks.resizing.{name}", value)
+                pytest.MonkeyPatch().setattr(f"cluster.engine.resizing.{name}", value)
             return super().start(placement_group)
 
-    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", OddCoordinator)
+    monkeypatch.setattr(cluster.serve.running_engine, "CoordinatorActor", OddCoordinator)

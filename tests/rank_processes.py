@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from parallel.collectives.group import Strategy, TensorParallelGroup
 from parallel.environment import RANK_ENVIRONMENT
-from parallel.group import Strategy, TensorParallelGroup
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch.distributed import HashStore
 
-from parallel.group import Strategy, TensorParallelGroup
+from parallel.collectives.group import Strategy, TensorParallelGroup
 
 Result = TypeVar("Result")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.engine.messages import FinishReason, Prefilled, SamplingParams
 from cluster.http.context import RequestContext
+from cluster.messages.engine import FinishReason, Prefilled, SamplingParams
 from cluster.observability.record import RequestRecord
 
 

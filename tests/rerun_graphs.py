@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from attention.backend import AttentionBackend
 from attention.layer import AttentionLayer
 from attention.step_shape import StepShape
-from worker.cuda_graph_runner import CudaGraphRunner, DeviceOutput, _Captured
+from worker.step.cuda_graph_runner import CudaGraphRunner, DeviceOutput, _Captured
 
 
 class PagedBackend(AttentionBackend):

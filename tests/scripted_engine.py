@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 import uvicorn
 
-from cluster.engine.client import EngineClient
-from cluster.engine.messages import (
+from cluster.http.guard import Guard
+from cluster.messages.engine import (
     Abort,
     Drafted,
     EngineToCoordinator,
@@ -34,7 +34,7 @@ from cluster.engine.messages import (
     Submit,
     TokenLogprobs,
 )
-from cluster.http.guard import Guard
+from cluster.requests.engine_client import EngineClient
 from cluster.requests.served_model import ServedModel
 from cluster.serve.ingress import create_app
 from cluster.text.tokenizer import Tokenizer

@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 
 from cluster.engine.preflight import read_tokenizer
-from cluster.engine.running_engine import RunningEngine, describe
 from cluster.serve.placement import group_bundles
+from cluster.serve.running_engine import RunningEngine, describe
 from configs.load import parse_engine_config
 from configs.schema import EngineConfig
 from tests.scripted_engine import served

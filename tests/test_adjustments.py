@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.draws import draw, draw_by_torch, sampler_alone
-from worker.adjustments import RowAdjustments, adjusted
 from worker.protocol import ALWAYS, ASKED_DTYPE, BIAS_DTYPE, COUNT_DTYPE, StepFrame, mask_words
-from worker.sampler import default_params
+from worker.sampling.adjustments import RowAdjustments, adjusted
+from worker.sampling.sampler import default_params
 
 VOCAB = 70
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.engine.messages import Finished, GenerateRequest, SamplingParams
+from cluster.messages.engine import Finished, GenerateRequest, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.schema import SchedulerConfig
 from tests.fake_engine import LIMITS, Engine, prompt_of

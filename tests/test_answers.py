@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.engine.messages import SamplingParams
+from cluster.messages.engine import SamplingParams
 from tests.conftest import Logits
 from tests.local_group import Limits, LocalGroup
 

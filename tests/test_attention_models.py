@@ -19,7 +19,7 @@ import torch
 from attention.kv_pool import FP8
 from configs.attention import BACKENDS, Feature
 from configs.errors import ConfigError
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from tests import test_families, test_latent_models
 from tests.family_checks import random_case
 from tests.paged_case import NewTokens, both_ways, tree

@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.engine.messages import WeightsChanged
 from cluster.http import access
 from cluster.http.context import Role
 from cluster.http.guard import Guard
 from cluster.http.keys import ApiKey, KeyRing, new_key, open_keys, parse_keys
 from cluster.http.quota import Quotas
+from cluster.messages.engine import WeightsChanged
 from cluster.routes import ROUTES
 from cluster.serve.ingress import create_app
 from configs.errors import ConfigError, EngineError, RequestError

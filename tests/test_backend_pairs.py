@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from attention.kernels import decode, extend
 from attention.triton_backend import TritonBackend
-from cluster.engine.messages import SamplingParams
+from cluster.messages.engine import SamplingParams
 from configs.attention import BACKENDS
 from configs.schema import AttentionConfig
 from tests.local_group import Limits, LocalGroup

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from configs.errors import DeadlineError, EngineError
-from parallel.channel import FrameReader, FrameWriter, Ring
-from parallel.tcp_channel import Connection, TcpListener, TcpReader, TcpWriter, connect
+from parallel.channel.ring import FrameReader, FrameWriter, Ring
+from parallel.channel.tcp_channel import Connection, TcpListener, TcpReader, TcpWriter, connect
 from tests.forks import start_forked
 
 SLOT_BYTES = 4096

@@ -220,7 +220,7 @@ def test_who_multiplies_nothing_loads_no_torch(smollm2_path: Path) -> None:
         "import cluster.app, cluster.commands.serve, cluster.serve.ingress\n"
         "import cluster.engine.coordinator_actor, cluster.structured.guides, cluster.ranks.rank_actor\n"
         "from cluster.engine.preflight import check_checkpoint, check_tokenizer\n"
-        "from cluster.engine.running_engine import describe\n"
+        "from cluster.serve.running_engine import describe\n"
         "from configs.load import parse_engine_config\n"
         "config = parse_engine_config({'model': sys.argv[1]})\n"
         "describe(config, gpus=False), check_checkpoint(config), check_tokenizer(config)\n"

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.engine.client import EngineClient, RequestStream
 from cluster.engine.coordinator import Coordinator
-from cluster.engine.messages import EngineStats, Finished, FinishReason, SamplingParams
-from cluster.engine.state import EngineState
+from cluster.messages.engine import EngineStats, Finished, FinishReason, SamplingParams
+from cluster.messages.state import EngineState
 from cluster.ranks.liveness import Liveness, RankClock
 from cluster.ranks.recovery import Recovery
+from cluster.requests.engine_client import EngineClient, RequestStream
 from cluster.scheduling.scheduler import Scheduler
 from configs.errors import (
     DeadlineError,

@@ -7,8 +7,8 @@ import weakref
 import torch
 
 from attention.step_shape import StepShape
-from parallel.group import TensorParallelGroup
-from worker.cuda_graph_runner import CudaGraphRunner, DeviceOutput, _Captured
+from parallel.collectives.group import TensorParallelGroup
+from worker.step.cuda_graph_runner import CudaGraphRunner, DeviceOutput, _Captured
 
 
 class Graph:

@@ -19,16 +19,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from tests.draws import CPU, Params, draw, draw_by_torch, plan_of, sampler_alone
-from worker import sampler as sampler_module
-from worker import torch_sampling
-from worker.adjustments import RowAdjustments, adjusted
-from worker.kernels import adjustments as adjustments_kernels
-from worker.kernels import sampling
-from worker.logprobs import LogprobTensors
 from worker.protocol import ASKED_DTYPE, BIAS_DTYPE, COUNT_DTYPE, PARAMS_DTYPE, StepFrame, mask_words
-from worker.sampler import ResampledRows, Sampler, SamplingTables, default_params
+from worker.sampling import sampler as sampler_module
+from worker.sampling import torch_sampling
+from worker.sampling.adjustments import RowAdjustments, adjusted
+from worker.sampling.kernels import adjustments as adjustments_kernels
+from worker.sampling.kernels import sampling
+from worker.sampling.logprobs import LogprobTensors
+from worker.sampling.sampler import ResampledRows, Sampler, SamplingTables, default_params
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 VOCAB = 1500

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.engine.messages import FinishReason
+from cluster.messages.engine import FinishReason
 from cluster.scheduling.prefill import RecentRate
 from tests.fake_engine import LIMITS, Engine, prompt_of
 

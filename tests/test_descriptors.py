@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from cluster.engine.client import EngineClient
-from cluster.engine.messages import SamplingParams
 from cluster.engine.socket import EngineSocket
+from cluster.messages.engine import SamplingParams
 from cluster.ranks.recovery import Recovery
+from cluster.requests.engine_client import EngineClient
 from configs.errors import RankLostError
 from parallel.sockets import num_descriptors_left
 from tests.scripted_engine import MODEL, Run, Stack, served

@@ -18,7 +18,7 @@ import torch
 
 from attention import registry
 from benchmarks.speculation import Foreseeing
-from cluster.engine.messages import SamplingParams
+from cluster.messages.engine import SamplingParams
 from cluster.scheduling.drafter import StepTimes
 from configs.schema import AttentionConfig, SpeculationConfig
 from tests import eagle3, mtp, test_moe_models
@@ -26,7 +26,7 @@ from tests.local_group import Limits, LocalGroup
 from tests.rerun_graphs import PagedBackend, RerunGraphs
 from tests.test_window_answers import NUM_WINDOW_PAGES, Model, limits, model
 from worker.protocol import StepResult
-from worker.step_inputs import StepInputs
+from worker.step.step_inputs import StepInputs
 from worker.tp_worker import TPWorker
 
 __all__ = ["model"]
@@ -55,7 +55,7 @@ class Run:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps and passes run from what stands for graphs; what steps take on a busy machine chooses nothing."""
     monkeypatch.setattr(StepTimes, "of", lambda _, sizes, **__: 1 + 0.01 * np.asarray(sizes, np.float64))
-    monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+    monkeypatch.setattr("worker.step.model_runner.CudaGraphRunner", RerunGraphs)
     monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
 
 

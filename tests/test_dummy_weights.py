@@ -26,18 +26,18 @@ from configs.model_config import ModelConfig
 from configs.quantization import FP8_BLOCKS
 from configs.read_config import read_model_config
 from configs.schema import EngineConfig
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import ShardPlan, Span
 from tests.batches import batch_of
 from tests.dense_model import dense_model
-from worker import dummy_weights, uniform
-from worker.dummy_weights import DummyCheckpoint
 from worker.models.decoder import Decoder
-from worker.quantised_weights import QuantisedCheckpoint
-from worker.staged_weights import tensors
 from worker.tp_worker import TPWorker
-from worker.weights import AnyCheckpoint, Checkpoint, expected_shapes
+from worker.weights import dummy_weights, uniform
+from worker.weights.checkpoint import AnyCheckpoint, Checkpoint, expected_shapes
+from worker.weights.dummy_weights import DummyCheckpoint
+from worker.weights.quantised_weights import QuantisedCheckpoint
+from worker.weights.staged_weights import tensors
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -212,7 +212,7 @@ def test_loading_takes_the_memory_of_the_shard_and_a_gigabyte(name: str, in_fp8:
 
 
 def test_the_kernel_makes_the_same_bits(interpreter: None) -> None:
-    from worker.kernels.uniform import fill
+    from worker.weights.uniform_kernel import fill
 
     part = (Span(70_000, 70_030), Span(5, 72))
     for mean, dtype in ((0.0, torch.float32), (1.0, torch.float16), (1.0, torch.float32)):

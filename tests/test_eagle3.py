@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attention import registry
-from cluster.engine.messages import GenerateRequest, SamplingParams
+from cluster.messages.engine import GenerateRequest, SamplingParams
 from cluster.scheduling import drafter as drafter_module
 from cluster.scheduling.draft_history import DraftHistory
 from cluster.scheduling.drafter import Drafter, StepTimes
@@ -34,7 +34,7 @@ from tests.test_scheduler import run_random_load
 from tests.test_speculation import WAYS, TurnsGuide, prompts, same
 from worker.models.draft_head import DraftModel, Eagle3Model
 from worker.protocol import FrameKind, Int32Array, RowFlag, StepFrame, StepResult
-from worker.weights import Checkpoint
+from worker.weights.checkpoint import Checkpoint
 
 Requests = list[tuple[list[int], SamplingParams]]
 
@@ -165,7 +165,7 @@ def test_ranks_draft_what_a_head_in_plain_torch_does(
 def test_drafts_behind_captured_steps_are_the_same(
     trained: Trained, small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+    monkeypatch.setattr("worker.step.model_runner.CudaGraphRunner", RerunGraphs)
     monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
     by_name, speculation = AttentionConfig(backend="torch_native"), trained.speculation(7)
     group = LocalGroup(small_path, 1, 64, max_model_len=128, attention=by_name, speculation=speculation)

@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cluster.engine.client import EngineClient, wait_ready
-from cluster.engine.messages import (
+from cluster.messages.engine import (
     Abort,
     EngineToCoordinator,
     Finished,
@@ -28,6 +27,7 @@ from cluster.engine.messages import (
     Submit,
     TokenLogprobs,
 )
+from cluster.requests.engine_client import EngineClient, wait_ready
 from configs.errors import DeadlineError, EngineError
 from parallel.sockets import pack_frame, read_frame
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from cluster.engine.messages import Abort, EngineToCoordinator, SamplingParams, StepOutput, Submit, shared_sampling
 from cluster.engine.socket import EngineSocket
+from cluster.messages.engine import Abort, EngineToCoordinator, SamplingParams, StepOutput, Submit, shared_sampling
 from parallel.sockets import pack_frame
 
 MAX_UNTAKEN_BYTES = 8 << 20

@@ -8,9 +8,9 @@ import re
 import msgspec
 import pytest
 
-from cluster.engine.messages import EngineStats, SchedulerStats
-from cluster.engine.state import EngineLife, EngineState
 from cluster.http.active import ActiveRequests
+from cluster.messages.engine import EngineStats, SchedulerStats
+from cluster.messages.state import EngineLife, EngineState
 from cluster.page.live import LiveStream
 from cluster.serve.ingress import create_app
 from cluster.text.tokenizer import Tokenizer

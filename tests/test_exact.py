@@ -24,29 +24,29 @@ from attention.cpu_backend import CpuBackend
 from attention.registry import create_backend
 from benchmarks.exactness import GPU_WAYS, Frames, Way, hash_rows, plant, requests, rows_of_logits, ways_on
 from benchmarks.exactness import WAYS as WAYS_ON_CPUS
-from cluster.engine.messages import SamplingParams
+from cluster.messages.engine import SamplingParams
 from configs.errors import EngineError
 from configs.numerics import CONTRACT
 from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
-from parallel.group import TensorParallelGroup
-from parallel.linear import ColumnParallelLinear
+from parallel.collectives.group import TensorParallelGroup
+from parallel.layers.linear import ColumnParallelLinear
 from parallel.numerics.arithmetic import ExactArithmetic
 from parallel.numerics.kernels import cpu_products
 from parallel.numerics.rank_sum import CudaExactSum
-from parallel.numerics.tree import SumTree
 from parallel.plan import ShardPlan, Span
+from parallel.tree import SumTree
 from tests.local_group import Limits, LocalGroup
 from tests.rank_threads import on_ranks
 from tests.test_answers import make_prompts
-from worker import self_test, shard
+from worker import self_test, tp_worker
+from worker.device.platform import platform_of
 from worker.layers.experts import CpuExperts
-from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
-from worker.platform import platform_of
 from worker.protocol import StepFrame, StepResult
 from worker.self_test import check_exactness
+from worker.step.model_runner import ModelRunner
 from worker.tp_worker import TPWorker
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -181,7 +181,7 @@ def test_sums_in_another_order_are_found(
 
     monkeypatch.setattr(SumTree, "of", SumTree.of)
     plant()
-    monkeypatch.setattr(shard, "check_exactness", lambda *_: None)  # it would refuse to start
+    monkeypatch.setattr(tp_worker, "check_exactness", lambda *_: None)  # it would refuse to start
     group = LocalGroup(
         small_path,
         2,
@@ -201,8 +201,8 @@ def test_sums_in_another_order_are_found(
 def test_what_is_planted_changes_sums_of_any_number_of_leaves(
     num_leaves: int, num_ranks: int, monkeypatch: pytest.MonkeyPatch, interpreter: None
 ) -> None:
+    from parallel.kernels.tree_sum import sum_subtrees
     from parallel.numerics.kernels.node_gemm import node_gemm
-    from parallel.numerics.kernels.tree_sum import sum_subtrees
 
     random = torch.Generator().manual_seed(num_leaves)
     x, weight = (torch.randn(rows, 16 * num_leaves, generator=random).half() for rows in (2, 32))
@@ -400,7 +400,7 @@ def test_a_chains_columns_are_checked_against_fewer_of_them(monkeypatch: pytest.
 def test_nodes_that_a_norm_adds_are_checked_against_their_tree(
     monkeypatch: pytest.MonkeyPatch, interpreter: None
 ) -> None:
-    from parallel.numerics.kernels import tree_sum
+    from parallel.kernels import tree_sum
 
     group = TensorParallelGroup.single()
     rank_sum = CudaExactSum(group, 64, SumTree.of((Span(0, 8),)), leaf=16)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
+from parallel.kernels.tree_sum import sum_subtrees
 from parallel.numerics.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
 from parallel.numerics.kernels.node_gemm import Tile, is_by_cublas, node_gemm, subtrees
-from parallel.numerics.kernels.tree_sum import sum_subtrees
-from parallel.numerics.tree import Additions
 from parallel.plan import Span
+from parallel.tree import Additions
 
 FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
 SMALL = Tile(16, 16, 16, 1, 2)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
-from parallel.numerics.tree import SumTree
 from parallel.plan import Span
+from parallel.tree import SumTree
 from worker.kernels import moe
 from worker.kernels.grouped_experts import Biases, Tile, Tiles, Tokens
 from worker.kernels.moe import gated_silu_and_mul, mixture

@@ -31,7 +31,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from configs.biased_mixture import BiasedMixture
 from configs.errors import ConfigError
 from configs.layers import Axis, MixtureOfExperts
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, ExactArithmetic, LayerContext
 from parallel.numerics.rank_sum import ExactSum
 from parallel.numerics.tensor_source import TensorSource

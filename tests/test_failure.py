@@ -25,19 +25,19 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
-import cluster.engine.running_engine
-from cluster.engine.client import RequestStream
+import cluster.serve.running_engine
 from cluster.engine.coordinator_actor import EngineFacts
-from cluster.engine.messages import Finished, FinishReason, SamplingParams
-from cluster.engine.running_engine import RunningEngine, describe
+from cluster.messages.engine import Finished, FinishReason, SamplingParams
 from cluster.ranks.calls import failure_of, rank_death, watch
 from cluster.ranks.rank_actor import RankActor
+from cluster.requests.engine_client import RequestStream
 from cluster.serve.placement import group_bundles
+from cluster.serve.running_engine import RunningEngine, describe
 from configs.errors import CheckpointError, DeadlineError, EngineError, LockstepError, RankDiedError
 from configs.load import parse_engine_config
 from configs.read_config import read_model_config
 from tests.odd_ranks import use_ranks
-from worker.weights import expected_shapes
+from worker.weights.checkpoint import expected_shapes
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
@@ -274,7 +274,7 @@ def test_a_killed_coordinator_ends_every_request_and_the_ranks(ray_cluster: None
 def test_a_coordinator_that_is_stuck_itself_counts_as_failed(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, stall_timeout_s: float, words: str
 ) -> None:
-    monkeypatch.setattr(cluster.engine.running_engine, "_SILENCE_S", 3.0)
+    monkeypatch.setattr(cluster.serve.running_engine, "_SILENCE_S", 3.0)
 
     async def main() -> None:
         recovery = {"max_rebuilds": 0, "stall_timeout_s": stall_timeout_s}

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from cluster.engine.messages import GenerateRequest, SamplingParams
+from cluster.messages.engine import GenerateRequest, SamplingParams
 from cluster.scheduling.fair_queue import FairQueue
 from cluster.scheduling.request import Request
 from tests.fake_engine import LIMITS

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.engine.messages import GenerateRequest, SamplingParams
 from cluster.http.context import Role
 from cluster.http.keys import KeyRing
+from cluster.messages.engine import GenerateRequest, SamplingParams
 from cluster.scheduling.request import Request
 from cluster.scheduling.scheduler import SchedulerLimits
 from cluster.scheduling.shares import Shares

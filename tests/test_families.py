@@ -29,7 +29,7 @@ from tests.conftest import ROOT
 from tests.family_checks import check_exact_logits, random_case
 from tests.test_models import Case, check_logits, save
 from worker.layers.rotary import inverse_frequencies
-from worker.weights import Checkpoint, expected_shapes
+from worker.weights.checkpoint import Checkpoint, expected_shapes
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from attention.kv_pool import TokenToKVPool
 from attention.registry import needs_of
 from benchmarks.make_checkpoint import write_checkpoint
-from cluster.engine.messages import SamplingParams
+from cluster.messages.engine import SamplingParams
 from configs.attention import LatentShape
 from configs.layers import MixtureOfExperts
 from configs.read_config import read_model_config
@@ -31,8 +31,8 @@ from tests import test_families, test_latent_models, test_moe_models
 from tests.family_checks import check_exact_logits, decoder_of
 from tests.local_group import Limits, LocalGroup
 from tests.test_models import Case, check_logits
-from worker.dummy_weights import DummyCheckpoint
-from worker.weights import Checkpoint, expected_shapes
+from worker.weights.checkpoint import Checkpoint, expected_shapes
+from worker.weights.dummy_weights import DummyCheckpoint
 
 CPU = torch.device("cpu")
 MODULES = test_families, test_moe_models, test_latent_models

@@ -20,7 +20,7 @@ COMMIT = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7}\b")
 
 CODE = (".py", ".c", ".h")
 PACKAGES = ("configs", "parallel", "attention", "worker", "cluster")
-CORE = (*PACKAGES[:-1], "cluster/scheduling", "cluster/engine", "cluster/ranks")
+CORE = (*PACKAGES[:-1], *(f"cluster/{room}" for room in ("messages", "scheduling", "engine", "ranks")))
 
 
 def _lines(path: Path) -> int:

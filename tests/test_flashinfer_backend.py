@@ -36,8 +36,8 @@ from tests.latent_case import BATCHES as LATENT_BATCHES
 from tests.latent_case import LITE, LatentCase, layer_of
 from tests.paged_case import NewTokens, attention, both_ways, mask_of, tree
 from worker.protocol import RowFlag, StepFrame
-from worker.step_inputs import StepInputs
-from worker.step_layout import shape_of
+from worker.step.step_inputs import StepInputs
+from worker.step.step_layout import shape_of
 
 CPU = torch.device("cpu")
 BATCHES = {

@@ -21,7 +21,7 @@ from attention.torch_native import TorchNativeBackend
 from attention.triton_backend import TritonBackend
 from configs.errors import CheckpointError
 from configs.kv_pages import dtype_bytes
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from tests.batches import batch_of
@@ -31,7 +31,7 @@ from tests.test_kernels import NUM_SLOTS, Heads
 from tests.test_models import Case, Rank, build, save
 from worker.kernels.rope import latent_norm_rope_store
 from worker.models.decoder import Decoder
-from worker.weights import Checkpoint
+from worker.weights.checkpoint import Checkpoint
 
 CPU, DTYPE = torch.device("cpu"), torch.float32
 SCALES = {"k_scale": 0.03, "v_scale": 0.7}

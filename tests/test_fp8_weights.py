@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="a CPU install has no Triton")
 from configs.layers import Axis, DenseMLP
 from configs.model_config import ModelConfig
 from configs.quantization import FP8_BLOCKS, WeightScales
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, LayerContext
 from parallel.numerics.fp8 import FP8, Fp8Matrix, Fp8Rows, multiply
 from parallel.numerics.kernels.chain_gemm import use_chain_cublas
@@ -34,13 +34,13 @@ from tests.chain_dot import use_chain_dot
 from tests.dense_model import dense_model
 from tests.rank_threads import on_ranks
 from tests.test_models import Case, Rank
-from worker.dummy_weights import DummyCheckpoint
 from worker.kernels.moe import mixture
 from worker.layers.mlp import MLP
 from worker.layers.norm import RMSNorm
-from worker.quantised_weights import QuantisedCheckpoint
-from worker.staged_weights import tensors
-from worker.weights import Checkpoint
+from worker.weights.checkpoint import Checkpoint
+from worker.weights.dummy_weights import DummyCheckpoint
+from worker.weights.quantised_weights import QuantisedCheckpoint
+from worker.weights.staged_weights import tensors
 
 ROWS = WeightScales(1, 0, "_scale")
 MATRIX = WeightScales(0, 0, "_scale")

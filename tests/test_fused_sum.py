@@ -21,15 +21,15 @@ import triton.language as tl
 
 from configs.errors import DeadlineError, EngineError
 from configs.layers import Axis, Cut, Linear
-from parallel.fused_sum import PartialSum, PeerMemory, PeerSizes, way_of
-from parallel.group import TensorParallelGroup
+from parallel.collectives.fused_sum import PartialSum, PeerMemory, PeerSizes, way_of
+from parallel.collectives.group import TensorParallelGroup
 from parallel.kernels.all_reduce_norm import _nodes_of_ranks, in_rank_order, nodes_of
-from parallel.linear import RowParallelLinear
+from parallel.kernels.tree_sum import add_norm_row, finish, sum_add_norm
+from parallel.layers.linear import RowParallelLinear
 from parallel.numerics.arithmetic import FAST, LayerContext
-from parallel.numerics.kernels.tree_sum import add_norm_row, finish, sum_add_norm
 from parallel.numerics.tensor_source import TensorSource
-from parallel.numerics.tree import SumTree
 from parallel.plan import LayerShard, Span
+from parallel.tree import SumTree
 from tests.rank_processes import Ranks, digest, part_of
 from worker.layers.norm import RMSNorm
 

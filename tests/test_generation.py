@@ -13,8 +13,8 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from cluster.engine.client import RequestStream, TokenChunk
-from cluster.engine.messages import Finished, FinishReason, SamplingParams, TokenLogprobs
+from cluster.messages.engine import Finished, FinishReason, SamplingParams, TokenLogprobs
+from cluster.requests.engine_client import RequestStream, TokenChunk
 from cluster.requests.generation import Delta, Output
 from cluster.text.stops import TextOptions
 from cluster.text.tokenizer import Tokenizer

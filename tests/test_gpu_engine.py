@@ -12,11 +12,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from benchmarks.make_checkpoint import write_checkpoint
-from cluster.engine.messages import FinishReason
+from cluster.messages.engine import FinishReason
 from configs.read_config import read_model_config
 from tests.gpu_engine import GpuEngine, write_shape
-from worker.dummy_weights import DummyCheckpoint
-from worker.quantised_weights import QuantisedCheckpoint
+from worker.weights.dummy_weights import DummyCheckpoint
+from worker.weights.quantised_weights import QuantisedCheckpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_PAGES = 300
@@ -227,7 +227,7 @@ def test_a_fault_on_the_device_names_the_rank_and_what_to_do(shape: Path) -> Non
 
     script = (
         "import torch\n"
-        "from worker.shard import naming_the_rank\n"
+        "from worker.weights.shard import naming_the_rank\n"
         "with naming_the_rank(3, torch.device('cuda:0'), 'a step'):\n"
         "    torch._assert_async(torch.zeros(1, device='cuda'))\n"
         "    torch.cuda.synchronize()\n"

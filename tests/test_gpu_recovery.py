@@ -22,17 +22,17 @@ import numpy as np
 import pytest
 import ray
 
-from cluster.engine.messages import FinishReason, SamplingParams
-from cluster.engine.running_engine import RunningEngine, describe
+from cluster.messages.engine import FinishReason, SamplingParams
 from cluster.ranks.rank_actor import Location, RankActor
 from cluster.serve.placement import group_bundles
+from cluster.serve.running_engine import RunningEngine, describe
 from configs.load import parse_engine_config
 from configs.read_config import read_model_config
 from tests.conftest import SHARE_GPUS
 from tests.gpu_engine import write_shape
 from tests.odd_ranks import use_ranks
-from worker.pending_step import PendingStep
 from worker.protocol import StepFrame
+from worker.step.pending_step import PendingStep
 
 LOG = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parent.parent
@@ -377,7 +377,7 @@ def test_a_trainer_on_the_same_gpus_hands_its_weights_over(
     import torch
     from torch.multiprocessing.reductions import reduce_tensor
 
-    from worker.dummy_weights import DummyCheckpoint
+    from worker.weights.dummy_weights import DummyCheckpoint
 
     use_ranks(monkeypatch, SharingRank)
     model = read_model_config(shape)

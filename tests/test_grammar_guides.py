@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers
 
-from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput
+from cluster.messages.engine import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput
 from cluster.scheduling.request import mask_of
 from cluster.scheduling.scheduler import Scheduler
 from cluster.structured.bad_words import BadWordsGuide, BothGuides

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
 from configs.errors import ConfigError, DeadlineError, EngineError
+from parallel.channel.store_relay import STORE_HOST
+from parallel.collectives.group import Strategy, TensorParallelGroup
+from parallel.collectives.library_collectives import _own_address
+from parallel.collectives.shared_memory import SharedMemoryCollectives
 from parallel.environment import MULTICAST_OFF, RANK_ENVIRONMENT
-from parallel.group import Strategy, TensorParallelGroup
-from parallel.library_collectives import _own_address
-from parallel.shared_memory import SharedMemoryCollectives
-from parallel.store_relay import STORE_HOST
 from tests.forks import start_forked
 
 Body = Callable[[TensorParallelGroup], Any]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput
+from cluster.messages.engine import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput
 from cluster.scheduling import limits as limits_module
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.errors import GuideError, OverloadedError, RequestError

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from cluster.engine.messages import SamplingParams
+from cluster.messages.engine import SamplingParams
 from cluster.requests.job import Job
 from cluster.serve.ingress import create_app
 from cluster.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.engine.messages import FinishReason, SamplingParams
+from cluster.messages.engine import FinishReason, SamplingParams
 from cluster.native.score import Group, grouped
 from cluster.scheduling import prefill
 from cluster.scheduling.limits import max_item_tokens
@@ -25,8 +25,8 @@ from configs.schema import AttentionConfig, EngineConfig, SchedulerConfig
 from tests.fake_engine import LIMITS, VOCAB, Engine, prompt_of
 from tests.local_group import PAGE_SIZE, Limits, LocalGroup
 from tests.test_models import save
-from worker.items import Items
 from worker.protocol import ITEM_DTYPE, MAX_ITEMS, MAX_ROW_ASKED, FrameLimits, RowFlag, StepFrame, StepResult
+from worker.step.items import Items
 
 # The scheduler: `Engine` checks every item's scores, and that no row is longer than it may be in the step with its
 # items, nor has one of them from the cache.

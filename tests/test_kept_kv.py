@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from attention.kept_kv import take_kv
 from attention.kv_pool import FP8, TokenToKVPool
 from configs.layers import Axis
 from configs.model_config import ModelConfig
 from parallel.kept_memory import Keeper, KeptMemory, kv_block
 from parallel.plan import ShardPlan
 from tests.test_weight_change import CPU, family_decoder, family_model
-from worker.kept_kv import take_kv
 
 NUM_PAGES, PAGE_SIZE = 5, 4
 

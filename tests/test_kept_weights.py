@@ -19,13 +19,13 @@ from parallel.plan import ShardPlan
 from tests.dense_model import dense_model
 from tests.test_mxfp4_weights import four_bit_model
 from tests.test_weight_change import CPU, FAMILIES, family_decoder, family_model
-from worker.dummy_weights import DummyCheckpoint
-from worker.kept_weights import KeptWeights, note_of
 from worker.layers.experts import CudaExperts
 from worker.models import decoder_layer
 from worker.models.decoder import Decoder
-from worker.quantised_weights import QuantisedCheckpoint
-from worker.staged_weights import StagedWeights, tensors
+from worker.weights.dummy_weights import DummyCheckpoint
+from worker.weights.kept_weights import KeptWeights, note_of
+from worker.weights.quantised_weights import QuantisedCheckpoint
+from worker.weights.staged_weights import StagedWeights, tensors
 
 
 @pytest.fixture

@@ -43,8 +43,9 @@ from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadat
 from attention.kv_pool import FP8
 from attention.layer import AttentionLayer
 from attention.step_metadata import StepTensors
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.kernels.all_reduce_norm import STATE_WORDS, Peers, all_reduce_add_norm, gather, look_up
+from parallel.kernels.tree_sum import sum_add_norm, sum_subtrees
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.chain_gemm import chain_gemm
 from parallel.numerics.kernels.fp8_gemm import fp8_gemm
@@ -52,18 +53,18 @@ from parallel.numerics.kernels.fp8_groups import Groups
 from parallel.numerics.kernels.fp8_tile import plain
 from parallel.numerics.kernels.node_gemm import node_gemm
 from parallel.numerics.kernels.skinny_gemm import skinny_gemm
-from parallel.numerics.kernels.tree_sum import sum_add_norm, sum_subtrees
 from parallel.numerics.mxfp4 import Mxfp4Matrix
 from parallel.plan import Span
-from worker.adjustments import RowAdjustments
-from worker.kernels import grouped_experts, moe, routing, sampling
+from worker.kernels import grouped_experts, moe, routing
 from worker.kernels.activation import act_and_mul, act_and_mul_in_fp8
-from worker.kernels.adjustments import adjust_logits
 from worker.kernels.norm import add_rms_norm, add_rms_norm_in_fp8, rms_norm
 from worker.kernels.rope import latent_norm_rope_store, qk_norm_rope_store
-from worker.kernels.uniform import fill
-from worker.preparing import mark_compilations
 from worker.protocol import RECORD_WORDS
+from worker.sampling.adjustments import RowAdjustments
+from worker.sampling.kernels import sampling
+from worker.sampling.kernels.adjustments import adjust_logits
+from worker.step.preparing import mark_compilations
+from worker.weights.uniform_kernel import fill
 
 ROOT = Path(__file__).resolve().parent.parent
 EPS = 1e-6

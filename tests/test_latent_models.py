@@ -21,14 +21,14 @@ from configs.latent_attention import LatentAttention
 from configs.layers import Axis, DenseMLP, MixtureOfExperts
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from tests.conftest import ROOT
 from tests.family_checks import decoder_of, random_case
 from tests.rank_threads import on_ranks
 from tests.test_models import Case, Rank
-from worker.weights import Checkpoint
+from worker.weights.checkpoint import Checkpoint
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {

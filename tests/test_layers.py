@@ -13,7 +13,7 @@ from attention.layer import AttentionLayer, LatentLayer
 from attention.rotation import LatentNorm
 from configs.errors import ConfigError
 from configs.rope import RopeConfig
-from parallel.fused_sum import FusedSum, PeerMemory
+from parallel.collectives.fused_sum import FusedSum, PeerMemory
 from parallel.plan import Span
 from worker.layers.activation import ActAndMul
 from worker.layers.norm import RMSNorm

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from configs.layers import Axis, Cut, GroupedQueryAttention, Linear
 from configs.model_config import ModelConfig
 from configs.rope import RopeConfig
-from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
-from parallel.group import TensorParallelGroup
-from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.collectives.group import TensorParallelGroup
+from parallel.layers.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
+from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import FAST, LayerContext
 from parallel.numerics.tensor_source import TensorSource
 from parallel.numerics.weight import CpuWeight, CudaWeight

@@ -9,12 +9,12 @@ import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 import torch
 
-import worker.memory
+import worker.device.memory
 from cluster.ranks.host import node_cores
 from configs.errors import EngineError
 from configs.schema import NO_SPECULATION, SpeculationConfig
-from worker.cgroup import available_bytes, available_cores
-from worker.memory import DeviceMemory, _largest_frames, await_idle, await_room, free_bytes
+from worker.device.cgroup import available_bytes, available_cores
+from worker.device.memory import DeviceMemory, _largest_frames, await_idle, await_room, free_bytes
 from worker.protocol import FrameLimits, RowFlag, StepFrame
 
 
@@ -61,12 +61,12 @@ def test_a_rank_waits_until_the_last_ones_memory_is_freed_but_not_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     free = iter([10 << 30, 10 << 30, 99 << 30, 0])
-    monkeypatch.setattr(worker.memory, "free_bytes", lambda _: next(free))
+    monkeypatch.setattr(worker.device.memory, "free_bytes", lambda _: next(free))
     assert await_room(CUDA, 99 << 30) == 99 << 30
     assert not caplog.records
-    monkeypatch.setattr(worker.memory, "free_bytes", lambda _: 10 << 30)
+    monkeypatch.setattr(worker.device.memory, "free_bytes", lambda _: 10 << 30)
     assert await_room(CUDA, 0) == 10 << 30  # the first to be there
-    monkeypatch.setattr(worker.memory, "_ROOM_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(worker.device.memory, "_ROOM_TIMEOUT_S", 0.1)
     assert await_room(CUDA, 99 << 30) == 10 << 30
     assert "cuda:0 has 10.00 GiB free, where there were 99.00" in caplog.text
 
@@ -84,7 +84,7 @@ def test_a_device_that_never_gets_done_is_said_to_be_stuck(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     await_idle(CUDA)
-    monkeypatch.setattr(worker.memory, "_IDLE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(worker.device.memory, "_IDLE_TIMEOUT_S", 0.1)
     with pytest.raises(EngineError, match="cuda:0 is not idle"):
         await_idle(CUDA)
 

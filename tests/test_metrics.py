@@ -17,14 +17,14 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.engine.messages import EngineStats, FinishReason, SchedulerStats, Weights
-from cluster.engine.state import EngineState
+from cluster.logs import formatter
+from cluster.messages.engine import EngineStats, FinishReason, SchedulerStats, Weights
+from cluster.messages.state import EngineState
+from cluster.messages.steps import STEP_DTYPE
 from cluster.observability import table
-from cluster.observability.logs import formatter
 from cluster.observability.metrics import Metrics
 from cluster.observability.prometheus import exposition
 from cluster.observability.record import Identity
-from cluster.observability.steps import STEP_DTYPE
 from cluster.observability.table import METRICS, Kind
 from cluster.observability.telemetry import Telemetry
 from configs.errors import OverloadedError
@@ -181,7 +181,7 @@ def test_a_request_is_counted_once_and_one_without_a_token_in_no_latency() -> No
 
 
 def log_record(message: str, *args: object, **extra: object) -> logging.LogRecord:
-    made = logging.LogRecord("cluster.engine.running_engine", logging.INFO, __file__, 1, message, args, None)
+    made = logging.LogRecord("cluster.serve.running_engine", logging.INFO, __file__, 1, message, args, None)
     made.__dict__.update(extra)
     return made
 
@@ -190,12 +190,12 @@ def test_a_line_of_the_log_names_its_process_and_its_fields_in_either_form() -> 
     line = log_record("request %s", "done", fields={"request_id": "r-1", "out": 12, "finish": FinishReason.STOP})
     process = {"replica": "app:x1", "rank": "tp1"}
     console = formatter("console", **process).format(line)
-    assert console == "INFO [app:x1 tp1] cluster.engine.running_engine: request done request_id=r-1 out=12 finish=stop"
+    assert console == "INFO [app:x1 tp1] cluster.serve.running_engine: request done request_id=r-1 out=12 finish=stop"
     decoded = json.loads(formatter("json", **process).format(line))
     assert decoded.pop("time").startswith("20")
     assert decoded == {
         "level": "INFO",
-        "logger": "cluster.engine.running_engine",
+        "logger": "cluster.serve.running_engine",
         "message": "request done",
         "replica": "app:x1",
         "rank": "tp1",

@@ -16,8 +16,8 @@ from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.rope import RopeConfig
-from parallel.embedding import whole_logits
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
+from parallel.layers.embedding import whole_logits
 from parallel.numerics.arithmetic import FAST, ExactArithmetic
 from parallel.plan import ShardPlan
 from tests.batches import batch_of
@@ -26,7 +26,7 @@ from tests.paged_case import NewTokens, mask_of
 from tests.rank_threads import on_ranks
 from worker.layers.rotary import check_length, inverse_frequencies
 from worker.models.decoder import Decoder
-from worker.weights import Checkpoint
+from worker.weights.checkpoint import Checkpoint
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4

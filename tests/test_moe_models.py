@@ -22,7 +22,7 @@ from parallel.step_cost import StepCost
 from tests.conftest import ROOT
 from tests.family_checks import random_case
 from tests.test_models import Case
-from worker.weights import Checkpoint
+from worker.weights.checkpoint import Checkpoint
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320,

@@ -28,7 +28,7 @@ from tests.local_group import Limits, LocalGroup
 from tests.rerun_graphs import PagedBackend, RerunGraphs
 from tests.test_eagle3 import Known, Trained, check_answers, check_drafts
 from tests.test_models import Case
-from worker.weights import Checkpoint
+from worker.weights.checkpoint import Checkpoint
 
 SEVEN = SpeculationConfig(method="mtp", num_speculative_tokens=7)
 
@@ -84,7 +84,7 @@ def test_ranks_draft_what_the_layer_of_transformers_does_over_latents(
 def test_drafts_behind_captured_steps_are_the_same(
     path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+    monkeypatch.setattr("worker.step.model_runner.CudaGraphRunner", RerunGraphs)
     monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
     by_name = AttentionConfig(backend="torch_native")
     group = LocalGroup(path, 1, 64, max_model_len=128, attention=by_name, speculation=SEVEN)

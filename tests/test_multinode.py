@@ -19,11 +19,11 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 
-from cluster.engine.client import RequestStream
-from cluster.engine.messages import FinishReason, SamplingParams
-from cluster.engine.running_engine import RunningEngine, describe
+from cluster.messages.engine import FinishReason, SamplingParams
 from cluster.ranks.rank_actor import Location
+from cluster.requests.engine_client import RequestStream
 from cluster.serve.placement import group_bundles
+from cluster.serve.running_engine import RunningEngine, describe
 from configs.load import parse_engine_config
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]

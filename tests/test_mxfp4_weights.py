@@ -27,19 +27,19 @@ from configs.model_config import ModelConfig
 from configs.quantization import FP8_BLOCKS
 from configs.read_config import read_model_config
 from configs.schema import EngineConfig
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, ExactArithmetic, LayerContext
 from parallel.numerics.kernels.mxfp4_groups import block_tiles
 from parallel.numerics.mxfp4 import Mxfp4Matrix
 from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import LayerShard, ShardPlan, Span
 from parallel.step_cost import StepCost
-from worker.dummy_weights import DummyCheckpoint
 from worker.layers.experts import CudaExperts
 from worker.layers.step import Padding
-from worker.quantised_weights import QuantisedCheckpoint
-from worker.staged_weights import tensors
-from worker.weights import Checkpoint
+from worker.weights.checkpoint import Checkpoint
+from worker.weights.dummy_weights import DummyCheckpoint
+from worker.weights.quantised_weights import QuantisedCheckpoint
+from worker.weights.staged_weights import tensors
 
 SHAPES = Path(__file__).resolve().parent.parent / "benchmarks/models"
 SIZES = {

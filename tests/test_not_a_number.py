@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.engine.messages import FinishReason, SamplingParams
+from cluster.messages.engine import FinishReason, SamplingParams
 from tests.fake_engine import LIMITS, Engine, prompt_of
 from tests.local_group import PAGE_SIZE, Limits, LocalGroup
 from tests.tiny_engine import write_tiny_checkpoint

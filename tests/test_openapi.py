@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from typer.testing import CliRunner
 
 from cluster.commands.cli import app as cli
-from cluster.engine.messages import WeightsChanged
 from cluster.http.keys import KeyRing
+from cluster.messages.engine import WeightsChanged
 from cluster.openapi import build_document
 from cluster.routes import ROUTES
 from cluster.serve.ingress import create_app

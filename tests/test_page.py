@@ -16,8 +16,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from cluster.engine.messages import EngineStats, SchedulerStats
-from cluster.observability.steps import StepMeter
+from cluster.messages.engine import EngineStats, SchedulerStats
+from cluster.messages.steps import StepMeter
 from cluster.page.live import LiveStream
 from parallel.step_cost import StepCost
 from tests.conftest import Endpoint

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.engine.messages import SamplingParams
+from cluster.messages.engine import SamplingParams
 from configs.errors import EngineError
 from tests.conftest import SMALL, Logits
 from tests.fake_engine import LIMITS, Engine, prompt_of
 from tests.local_group import Limits, LocalGroup, assert_scores_equal
-from worker.prompt_logprobs import WantedTokens
 from worker.protocol import MAX_PROMPT_LOGPROBS, PROMPT_LOGPROBS_DTYPE, FrameLimits, RowFlag, StepFrame, StepResult
-from worker.torch_sampling import token_logprobs
+from worker.sampling.torch_sampling import token_logprobs
+from worker.step.prompt_logprobs import WantedTokens
 
 # The scheduler: `Engine` checks every score against the prompt it belongs to, and that each comes once, in order and
 # with the first token at the latest.

@@ -24,19 +24,19 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.engine.messages import Finished, FinishReason, SamplingParams
-from cluster.engine.running_engine import RunningEngine
+from cluster.messages.engine import Finished, FinishReason, SamplingParams
 from cluster.ranks.liveness import RankClock
 from cluster.ranks.rank_actor import RankActor, RankLoad
 from cluster.ranks.recovery import Recovery, reason_never
+from cluster.serve.running_engine import RunningEngine
 from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError
 from configs.load import parse_engine_config
 from parallel.kept_memory import KeptMemory
 from tests.odd_ranks import use_ranks
 from tests.served_group import ServedGroup, Streamed, served_group
 from tests.test_failure import complete, end_of, processes, running, until
-from worker.pending_step import PendingStep
 from worker.protocol import StepFrame
+from worker.step.pending_step import PendingStep
 
 LOG = logging.getLogger(__name__)
 WORDS = "The lock of the canal holds water, the boat waits, and the keeper of the gate counts his steps. "
@@ -466,7 +466,7 @@ def test_looks_at_the_threads_of_ranks_intern_no_ids(monkeypatch: pytest.MonkeyP
 def test_the_clock_of_ranks_stands_while_one_compiles_a_kernel_and_another_waits_for_it() -> None:
     pytest.importorskip("triton", reason="a CPU install has no Triton")
     compiles = (
-        "import time; from triton import knobs; from worker.preparing import mark_compilations, preparing\n"
+        "import time; from triton import knobs; from worker.step.preparing import mark_compilations, preparing\n"
         "mark_compilations()\n"
         "with preparing():\n"
         "    knobs.runtime.jit_cache_hook(key='')\n"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.engine.messages import SamplingParams
+from cluster.messages.engine import SamplingParams
 from cluster.requests.job import JobOptions
 from cluster.requests.sampling import Vocabulary, sampling_params
 from cluster.requests.sampling_fields import SamplingFields

@@ -23,14 +23,14 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 from rich.console import Console
 
 from cluster.commands.resize import resize_all
-from cluster.engine.messages import SamplingParams
-from cluster.engine.running_engine import RunningEngine
+from cluster.engine import resizing
+from cluster.messages.engine import SamplingParams
 from cluster.observability.timeline import Timeline, timeline
-from cluster.ranks import resizing
 from cluster.ranks.rank import Rank, RankStarter
 from cluster.ranks.rank_actor import Location, PoolShape, RankActor, RankLoad
 from cluster.ranks.rank_group import GroupMemory, RankGroup
 from cluster.serve.app import live_size
+from cluster.serve.running_engine import RunningEngine
 from configs.errors import ConfigError, EngineError
 from configs.kv_pages import PageBytes
 from configs.read_config import read_model_config
@@ -41,7 +41,7 @@ from tests.odd_ranks import use_ranks
 from tests.served_group import ServedGroup, served_group
 from tests.test_failure import processes, running
 from tests.test_recovery import BODIES, answer, status, streams
-from worker.memory import DeviceMemory
+from worker.device.memory import DeviceMemory
 
 LOG = logging.getLogger(__name__)
 

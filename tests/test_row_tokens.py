@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.engine.messages import FinishReason, GenerateRequest, SamplingParams
+from cluster.messages.engine import FinishReason, GenerateRequest, SamplingParams
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_table import RowTable

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.draws import draw_by_torch
-from worker import torch_sampling
-from worker.sampler import default_params
+from worker.sampling import torch_sampling
+from worker.sampling.sampler import default_params
 
 VOCAB = 1500
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SamplingParams
+from cluster.messages.engine import Finished, FinishReason, GenerateRequest, SamplingParams
 from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.pages import RowPages

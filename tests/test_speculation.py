@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from attention import registry
-from cluster.engine.messages import GenerateRequest, SamplingParams
+from cluster.messages.engine import GenerateRequest, SamplingParams
 from cluster.scheduling.drafter import Drafter, StepTimes
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.ngrams import NgramHistory
@@ -163,7 +163,7 @@ def test_captured_steps_with_room_for_drafts_sample_what_others_do(
     small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of more rows than shapes for few have, of which one input each is sampled."""
-    monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+    monkeypatch.setattr("worker.step.model_runner.CudaGraphRunner", RerunGraphs)
     monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
     by_name = AttentionConfig(backend="torch_native")
     answers = []

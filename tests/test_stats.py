@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cluster.engine.messages import EngineStats, SchedulerStats
+from cluster.messages.engine import EngineStats, SchedulerStats
+from cluster.messages.steps import STEP_DTYPE, StepMeter
 from cluster.observability.board import StatsBoard
-from cluster.observability.steps import STEP_DTYPE, StepMeter
 from cluster.ranks.liveness import LOOK_S, Liveness, RankClock
 from parallel.step_cost import AttentionCost, StepCost
 from worker.protocol import RowFlag, StepFrame

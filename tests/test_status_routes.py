@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from cluster.engine.messages import EngineStats, SchedulerStats
+from cluster.messages.engine import EngineStats, SchedulerStats
 from cluster.requests.engine_info import EngineInfo
 from tests.scripted_engine import MODEL, Run, Stack, error_of
 

@@ -19,8 +19,8 @@ from configs.schema import EngineConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import AttentionCost, StepCost
 from tests.dense_model import dense_model
-from worker.peaks import measure_peaks
-from worker.weights import expected_shapes
+from worker.device.peaks import measure_peaks
+from worker.weights.checkpoint import expected_shapes
 
 SHAPES = Path(__file__).resolve().parent.parent / "benchmarks/models"
 SHAPE: dict[str, int] = {

@@ -12,8 +12,8 @@ from attention.step_shape import StepShape
 from configs.errors import EngineError
 from tests.test_step_layout import frame_of
 from worker.protocol import RowFlag, StepFrame
-from worker.step_inputs import StepInputs
-from worker.step_layout import decode_shapes, prompt_shapes, shape_of, smallest
+from worker.step.step_inputs import StepInputs
+from worker.step.step_layout import decode_shapes, prompt_shapes, shape_of, smallest
 
 MAX_ROWS, MAX_TOKENS, PAGE_SIZE, MAX_LEN = 40, 640, 16, 1024
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

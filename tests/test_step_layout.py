@@ -8,7 +8,7 @@ import pytest
 from attention.fa3 import unsplit_shapes
 from attention.step_shape import ANY_LEN, StepShape
 from worker.protocol import RowFlag, StepFrame
-from worker.step_layout import (
+from worker.step.step_layout import (
     LAST_TOKEN,
     StepLayout,
     decode_shapes,

@@ -15,8 +15,8 @@ import torch
 from torch.distributed import TCPStore
 
 from configs.errors import EngineError
-from parallel.group import TensorParallelGroup
-from parallel.store_relay import STORE_HOST, StoreGate, open_relay
+from parallel.channel.store_relay import STORE_HOST, StoreGate, open_relay
+from parallel.collectives.group import TensorParallelGroup
 
 LIMIT = timedelta(seconds=3)
 

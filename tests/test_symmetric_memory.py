@@ -17,17 +17,17 @@ from torch.distributed import HashStore, PrefixStore
 
 from configs.errors import EngineError
 from configs.layers import Axis, Cut, Linear
-from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
-from parallel.fused_sum import PeerSizes
-from parallel.group import Strategy, TensorParallelGroup
-from parallel.linear import RowParallelLinear
+from parallel.collectives.fused_sum import PeerSizes
+from parallel.collectives.group import Strategy, TensorParallelGroup
+from parallel.collectives.symmetric_memory import RecountedStore, _Registration
+from parallel.layers.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
+from parallel.layers.linear import RowParallelLinear
 from parallel.numerics.arithmetic import FAST, LayerContext
 from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import LayerShard, ShardPlan, Span
-from parallel.symmetric_memory import RecountedStore, _Registration
 from tests.dense_model import dense_model
 from tests.rank_processes import Ranks, digest, part_of
-from worker.memory import await_idle
+from worker.device.memory import await_idle
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

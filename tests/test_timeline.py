@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from cluster.engine.messages import SamplingParams
 from cluster.http.context import RequestContext, Role
 from cluster.http.keys import KeyRing, new_key
-from cluster.observability.steps import STEP_DTYPE
+from cluster.messages.engine import SamplingParams
+from cluster.messages.steps import STEP_DTYPE
 from cluster.observability.timeline import NUM_REQUESTS, RecentRequests, Timeline, timeline
 from cluster.serve.ingress import create_app
 from tests.records import record

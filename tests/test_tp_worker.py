@@ -22,22 +22,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import worker.shard
 import worker.tp_worker
+import worker.weights.shard
 from attention import registry
 from attention.step_shape import StepShape
 from configs.errors import ConfigError, EngineError, OutOfMemoryError
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from tests.dense_model import dense_model
 from tests.forks import start_forked
 from tests.rank_threads import on_ranks
 from tests.rerun_graphs import PagedBackend, RerunGraphs
-from worker.cuda_graph_runner import DeviceOutput
-from worker.memory import free_bytes
-from worker.model_runner import ModelRunner
+from worker.device.memory import free_bytes
 from worker.models.decoder import Decoder
 from worker.protocol import (
     ALWAYS,
@@ -50,10 +48,12 @@ from worker.protocol import (
     StepFrame,
     StepResult,
 )
-from worker.sampler import default_params
-from worker.shard import naming_the_rank
+from worker.sampling.sampler import default_params
+from worker.step.cuda_graph_runner import DeviceOutput
+from worker.step.model_runner import ModelRunner
 from worker.tp_worker import TPWorker
-from worker.weights import expected_shapes
+from worker.weights.checkpoint import expected_shapes
+from worker.weights.shard import naming_the_rank
 
 PAGE_SIZE = 8
 MODEL = dense_model(num_hidden_layers=2, vocab_size=300)
@@ -293,7 +293,7 @@ def test_captured_steps_give_the_tokens_of_eager_ones(
         return replay(self, shape)
 
     monkeypatch.setattr(RerunGraphs, "replay", recorded)
-    monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+    monkeypatch.setattr("worker.step.model_runner.CudaGraphRunner", RerunGraphs)
     monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
     body = lambda group: _generate_adjusted(_worker(tiny_path, MODEL, group), every, 12)  # noqa: E731
     assert on_ranks(tp_size, body) == tp_size * [expected]
@@ -315,7 +315,7 @@ def test_a_group_that_serves_at_once_captures_a_shape_when_it_comes_again(
         capture_one(self, step, shape, **prepare)
 
     monkeypatch.setattr(RerunGraphs, "capture_one", recorded)
-    monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+    monkeypatch.setattr("worker.step.model_runner.CudaGraphRunner", RerunGraphs)
     monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
 
     def body(group: TensorParallelGroup) -> list[list[int]]:
@@ -336,7 +336,7 @@ def test_graphs_captured_between_steps_give_the_same_tokens_and_find_room_in_the
 ) -> None:
     every = range(1, len(ADJUSTED) + 1)
     expected = _generate_adjusted(_worker(tiny_path, MODEL), every, 12)
-    monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+    monkeypatch.setattr("worker.step.model_runner.CudaGraphRunner", RerunGraphs)
     monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
 
     def body(group: TensorParallelGroup) -> list[list[int]]:
@@ -366,7 +366,7 @@ def test_a_nan_on_one_rank_costs_one_row_its_token_on_all_ranks_and_no_other(
     every = range(1, len(ADJUSTED) + 1)
     expected = _generate_adjusted(_worker(tiny_path, MODEL), every, 12)
     if captured:
-        monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+        monkeypatch.setattr("worker.step.model_runner.CudaGraphRunner", RerunGraphs)
         monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
     now, launch, local_logits = threading.local(), ModelRunner.launch, Decoder.local_logits
 
@@ -591,7 +591,7 @@ def test_other_weights_for_which_the_node_has_no_memory_leave_those_that_serve(
         raise MemoryError
 
     rank, frames = _worker(tiny_path, MODEL), Frames()
-    monkeypatch.setattr(worker.shard, "StagedWeights", full)
+    monkeypatch.setattr(worker.weights.shard, "StagedWeights", full)
     with pytest.raises(OutOfMemoryError, match="rank 0 on cpu failed in staging other weights: MemoryError"):
         rank.shard.stage(MODEL, tiny_path, None)
     with pytest.raises(EngineError):
@@ -640,7 +640,7 @@ def test_what_is_ready_for_a_gpu_has_imported_the_kernels_and_touches_no_device(
         "import sys, torch\n"
         "from configs.schema import EngineConfig\n"
         "from worker.warm_up import read_ahead, warm_up\n"
-        "kernels = {'attention.kernels.decode', 'parallel.numerics.kernels.node_gemm', 'worker.kernels.sampling'}\n"
+        "kernels = {'attention.kernels.decode', 'worker.sampling.kernels.sampling'}\n"
         "assert not kernels & set(sys.modules)\n"
         f"{call}\n"
         "assert kernels <= set(sys.modules)\n"

@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from cluster.engine.messages import FinishReason, Prefilled, SamplingParams
 from cluster.http.context import RequestContext
+from cluster.messages.engine import FinishReason, Prefilled, SamplingParams
 from cluster.observability.record import Identity, RequestRecord
 from cluster.observability.tracing import RequestTracer, open_tracer
 from configs.errors import ConfigError

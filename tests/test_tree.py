@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from configs.layers import Axis, HeadGroups
-from parallel import shared_memory
-from parallel.group import Strategy, TensorParallelGroup
-from parallel.numerics.tree import SumTree, halves
+from parallel.collectives import shared_memory
+from parallel.collectives.group import Strategy, TensorParallelGroup
 from parallel.plan import Span, leaf_columns
+from parallel.tree import SumTree, halves
 from tests.rank_threads import on_ranks
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
-from parallel.numerics.kernels import tree_sum
-from parallel.numerics.kernels.tree_sum import sum_add_norm, sum_subtrees
-from parallel.numerics.tree import Additions
+from parallel.kernels import tree_sum
+from parallel.kernels.tree_sum import sum_add_norm, sum_subtrees
+from parallel.tree import Additions
 from worker.kernels.norm import add_rms_norm
 
 FP32, BF16 = torch.float32, torch.bfloat16

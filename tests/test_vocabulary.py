@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from cluster.engine.client import EngineClient
 from cluster.openapi import build_document
+from cluster.requests.engine_client import EngineClient
 from cluster.requests.served_model import ServedModel
 from cluster.routes import ROUTES
 from cluster.version import VERSION

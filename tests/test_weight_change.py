@@ -23,16 +23,16 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.make_checkpoint import write_checkpoint
 from cluster.engine.coordinator import WeightChange
-from cluster.engine.messages import SamplingParams, Weights
+from cluster.engine.weight_change import starter_with
+from cluster.messages.engine import SamplingParams, Weights
 from cluster.ranks.rank import RankStarter
 from cluster.ranks.rank_actor import RankActor, RankSpec
-from cluster.ranks.weight_change import starter_with
 from configs.errors import CheckpointError, ConfigError, EngineError
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
 from configs.schema import EngineConfig, SpeculationConfig
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, ExactArithmetic
 from parallel.plan import ShardPlan
 from tests import test_families, test_latent_models, test_moe_models
@@ -41,9 +41,9 @@ from tests.odd_ranks import use_ranks
 from tests.test_failure import running, write_tiny
 from tests.test_recovery import LONG, PROMPT, answer, answer_struck
 from tests.tiny_engine import MODEL, TinyEngine, tiny_engine, write_tiny_checkpoint
-from worker.dummy_weights import DummyCheckpoint
 from worker.models.decoder import Decoder
-from worker.staged_weights import StagedWeights, bytes_of, storages
+from worker.weights.dummy_weights import DummyCheckpoint
+from worker.weights.staged_weights import StagedWeights, bytes_of, storages
 
 CPU = torch.device("cpu")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

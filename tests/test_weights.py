@@ -20,15 +20,16 @@ from safetensors.torch import save_file
 from configs.errors import CheckpointError
 from configs.model_config import ModelConfig
 from configs.quantization import WeightScales
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan, Span
 from tests.dense_model import dense_model
-from worker import gguf_weights, range_reader, safetensors_weights
-from worker.gguf_weights import GGUFFile
 from worker.models.decoder import Decoder
-from worker.range_reader import RangeReader
-from worker.safetensors_weights import SafetensorsFile
-from worker.weights import Checkpoint, expected_shapes
+from worker.weights import gguf_weights, range_reader
+from worker.weights import safetensors_file as safetensors_weights
+from worker.weights.checkpoint import Checkpoint, expected_shapes
+from worker.weights.gguf_weights import GGUFFile
+from worker.weights.range_reader import RangeReader
+from worker.weights.safetensors_file import SafetensorsFile
 
 CPU = torch.device("cpu")
 

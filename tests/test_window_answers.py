@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attention import registry
-from cluster.engine.messages import SamplingParams
+from cluster.messages.engine import SamplingParams
 from configs.errors import EngineError
 from configs.schema import AttentionConfig, SpeculationConfig
 from tests import eagle3
@@ -105,7 +105,7 @@ def test_batched_answers_equal_transformers_in_any_chunks(group: LocalGroup, mod
 
 
 def test_captured_steps_equal_transformers(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+    monkeypatch.setattr("worker.step.model_runner.CudaGraphRunner", RerunGraphs)
     monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
     by_name = AttentionConfig(backend="torch_native")
     group = LocalGroup(

@@ -22,11 +22,11 @@ from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.make_checkpoint import write_checkpoint
-from cluster.engine.client import EngineClient
 from cluster.engine.coordinator import Coordinator
 from cluster.http.keys import KeyRing
 from cluster.ranks.liveness import Liveness
 from cluster.ranks.recovery import Recovery
+from cluster.requests.engine_client import EngineClient
 from cluster.requests.served_model import ServedModel
 from cluster.scheduling.scheduler import Scheduler
 from cluster.serve.ingress import create_app

@@ -23,20 +23,20 @@ from attention.layer import AttentionLayer
 from attention.registry import create_backend
 from configs.errors import EngineError
 from configs.layers import Axis, Cut
-from parallel.fused_sum import PartialSum
-from parallel.group import TensorParallelGroup
+from parallel.collectives.fused_sum import PartialSum
+from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.arithmetic import Arithmetic, LayerContext
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.rank_sum import ExactSum
-from parallel.numerics.tree import SumTree
 from parallel.numerics.weight import ChainWeight
 from parallel.plan import LayerShard, Span, leaf_columns
+from parallel.tree import SumTree
 from worker.layers.norm import RMSNorm
-from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.protocol import RowFlag, StepFrame
-from worker.step_inputs import StepInputs
-from worker.step_layout import shape_of
+from worker.step.model_runner import ModelRunner
+from worker.step.step_inputs import StepInputs
+from worker.step.step_layout import shape_of
 
 _ROWS = 37
 _INPUTS = 384

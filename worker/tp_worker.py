@@ -15,29 +15,29 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attention.kept_kv import take_kv
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
 from configs.errors import ConfigError, EngineError
 from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
-from parallel.fused_sum import PeerSizes
-from parallel.group import TensorParallelGroup
+from parallel.collectives.fused_sum import PeerSizes
+from parallel.collectives.group import TensorParallelGroup
 from parallel.kept_memory import KeptMemory, kv_block
 from parallel.numerics.arithmetic import most_nodes
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
-from worker.kept_kv import take_kv
+from worker.device.memory import DeviceMemory, await_idle, free_bytes, profile_cuda
+from worker.device.peaks import Peaks, measure_peaks
 from worker.layers.rotary import check_length
-from worker.memory import DeviceMemory, await_idle, free_bytes, profile_cuda
-from worker.model_runner import ModelRunner
-from worker.peaks import Peaks, measure_peaks
-from worker.pending_step import PendingStep
 from worker.protocol import FrameKind, FrameLimits, StepFrame, StepResult
-from worker.sampler import Sampler
-from worker.self_test import check_steps
-from worker.shard import DTYPES, Shard, naming_the_rank
-from worker.step_layout import launch_bound_tokens
+from worker.sampling.sampler import Sampler
+from worker.self_test import check_exactness, check_steps
+from worker.step.model_runner import ModelRunner
+from worker.step.pending_step import PendingStep
+from worker.step.step_layout import launch_bound_tokens
+from worker.weights.shard import DTYPES, Shard, naming_the_rank
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _MAX_SUM_BYTES = 512 << 20
 
 
 class FrameSource(Protocol):
-    """The source of the step loop's frames: a `FrameReader` of parallel/channel.py."""
+    """The source of the step loop's frames: a `FrameReader` of parallel/channel/ring.py."""
 
     def recv(self, timeout_s: float) -> bytes:
         """The next frame; waits for it."""
@@ -173,7 +173,8 @@ class TPWorker:
             keeps_kv: the pool is the one that this rank had before, in whichever process.
 
         Raises:
-            EngineError: that pool is gone, or of another size.
+            EngineError: that pool is gone, or of another size; or numerics are exact, and this machine breaks the
+                contract.
         """
         check_length(self._model, max_model_len)
         self.close()
@@ -189,8 +190,12 @@ class TPWorker:
                     return self._kv[-1]
 
             self._runner = self._new_runner(num_pages, max_model_len, num_window_pages, allocate)
-            if self._device.type == "cuda" and not at_once:
-                self.check_steps(min(num_pages, num_window_pages or num_pages), max_model_len)
+            if self.shard.arithmetic.choose(fast=False, exact=not at_once):
+                if self._device.type == "cuda":
+                    self.check_steps(min(num_pages, num_window_pages or num_pages), max_model_len)
+                else:
+                    backend = resolved(self._config.attention.decode_backend)
+                    check_exactness(self.shard.arithmetic, backend, self.shard.dtype, self._device)
             self._runner.capture("none" if at_once else "largest" if later else "all")
         if self._device.type == "cuda":
             # Objects made by now stay: the collector, which would stop a step for milliseconds, need not look at it.

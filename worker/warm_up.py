@@ -16,13 +16,13 @@ from attention.fa3_builds import load_provider
 from configs.errors import ConfigError, EngineError
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.arithmetic import ExactArithmetic
 from parallel.plan import ShardPlan
-from worker.memory import every_filter, free_bytes, new_rows
+from worker.device.memory import every_filter, free_bytes, new_rows
 from worker.self_test import check_exactness
-from worker.shard import DTYPES
 from worker.tp_worker import TPWorker, peer_sizes
+from worker.weights.shard import DTYPES
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def _import_kernels() -> None:
     from attention.kernels import decode, extend, step_metadata  # noqa: F401 -- a CPU install has no Triton
     from parallel.kernels import all_reduce_norm  # noqa: F401
     from parallel.numerics.kernels import chain_gemm, fp8_gemm, node_gemm, skinny_gemm  # noqa: F401
-    from worker.kernels import activation, adjustments, norm, rope, sampling  # noqa: F401
+    from worker.sampling.kernels import sampling  # noqa: F401
 
 
 def _load_kernels(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from cluster.anthropic import message_objects as objects
 from cluster.anthropic.message_objects import ContentBlock, MessageUsage, StopReason, TextBlock, ThinkingBlock
-from cluster.engine.messages import FinishReason
+from cluster.messages.engine import FinishReason
 from cluster.requests.answer import AnswerWriter
 from cluster.requests.blocks import BlockBuilder
 from cluster.requests.generation import Delta

@@ -13,8 +13,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from cluster.engine.preflight import read_tokenizer
-from cluster.engine.running_engine import RunningEngine, describe
 from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
+from cluster.serve.running_engine import RunningEngine, describe
 from cluster.serve.session import cluster_address, ray_session
 from configs.load import load_app_config
 from configs.schema import EngineConfig

@@ -28,10 +28,10 @@ from rich.progress import Progress as Bars
 from cluster.commands.resize import coordinators
 from cluster.engine.coordinator_actor import Progress
 from cluster.engine.preflight import check_checkpoint
-from cluster.engine.running_engine import describe
 from cluster.http.keys import open_keys
 from cluster.serve.haproxy import METRICS_PORT
 from cluster.serve.placement import NodeResources, group_bundles, uses_gpus
+from cluster.serve.running_engine import describe
 from cluster.serve.session import (
     ROOT,
     Session,

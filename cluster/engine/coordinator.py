@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from cluster.engine.messages import (
+from cluster.engine.socket import EngineSocket
+from cluster.messages.engine import (
     Abort,
     EngineStats,
     Finished,
@@ -29,14 +30,13 @@ from cluster.engine.messages import (
     Submit,
     Weights,
 )
-from cluster.engine.socket import EngineSocket
-from cluster.engine.state import EngineLife, EngineState
-from cluster.observability.steps import StepMeter
+from cluster.messages.state import EngineLife, EngineState
+from cluster.messages.steps import StepMeter
 from cluster.ranks.liveness import LOOK_S, Liveness
 from cluster.ranks.recovery import Recovery
 from cluster.scheduling.scheduler import Scheduler
 from configs.errors import DeadlineError, EngineError, LockstepError, OutOfMemoryError
-from parallel.channel import STEP_TIMEOUT
+from parallel.channel.ring import STEP_TIMEOUT
 from parallel.sockets import num_descriptors_left
 from worker.protocol import FrameKind, Int32Array, StepFrame, StepResult
 

@@ -17,16 +17,16 @@ import ray
 
 from cluster.engine.coordinator import Coordinator, Sleep
 from cluster.engine.engine_spec import EngineSpec
-from cluster.engine.messages import WeightsChanged
-from cluster.engine.state import EngineState
-from cluster.observability.logs import log_to_stderr
+from cluster.engine.resizing import Resized, fewer, resize
+from cluster.engine.weight_change import change_weights
+from cluster.logs import log_to_stderr
+from cluster.messages.engine import WeightsChanged
+from cluster.messages.state import EngineState
 from cluster.ranks.liveness import Liveness, end_stopped, is_replica
 from cluster.ranks.rank import RankStarter
 from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
 from cluster.ranks.rank_group import GENERATION, GroupMemory, RankGroup
 from cluster.ranks.recovery import Recovery
-from cluster.ranks.resizing import Resized, fewer, resize
-from cluster.ranks.weight_change import change_weights
 from cluster.scheduling.limits import SchedulerLimits, max_item_tokens
 from cluster.scheduling.scheduler import Scheduler
 from configs.errors import ConfigError
@@ -188,7 +188,7 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="ctl")
     def resize(self, size: int) -> Resized:
-        """Makes `size` ranks of the engine's, while it runs; returns when they do. Raises as `cluster.ranks.resizing`
+        """Makes `size` ranks of the engine's, while it runs; returns when they do. Raises as `cluster.engine.resizing`
         has it."""
         with self._one_change() as coordinator:
             return resize(size, self._spec.given, coordinator)
@@ -196,7 +196,7 @@ class CoordinatorActor:
     @ray.method(concurrency_group="ctl")
     def update_weights(self, model: str | None = None, **how: Any) -> WeightsChanged | None:
         """Has the checkpoint `model`, or one in the memory of a trainer, serve in place of the weights there are, while
-        the engine runs; returns when it does. Further arguments and errors are those of `cluster.ranks.weight_change`.
+        the engine runs; returns when it does. Further arguments and errors are those of `cluster.engine.weight_change`.
         """
         with self._one_change() as coordinator:
             return change_weights(coordinator, self._spec, self._platforms, model, **how)

@@ -23,7 +23,7 @@ def system_fingerprint(
     and all settings but those of serving, and equal fingerprints promise nothing.
 
     Args:
-        platforms: `worker.platform.platform_of` of each rank.
+        platforms: `worker.device.platform.platform_of` of each rank.
         version: of weights that took the place of those of the start.
         in_memory: no file has them, so that they are known by their version alone.
     """

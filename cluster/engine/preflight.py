@@ -13,7 +13,7 @@ from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.read_draft_head import draft_head_path, with_draft_head
 from configs.schema import EngineConfig
-from worker.weights import Checkpoint
+from worker.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 

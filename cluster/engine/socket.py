@@ -19,7 +19,7 @@ import time
 
 import msgspec
 
-from cluster.engine.messages import EngineToCoordinator, StepOutput
+from cluster.messages.engine import EngineToCoordinator, StepOutput
 from parallel.sockets import is_ours, pack_frame, pid_of, whole_frames
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cluster.engine.state import EngineLife, EngineState
 from cluster.http.context import RequestContext
+from cluster.messages.state import EngineLife, EngineState
 from configs.errors import OverloadedError, RequestError
 from parallel.sockets import num_descriptors_left
 

@@ -11,11 +11,11 @@ from functools import partial
 import msgspec
 from pydantic import ConfigDict
 
-from cluster.engine.messages import Running
-from cluster.engine.state import EngineState
 from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
+from cluster.messages.engine import Running
+from cluster.messages.state import EngineState
 from cluster.requests.answer import json_response
 from cluster.requests.json_body import decode_body, validated
 from cluster.requests.served_model import ServedModel

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from cluster.engine.client import WholePromptLogprobs
-from cluster.engine.messages import FinishReason, TokenLogprobs
+from cluster.messages.engine import FinishReason, TokenLogprobs
 from cluster.requests.answer import AnswerWriter
+from cluster.requests.engine_client import WholePromptLogprobs
 from cluster.requests.generation import Delta
 from cluster.requests.job import Run
 from cluster.requests.json_parts import DONE, event_parts, finite, json_parts, long_list

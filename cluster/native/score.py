@@ -17,9 +17,9 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from pydantic import ConfigDict, Field
 
-from cluster.engine.messages import SamplingParams
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
+from cluster.messages.engine import SamplingParams
 from cluster.requests.answer import AnswerWriter, answer
 from cluster.requests.checks import check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header

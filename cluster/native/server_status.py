@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from cluster.engine.state import EngineState
 from cluster.http.context import RequestContext, Role
 from cluster.http.response import HttpResponse
+from cluster.messages.state import EngineState
 from cluster.observability.timeline import NUM_REQUESTS, timeline
 from cluster.requests.answer import json_response
 from cluster.requests.engine_info import EngineInfo

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
-from cluster.engine.messages import EngineStats, Weights
-from cluster.observability.steps import STEP_DTYPE
+from cluster.messages.engine import EngineStats, Weights
+from cluster.messages.steps import STEP_DTYPE
 
 _HISTORY_S = 300
 _KEPT_STEPS = 1 << 14

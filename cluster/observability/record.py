@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.engine.messages import FinishReason, Prefilled, SamplingParams
 from cluster.http.context import RequestContext
+from cluster.messages.engine import FinishReason, Prefilled, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

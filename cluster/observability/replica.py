@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.serve.context import ReplicaContext
 
-from cluster.engine.state import EngineLife
+from cluster.messages.state import EngineLife
 from cluster.observability.ray_export import RayExport
 from cluster.observability.record import Identity
 from cluster.observability.telemetry import Telemetry

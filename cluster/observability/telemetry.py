@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from cluster.engine.messages import EngineStats, FinishReason
-from cluster.engine.state import EngineLife, EngineState
+from cluster.messages.engine import EngineStats, FinishReason
+from cluster.messages.state import EngineLife, EngineState
 from cluster.observability import prometheus, table
 from cluster.observability.board import StatsBoard, StepCounts
 from cluster.observability.metrics import Metrics

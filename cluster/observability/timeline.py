@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cluster.engine.messages import SamplingParams
 from cluster.http.context import RequestContext
+from cluster.messages.engine import SamplingParams
 from cluster.observability.record import RequestRecord
 
 NUM_REQUESTS = 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cluster.engine.messages import FinishReason, TokenLogprobs
+from cluster.messages.engine import FinishReason, TokenLogprobs
 from cluster.openai import wire
 from cluster.openai.openai_request import ChatRequest
 from cluster.openai.openai_writer import REASONS, OpenAIWriter, token_logprobs

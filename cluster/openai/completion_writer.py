@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from cluster.engine.client import WholePromptLogprobs
-from cluster.engine.messages import TokenLogprobs
+from cluster.messages.engine import TokenLogprobs
 from cluster.openai.echo import Echo, prompt_top_logprobs
 from cluster.openai.openai_request import CompletionRequest
 from cluster.openai.openai_writer import REASONS, OpenAIWriter, top_logprobs
 from cluster.openai.wire import Completion, CompletionChoice, CompletionLogprobs
+from cluster.requests.engine_client import WholePromptLogprobs
 from cluster.requests.generation import Delta
 from cluster.requests.job import Run
 from cluster.requests.json_parts import finite, json_parts, long_list

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.engine.client import WholePromptLogprobs
 from cluster.openai.wire import PromptLogprob
+from cluster.requests.engine_client import WholePromptLogprobs
 from cluster.requests.json_parts import LOWEST_LOGPROB, finite
 from cluster.text.tokenizer import Tokenizer
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from cluster.engine.client import WholePromptLogprobs
-from cluster.engine.messages import FinishReason, SamplingParams, TokenLogprobs
+from cluster.messages.engine import FinishReason, SamplingParams, TokenLogprobs
 from cluster.openai.echo import prompt_logprobs_json
 from cluster.openai.openai_request import ChatRequest, CompletionRequest
 from cluster.openai.wire import ChatChunk, Completion, PromptLogprobsJson, Reason, TokenLogprob, TopLogprob
 from cluster.requests.answer import AnswerWriter
+from cluster.requests.engine_client import WholePromptLogprobs
 from cluster.requests.generation import Delta
 from cluster.requests.job import Run, Usage
 from cluster.requests.json_parts import DONE, event_parts, finite, long_list

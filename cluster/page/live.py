@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from cluster.engine.state import EngineState
 from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
+from cluster.messages.state import EngineState
 from cluster.observability.board import StatsBoard
 from cluster.requests.json_parts import event_parts
 from cluster.requests.served_model import ServedModel

@@ -10,7 +10,7 @@ import ray
 
 from configs.attention import installed_packages
 from configs.resolve import HostFacts
-from worker.cgroup import available_cores
+from worker.device.cgroup import available_cores
 
 _TYPE = "accelerator_type:"
 # Keys are names of `ray.util.accelerators`; what comes behind a dash is the memory.

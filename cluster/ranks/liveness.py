@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.errors import StepHungError
-from worker.preparing import PREPARING
+from worker.step.preparing import PREPARING
 
 logger = logging.getLogger(__name__)
 

@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from cluster.observability.logs import log_to_stderr
+from cluster.logs import log_to_stderr
 from configs.checkpoint import resolve_model_path
 from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
 from configs.resolve import ANY_NODES_STRATEGY, ONE_NODE_STRATEGY
 from configs.schema import EngineConfig
-from parallel.channel import FrameReader, FrameWriter, Ring
+from parallel.channel.ring import FrameReader, FrameWriter, Ring
+from parallel.channel.store_relay import open_relay
+from parallel.channel.tcp_channel import TcpReader, TcpWriter, connect
 from parallel.plan import ShardPlan
-from parallel.store_relay import open_relay
-from parallel.tcp_channel import TcpReader, TcpWriter, connect
 
 if TYPE_CHECKING:  # these load torch, which the processes that start ranks do without
     import numpy as np
     import numpy.typing as npt
     import torch
 
-    from parallel.group import TensorParallelGroup
-    from worker.memory import DeviceMemory
-    from worker.peaks import Peaks
+    from parallel.collectives.group import TensorParallelGroup
+    from worker.device.memory import DeviceMemory
+    from worker.device.peaks import Peaks
     from worker.tp_worker import TPWorker
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class RankLoad:
     """Whether its weights and KV outlive its process."""
     seconds: float
     platform: str
-    """The value of `worker.platform.platform_of`."""
+    """The value of `worker.device.platform.platform_of`."""
 
 
 @dataclass(frozen=True)
@@ -181,10 +181,10 @@ class RankActor:
         import torch
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared
 
-        from parallel.group import TensorParallelGroup
+        from parallel.collectives.group import TensorParallelGroup
         from parallel.kept_memory import KeptMemory
-        from worker.memory import await_room
-        from worker.preparing import mark_compilations
+        from worker.device.memory import await_room
+        from worker.step.preparing import mark_compilations
         from worker.tp_worker import TPWorker, peer_sizes
 
         config, model, rank = self._spec.config, self._spec.model, self._spec.rank
@@ -260,7 +260,7 @@ class RankActor:
 
     def bring(self, step_bytes: int) -> RankLoad:
         """Brings the shard of `prepare` to the device. Returns what is left for the KV pool besides `step_bytes`."""
-        from worker.memory import DeviceMemory, free_bytes
+        from worker.device.memory import DeviceMemory, free_bytes
 
         began, worker = time.monotonic(), self._ready()
         worker.shard.bring()
@@ -268,7 +268,7 @@ class RankActor:
         return self._loaded(memory, time.monotonic() - began)
 
     def _loaded(self, memory: DeviceMemory, seconds: float) -> RankLoad:
-        from worker.platform import platform_of
+        from worker.device.platform import platform_of
 
         worker = self._ready()
         return RankLoad(

@@ -33,11 +33,11 @@ from configs.kept_types import kept_types
 from configs.kv_pages import PageBytes, WindowPool, dtype_bytes, pages_within
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
-from parallel.channel import FrameReader, FrameWriter
+from parallel.channel.ring import FrameReader, FrameWriter
+from parallel.channel.store_relay import STORE_HOST, StoreGate
 from parallel.kept_memory import WEIGHTS, Keeper, kv_block
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
-from parallel.store_relay import STORE_HOST, StoreGate
 from worker.protocol import Int32Array
 
 logger = logging.getLogger(__name__)

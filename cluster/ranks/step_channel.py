@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from configs.schema import ParallelConfig
-from parallel.channel import FrameReader, FrameWriter, Ring
-from parallel.tcp_channel import TcpListener, TcpReader, TcpWriter
+from parallel.channel.ring import FrameReader, FrameWriter, Ring
+from parallel.channel.tcp_channel import TcpListener, TcpReader, TcpWriter
 
 # A wait here lasts a step, and spinning that long takes a core from the ranks.
 _MOST_SPIN_US = 50

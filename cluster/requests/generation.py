@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.engine.client import RequestStream, WholePromptLogprobs
-from cluster.engine.messages import Finished, FinishReason, Prefilled, SamplingParams, TokenLogprobs
+from cluster.messages.engine import Finished, FinishReason, Prefilled, SamplingParams, TokenLogprobs
+from cluster.requests.engine_client import RequestStream, WholePromptLogprobs
 from cluster.text.answer_parser import AnswerFormat, AnswerReader
 from cluster.text.stops import TextEnd, TextOptions
 from cluster.text.tokenizer import Tokenizer

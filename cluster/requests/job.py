@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from cluster.engine.client import EngineClient, wait_ready
-from cluster.engine.messages import FinishReason, SamplingParams
 from cluster.http.context import RequestContext, current_request
+from cluster.messages.engine import FinishReason, SamplingParams
 from cluster.observability.record import RequestRecord
+from cluster.requests.engine_client import EngineClient, wait_ready
 from cluster.requests.generation import Delta, Output
 from cluster.text.answer_parser import AnswerFormat
 from cluster.text.stops import TextOptions

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from cluster.engine.messages import SamplingParams
+from cluster.messages.engine import SamplingParams
 from cluster.requests import checks
 from cluster.requests.job import JobOptions
 from cluster.requests.sampling_fields import SamplingFields

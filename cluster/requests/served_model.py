@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from cluster.engine.client import EngineClient
-from cluster.engine.messages import SamplingParams, WeightsChanged
-from cluster.engine.state import EngineState
 from cluster.http.context import RequestContext, current_request
+from cluster.messages.engine import SamplingParams, WeightsChanged
+from cluster.messages.state import EngineState
+from cluster.requests.engine_client import EngineClient
 from cluster.requests.engine_info import EngineInfo
 from cluster.requests.fair_threads import FairThreads
 from cluster.requests.fields import FieldPolicy

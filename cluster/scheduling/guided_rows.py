@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from cluster.engine.messages import FinishReason
+from cluster.messages.engine import FinishReason
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.request import Guide, Request, check_allows_a_token
 from cluster.scheduling.row_table import RowTable

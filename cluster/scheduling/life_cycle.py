@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cluster.engine.messages import Finished, FinishReason, GenerateRequest
+from cluster.messages.engine import Finished, FinishReason, GenerateRequest
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.pages import RowPages

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cluster.engine.messages import GenerateRequest, SamplingParams
+from cluster.messages.engine import GenerateRequest, SamplingParams
 from cluster.scheduling.draft_history import DraftHistory
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.ngrams import NgramHistory

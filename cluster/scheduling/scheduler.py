@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cluster.engine.messages import Drafted, Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
+from cluster.messages.engine import Drafted, Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
 from cluster.scheduling.drafter import Drafter
 from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.guided_rows import GuidedRows

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cluster.engine.messages import Prefilled, PromptLogprobs, TokenLogprobs
+from cluster.messages.engine import Prefilled, PromptLogprobs, TokenLogprobs
 from cluster.scheduling.prefill import PromptRun
 from cluster.scheduling.row_table import RowTable
 from configs.errors import EngineError

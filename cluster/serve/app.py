@@ -20,11 +20,10 @@ import ray
 from ray import serve
 
 from cluster.engine.preflight import check_checkpoint, read_tokenizer
-from cluster.engine.running_engine import RunningEngine, describe
-from cluster.engine.state import EngineLife
 from cluster.http.active import ActiveRequests
 from cluster.http.keys import open_keys
-from cluster.observability.logs import log_to_stderr
+from cluster.logs import log_to_stderr
+from cluster.messages.state import EngineLife
 from cluster.observability.replica import replica_telemetry
 from cluster.ranks.host import environment_options
 from cluster.serve.autoscaling import KV_USAGE, QUEUED_TOKENS, RUNNING_SHARE
@@ -33,6 +32,7 @@ from cluster.serve.exposure import check_serve_host, keep_grpc_local
 from cluster.serve.haproxy import REPLICA_SETTINGS, reinstall
 from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from cluster.serve.replicas import replica_options
+from cluster.serve.running_engine import RunningEngine, describe
 from configs.errors import ConfigError, LockstepError
 from configs.load import parse_engine_config
 from configs.resolve import default_max_num_seqs

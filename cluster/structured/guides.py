@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from llguidance import LLMatcher
 
-from cluster.engine.messages import GenerateRequest
+from cluster.messages.engine import GenerateRequest
 from cluster.scheduling.request import Guide, mask_of
 from cluster.structured.bad_words import BadWordsGuide, BothGuides
 from cluster.structured.checker_messages import Setup

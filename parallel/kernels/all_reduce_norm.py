@@ -26,8 +26,8 @@ import triton.language as tl
 
 from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start, let_next_start_beside
 from parallel.kernels.flags import FLAG_BYTES, MAX_PROGRAMS
-from parallel.numerics.kernels.tree_sum import add_norm_row, append, block_of_row, finish, scale_of
-from parallel.numerics.tree import Additions
+from parallel.kernels.tree_sum import add_norm_row, append, block_of_row, finish, scale_of
+from parallel.tree import Additions
 
 STATE_WORDS = 2 * MAX_PROGRAMS + 1
 _MAX_PROGRAMS: tl.constexpr = tl.constexpr(MAX_PROGRAMS)

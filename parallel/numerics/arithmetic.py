@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from configs.layers import Axis, Columns, Cut, HeadGroups, Linear
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.rank_sum import CudaExactSum, ExactSum, FastSum, RankSum
 from parallel.numerics.tensor_source import TensorSource
-from parallel.numerics.tree import SumTree
 from parallel.numerics.weight import (
     ChainWeight,
     CpuLeaves,
@@ -31,6 +30,7 @@ from parallel.numerics.weight import (
     Weight,
 )
 from parallel.plan import LayerShard, ShardPlan, Span, leaf_columns
+from parallel.tree import SumTree
 
 _T = TypeVar("_T")
 

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parallel.fused_sum import PartialSum
-from parallel.group import TensorParallelGroup
-from parallel.numerics.tree import SumTree
+from parallel.collectives.fused_sum import PartialSum
+from parallel.collectives.group import TensorParallelGroup
+from parallel.tree import SumTree
 
 
 class RankSum(Protocol):
@@ -114,6 +114,6 @@ class NodeSum(PartialSum):
         self.num_rows = nodes.shape[1]
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from parallel.numerics.kernels.tree_sum import sum_add_norm  # a CPU install has no Triton
+        from parallel.kernels.tree_sum import sum_add_norm  # a CPU install has no Triton
 
         return sum_add_norm(self._nodes, self._tree.additions, residual, weight, eps, places=self._places)

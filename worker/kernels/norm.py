@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start, let_next_start_beside
+from parallel.kernels.tree_sum import block_of_row
 from parallel.numerics.fp8 import Fp8Rows
 from parallel.numerics.kernels.fp8_groups import MOST_TILES, Groups, empty_rows, store_in_fp8
-from parallel.numerics.kernels.tree_sum import block_of_row
 
 
 @triton.jit

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
+from parallel.kernels.tree_sum import sum_subtrees
 from parallel.numerics.kernels.fp8_groups import GROUP_COLUMNS, first_scales, sum_side_by_side
 from parallel.numerics.kernels.fp8_tile import plain_tile, scales_of
 from parallel.numerics.kernels.mxfp4_groups import sum_blocks_side_by_side
 from parallel.numerics.kernels.node_gemm import add_leaf, border, cut_nodes, pack_parts
-from parallel.numerics.kernels.tree_sum import sum_subtrees
-from parallel.numerics.tree import additions_of
 from parallel.plan import Span
+from parallel.tree import additions_of
 from worker.kernels.grouped_experts import (
     MMA_ROWS,
     ExpertWeight,

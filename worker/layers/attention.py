@@ -9,8 +9,8 @@ import torch
 from attention.layer import AttentionLayer
 from attention.rotation import QKNorms
 from configs.layers import Axis, GroupedQueryAttention
-from parallel.fused_sum import PartialSum
-from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.collectives.fused_sum import PartialSum
+from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.fp8 import Fp8Rows
 from parallel.numerics.tensor_source import TensorSource

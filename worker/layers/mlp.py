@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from configs.layers import DenseMLP
-from parallel.fused_sum import PartialSum
-from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.collectives.fused_sum import PartialSum
+from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.fp8 import Fp8Rows
 from parallel.numerics.tensor_source import TensorSource

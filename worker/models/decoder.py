@@ -17,9 +17,9 @@ from attention.forward_batch import ForwardBatch
 from attention.layer import AttentionLayer
 from configs.draft_head import LAST_STATE
 from configs.model_config import ModelConfig
-from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
-from parallel.fused_sum import PartialSum
-from parallel.group import TensorParallelGroup
+from parallel.collectives.fused_sum import PartialSum
+from parallel.collectives.group import TensorParallelGroup
+from parallel.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.numerics.arithmetic import FAST, Arithmetic, LayerContext
 from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import ShardPlan

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cluster.engine.messages import FinishReason
+from cluster.messages.engine import FinishReason
 from cluster.openai.openai_writer import token_logprobs
 from cluster.openai.responses import response_objects as objects
 from cluster.openai.wire import TokenLogprob

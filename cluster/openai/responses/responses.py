@@ -14,11 +14,11 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from cluster.engine.messages import SamplingParams
 from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
 from cluster.http.http_errors import as_request_error, error_event
 from cluster.http.response import HttpResponse
+from cluster.messages.engine import SamplingParams
 from cluster.openai.responses import response_objects as objects
 from cluster.openai.responses.event_log import EventLog
 from cluster.openai.responses.response_store import ResponseStore, StoredResponse

@@ -19,10 +19,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
+from parallel.kernels.tree_sum import append, sum_subtrees
 from parallel.numerics.kernels.fp8_tile import AnyWeight, pieces_of, plain_tile, scales_of
-from parallel.numerics.kernels.tree_sum import append, sum_subtrees
-from parallel.numerics.tree import additions_of, cut
 from parallel.plan import Span
+from parallel.tree import additions_of, cut
 
 
 @dataclass(frozen=True, slots=True)

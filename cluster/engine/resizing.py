@@ -1,0 +1,193 @@
+"""Another number of ranks for an engine that serves: its `tensor_parallel_size`, while requests run.
+
+The new ranks start and load their shards beside those that serve. Only then do requests wait: until the steps in
+flight have retired, the old ranks have given their KV pools up, and the new ones have theirs, with what each has of the
+pages that are in use. Where that cannot be, what requests had is computed again, as after a rebuild. So whatever fails
+before costs no request anything, and what fails after leaves the old ranks, which still have their weights, to go on.
+
+The pool keeps its number of pages, and with it every limit that requests were admitted by.
+
+On GPUs the KV pools of the old ranks may take what there is: the new ranks start beside them, load the kernels, and
+read their shards into the GPU's memory where it has room, else into the node's, from where they come once those pools
+are given up. A new rank shares the GPU of
+the old one of its index until that has gone; more of them take GPUs of the node that are free. The pool has fewer pages
+where there is no room for as many, and `max_model_len` always fits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import psutil  # type: ignore[import-untyped]  # ships no types
+
+from cluster.engine.coordinator import Coordinator
+from cluster.ranks.held_gpus import HeldGPU, hold, release
+from cluster.ranks.host import host_facts
+from cluster.ranks.rank import CUDA_ENVIRONMENT
+from cluster.ranks.rank_group import GroupMemory, RankGroup
+from configs.errors import ConfigError, EngineError, LockstepError
+from configs.kv_pages import WindowPool, pool_bytes
+from configs.resolve import resolve
+from configs.schema import EngineConfig
+from worker.device.cgroup import available_bytes
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+_HOST_SHARE = 0.5  # weights that wait are pinned, which takes more of a node than to hold them
+
+
+@dataclass(frozen=True)
+class Resized:
+    """The outcome of a resize."""
+
+    size: int
+    """Ranks now."""
+    pause_s: float
+    """How long the requests waited."""
+
+
+def resize(size: int, given: EngineConfig, coordinator: Coordinator) -> Resized:
+    """Has `size` new ranks take the place of those that there are; one resize at a time.
+
+    Args:
+        given: the configuration before anything in it was resolved.
+
+    Raises:
+        ConfigError: it cannot be had. The ranks there are go on.
+        EngineError: it failed. They go on as well, unless the engine ends.
+    """
+    old = coordinator.ranks
+    if size == old.size:
+        return Resized(size, 0.0)
+    began = time.monotonic()
+    config = _resolved(size, given, old)
+    new = old.resized(config, _held(size, old))
+    try:
+        _load(new, old)
+        loaded = time.monotonic()
+        pause_s = coordinator.exchange(new).result()
+    except LockstepError:
+        new.close("the resize failed")
+        release(new.starter.held[len(old.starter.held) :])
+        raise
+    release(old.starter.held[len(new.starter.held) :])
+    logger.warning(
+        "tensor_parallel_size is %d, it was %d: %.2f s beside the steps, requests waited %.2f s",
+        new.size,
+        old.size,
+        loaded - began,
+        pause_s,
+    )
+    return Resized(new.size, pause_s)
+
+
+def fewer(given: EngineConfig, old: RankGroup) -> RankGroup | None:
+    """The group, not started, that goes on where ranks of `old` are lost with their devices; None where none may.
+
+    Args:
+        given: as in `resize`.
+    """
+    size, least = old.size - len(old.lost), old.config.recovery.min_ranks
+    if size == old.size or least is None or size < least:
+        return None
+    try:
+        return old.resized(_resolved(size, given, old), old.starter.held)
+    except ConfigError as error:
+        logger.error("the group cannot go on with %d ranks: %s", size, error)
+        return None
+
+
+def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
+    """The configuration for `size` ranks; raises ConfigError where there cannot be so many."""
+    on_gpus = old.config.device == "cuda"
+    if old.starter.is_in_memory:
+        raise ConfigError("weights that came from memory cannot be read by new ranks; change to those of a path first")
+    if not old.one_node:
+        raise ConfigError("ranks on several nodes cannot be resized")
+    num_bundles = old.starter.num_bundles
+    if not on_gpus and size > num_bundles and given.placement.cpus_per_rank is not None:
+        raise ConfigError(
+            f"placement.cpus_per_rank={given.placement.cpus_per_rank:g} is reserved for {num_bundles} ranks; leave "
+            f"it out, or start with tensor_parallel_size={size}"
+        )
+    # The value that `auto` has become stays: streams go on in the numerics that they began in.
+    now = old.config
+    kept = {"numerics": now.numerics, "model": now.model, "revision": now.revision}  # other weights may have come
+    changed = given.model_copy(update={"tensor_parallel_size": size, **kept})
+    return resolve(changed, old.model, host_facts(gpus=on_gpus)).config
+
+
+def _held(size: int, old: RankGroup) -> tuple[HeldGPU, ...]:
+    """GPUs for the ranks of `size` that the placement group has no bundle for, those of `old` first; raises ConfigError
+    where too few are free."""
+    count = max(0, size - old.starter.num_bundles) if old.config.device == "cuda" else 0
+    held = old.starter.held[:count]
+    return held + (hold(old.bundle, count - len(held), CUDA_ENVIRONMENT) if count > len(held) else ())
+
+
+def _load(new: RankGroup, old: RankGroup) -> None:
+    """Starts `new` and loads them, on GPUs as `RankGroup.prepare` does; raises ConfigError where there is no room."""
+    on_gpus = new.config.device == "cuda"
+    if on_gpus:
+        check_devices(new, old)
+    node, container = int(psutil.virtual_memory().available), available_bytes()
+    free = node if container is None else min(node, container)
+    needed = sum(new.plan.weight_bytes(rank, new.config) for rank in range(new.size))
+    if needed > free and not on_gpus:
+        raise ConfigError(
+            f"the weights of {new.size} ranks take {needed / _GIB:.2f} GiB beside those that serve, and "
+            f"{free / _GIB:.2f} GiB are free"
+        )
+    new.start()
+    if new.fetches:
+        new.fetch()
+    if on_gpus:
+        if old.is_kept and needed < _HOST_SHARE * free:
+            new.prepare()
+        return
+    memory = new.load()
+    if not new.one_node:
+        raise EngineError("the new ranks are on another node")
+    _check_pool(memory, new, old)
+
+
+def check_devices(new: RankGroup, old: RankGroup) -> None:
+    """Raises ConfigError where a GPU that a new rank takes over cannot hold the weights of both ranks, which it has to
+    until the old one goes, and the new rank's keys and values of one sequence of `max_model_len`."""
+    config, max_model_len = new.config, old.pool.max_model_len
+    page_size = config.kv_cache.page_size
+    window_pool = None if old.pool.num_window_pages is None else WindowPool.of(config, old.model)
+    for rank, room in zip(range(new.size), old.room_bytes, strict=False):
+        weights = old.plan.weight_bytes(rank, config) + new.plan.weight_bytes(rank, config)
+        page = new.plan.kv_page_bytes(rank, page_size, config.kv_dtype)
+        pool = pool_bytes(-(-max_model_len // page_size), page, window_pool)
+        if (needed := weights + pool) > room:
+            raise ConfigError(
+                f"{old.devices[rank]} has {room / _GIB:.2f} GiB, and holds the weights of rank {rank} of {old.size} "
+                f"and of {new.size} until those of before have gone; with max_model_len={max_model_len} that takes "
+                f"{needed / _GIB:.2f} GiB"
+            )
+
+
+def _check_pool(memory: GroupMemory, new: RankGroup, old: RankGroup) -> None:
+    """Raises ConfigError where the new ranks cannot hold the pages that the old ones do."""
+    num_pages, config = old.pool.num_pages, old.config
+    window_pool = None if old.pool.num_window_pages is None else WindowPool.of(config, old.model)
+    takes = [pool_bytes(num_pages, page, window_pool) for page in memory.bytes_per_page]
+    most = config.kv_cache.memory_bytes
+    if most is not None and max(takes) > most:
+        raise ConfigError(
+            f"the KV pool of {num_pages} pages takes {max(takes)} bytes on a rank of {new.size}, more than "
+            f"kv_cache.memory_bytes={most}"
+        )
+    plan = old.plan
+    pages = [plan.kv_page_bytes(rank, config.kv_cache.page_size, config.kv_dtype) for rank in range(old.size)]
+    more = sum(takes) - sum(pool_bytes(num_pages, page, window_pool) for page in pages)
+    if more > (free := sum(memory.free_bytes)):
+        raise ConfigError(
+            f"the KV pool of {num_pages} pages takes {more / _GIB:.2f} GiB more on {new.size} ranks, and "
+            f"{free / _GIB:.2f} GiB are free"
+        )

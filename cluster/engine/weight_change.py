@@ -1,0 +1,113 @@
+"""Other weights of the same shape for an engine that serves: read beside the old ones, exchanged between two steps.
+
+Whatever fails before the exchange costs nothing: the ranks forget what they read. A rank that fails in it leaves a
+group that nobody knows the weights of, so that all are replaced, by ranks with the new ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import ray
+
+from cluster.engine.coordinator import Coordinator, WeightChange
+from cluster.engine.engine_spec import EngineSpec
+from cluster.engine.fingerprint import system_fingerprint
+from cluster.messages.engine import Running, Weights, WeightsChanged
+from cluster.ranks.rank import RankStarter
+from configs.checkpoint import model_name, resolve_model_path
+from configs.errors import ConfigError
+from configs.read_config import read_model_config
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_CHARS = 200  # a message shows so many of a difference between models
+_SHOWN_DIFFERENCES = 4
+
+
+def change_weights(
+    coordinator: Coordinator,
+    spec: EngineSpec,
+    platforms: Iterable[str],
+    model: str | None,
+    *,
+    tensors: Sequence[ray.ObjectRef[dict[str, Any]]] = (),
+    last: bool = True,
+    revision: str | None = None,
+    version: str | None = None,
+    running: Running = "continue",
+) -> WeightsChanged | None:
+    """Has the checkpoint `model`, or that of all `tensors`, serve; one change at a time, and no resize meanwhile.
+
+    Args:
+        spec: of the engine's start.
+        platforms: as `system_fingerprint` has them.
+        model: a local directory, a .gguf file, or a Hugging Face id, of the same model.
+        tensors: of a checkpoint in memory, by name: each as it is, or as torch.multiprocessing's `reduce_tensor` makes
+            it of one on a GPU of the same node, whose process keeps it until the last call returns.
+        last: False: more tensors follow in another call, and nothing serves yet, for which None is returned.
+        version: None: the last part of the model's name, and the revision.
+
+    Raises:
+        ConfigError: it cannot be had. The weights there are go on.
+        EngineError: it failed. They go on as well, unless ranks failed in the exchange.
+    """
+    ranks, began = coordinator.ranks, time.monotonic()
+    generation = coordinator.inspect(lambda scheduler: scheduler.generation)
+    if (model is None) != bool(tensors) or (model is None and version is None):
+        raise ConfigError("give a model, or tensors and a version")
+    starter = ranks.give(tensors) if model is None else starter_with(ranks.starter, model, revision)
+    if not last:
+        return None
+    if version is None:
+        version = "@".join(it for it in (model_name(model or ""), revision) if it is not None)
+    now = dataclasses.replace(spec, config=starter.config, model=starter.model, model_path=starter.model_path)
+    fingerprint = system_fingerprint(now, platforms, version, in_memory=starter.is_in_memory)
+    weights = Weights(version, fingerprint)
+    try:
+        on_host = any(ranks.stage(starter))
+        loaded = time.monotonic()
+        change = WeightChange(weights, running, generation, lambda: ranks.take_staged(starter))
+        pause_s = coordinator.exchange(change).result()
+    finally:
+        ranks.drop_staged()
+    changed = WeightsChanged(version, pause_s, loaded - began, "host" if on_host else "device")
+    logger.info("weights %s: read in %.2f s to the memory of the %s", version, changed.load_s, changed.staged_in)
+    return changed
+
+
+def starter_with(now: RankStarter, model: str, revision: str | None) -> RankStarter:
+    """A starter of the same ranks with the weights of another checkpoint, which describes the same model.
+
+    Raises:
+        ConfigError: it describes another, or there is none.
+    """
+    config = now.config.model_copy(update={"model": model, "revision": revision})
+    path = resolve_model_path(model, revision, weights=config.has_local_weights)
+    # The types that weights lie in may be others. A head stays, and an MTP layer is as it was.
+    kept: dict[str, Any] = {"dtype": now.model.dtype, "draft_head": now.model.draft_head}
+    found = dataclasses.replace(read_model_config(path, now.model.max_context), **kept)
+    scales, has_mxfp4 = now.model.weight_scales, now.model.has_mxfp4
+    comparable = dataclasses.replace(found, weight_scales=scales, has_mxfp4=has_mxfp4)
+    if differ := list(itertools.islice(_differences(comparable, now.model), _SHOWN_DIFFERENCES)):
+        raise ConfigError(f"model={model} is another model than the one that serves: {'; '.join(differ)}")
+    changes: dict[str, Any] = {"config": config, "model": found, "model_path": path}
+    return dataclasses.replace(now, **changes, is_in_memory=False, weights=secrets.token_hex())
+
+
+def _differences(found: Any, expected: Any, path: str = "") -> Iterator[str]:
+    """The parts of `found` that are not as in `expected`, by dotted paths that begin with `path`."""
+    if dataclasses.is_dataclass(found) and type(found) is type(expected):
+        for it in dataclasses.fields(found):
+            yield from _differences(getattr(found, it.name), getattr(expected, it.name), f"{path}.{it.name}".strip("."))
+    elif isinstance(found, tuple) and isinstance(expected, tuple) and len(found) == len(expected):
+        for i, (part, other) in enumerate(zip(found, expected, strict=True)):
+            yield from _differences(part, other, f"{path}.{i}")
+    elif found != expected:
+        yield f"{path} is {found!r}, not {expected!r}"[:_SHOWN_CHARS]

@@ -1,0 +1,80 @@
+"""How a process of ours writes its log: to stderr, which Ray keeps, one line an event, as text or as JSON.
+
+Every line says which replica and which rank it is of. What a line has beside its message comes in `extra={"fields":
+{...}}`: values of a request or of the engine, never its text.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+import msgspec
+
+_PACKAGES = ("attention", "cluster", "configs", "parallel", "worker")
+
+
+class ConsoleFormatter(logging.Formatter):
+    """`INFO [app:replica tp1] cluster.serve.running_engine: message key=value ...`."""
+
+    def __init__(self, process: Mapping[str, str]) -> None:
+        where = " ".join(process.values())
+        super().__init__(f"%(levelname)s {f'[{where}] ' if where else ''}%(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
+        return f"{super().formatMessage(record)} {fields}" if fields else super().formatMessage(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, the process's names, the line's fields, `error`."""
+
+    def __init__(self, process: Mapping[str, str]) -> None:
+        super().__init__()
+        self._process = dict(process)
+        # Values that JSON does not know are written as text: a line must not be lost for a value in it.
+        self._encoder = msgspec.json.Encoder(enc_hook=str)
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self._process,
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return self._encoder.encode(line).decode()
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Ours, among those of the root."""
+
+
+def formatter(log_format: str, **process: str) -> logging.Formatter:
+    """A formatter of `observability.log_format` (console or json) for a process of these names, e.g. replica and
+    rank."""
+    return (JsonFormatter if log_format == "json" else ConsoleFormatter)(process)
+
+
+def log_to_stderr(log_format: str = "console", **process: str) -> None:
+    """Shows what Lockstep logs in this process, and others' warnings; Ray keeps it, and passes it on to the driver.
+
+    Called again, it gives the process other names.
+    """
+    logging.basicConfig(level=logging.WARNING, handlers=[_Handler(sys.stderr)])
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Handler):
+            handler.setFormatter(formatter(log_format, **process))
+    for package in _PACKAGES:
+        logging.getLogger(package).setLevel(logging.INFO)
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
+    fields: Mapping[str, Any] = record.__dict__.get("fields", {})
+    return fields

@@ -1,0 +1,114 @@
+"""The cost of each step, as the coordinator saw it: measured there, sent in records, read in the Engine replica.
+
+No torch, no Ray: the coordinator's loop runs this for every step, so it keeps to two clock readings, a few sums over
+the rows and one `pack`.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from cluster.messages.engine import EngineStats, SchedulerStats
+from parallel.step_cost import StepCost
+from worker.protocol import StepFrame
+
+STEP_DTYPE = np.dtype(
+    [
+        ("launched_s", "<f8"),  # CLOCK_MONOTONIC of the host
+        ("duration_s", "<f4"),  # from the launch, or from the end of the step before where that was later, to its end
+        ("gap_s", "<f4"),  # how long no step was in flight before it, though there was work: time the ranks waited
+        ("num_rows", "<i4"),  # sequences in the step
+        ("num_decodes", "<i4"),  # sequences that computed their last token, and no prompt
+        ("num_prefill_tokens", "<i4"),  # prompt tokens it computed
+        ("num_sampled", "<i4"),  # tokens it brought
+        ("flops", "<f4"),  # that the model needs for it, all ranks together
+        ("read_bytes", "<f4"),  # weights, keys and values that it must read, all ranks together
+    ],
+    align=False,
+)
+"""One retired step."""
+
+_REPORT_INTERVAL_S = 0.1
+_RECORD = struct.Struct("<dffiiiiff")
+# Nobody may be there to read: then the records of the last seconds are enough.
+_MAX_UNREAD_BYTES = _RECORD.size * 4096
+
+
+class StepMeter:
+    """Times the steps of one coordinator and counts what they cost. One thread."""
+
+    def __init__(self, cost: StepCost, clock: Callable[[], float] = time.monotonic) -> None:
+        self.cost = cost
+        """The cost of steps launched from now on, all ranks together."""
+        self._clock = clock
+        # Launched at; rows, decodes and prompt tokens; FLOPs and bytes.
+        self._in_flight: deque[tuple[float, tuple[int, int, int], tuple[float, float]]] = deque()
+        self._last_end: float | None = None  # when a step last ended; None where the engine was idle since
+        self._records = bytearray()
+        self._reported_at = -_REPORT_INTERVAL_S
+        self.num_steps = 0
+        """Steps launched so far."""
+
+    def launched(self, frame: StepFrame) -> None:
+        """`frame` has been handed to the ranks."""
+        self.num_steps += 1
+        num_rows = num_decodes = len(frame.rows)
+        if len(frame.token_ids):
+            num_decodes -= int(np.count_nonzero(frame.has_tokens & (frame.draws <= 1)))
+        num_logits = int(frame.draws.sum()) + len(frame.prompt_targets)
+        cost = self.cost.step(frame.starts, frame.lens, num_logits)
+        num_prompt_tokens = len(frame.token_ids)
+        if len(frame.num_draws):
+            num_prompt_tokens -= int(frame.lens[frame.has_tokens & (frame.draws > 1)].sum())  # these are drafts
+        self._in_flight.append((self._clock(), (num_rows, num_decodes, num_prompt_tokens), cost))
+
+    @property
+    def oldest(self) -> tuple[bool, tuple[float, float]]:
+        """Whether prompts are in the oldest step in flight, and its FLOPs and bytes."""
+        _, (*_, num_prefill_tokens), cost = self._in_flight[0]
+        return num_prefill_tokens > 0, cost
+
+    def retired(self, num_sampled: int) -> float:
+        """The oldest step's result is there, with that many tokens. Returns the seconds that it took."""
+        now = self._clock()
+        launched, counts, cost = self._in_flight.popleft()
+        before = launched if self._last_end is None else self._last_end
+        duration, gap = now - max(launched, before), max(0.0, launched - before)
+        self._last_end = now
+        if len(self._records) >= _MAX_UNREAD_BYTES:
+            self._records.clear()
+        self._records += _RECORD.pack(launched, duration, gap, *counts, num_sampled, *cost)
+        return duration
+
+    def lost(self) -> None:
+        """The steps in flight will not retire."""
+        self._in_flight.clear()
+        self._last_end = None
+
+    def rest(self) -> None:
+        """There is nothing to do: the time until the next launch is nobody's delay."""
+        self._last_end = None
+
+    def is_due(self) -> bool:
+        """Whether a busy engine's next report is due."""
+        return self._clock() - self._reported_at >= _REPORT_INTERVAL_S
+
+    def report(self, scheduler: SchedulerStats, heartbeat_age_s: list[float]) -> EngineStats:
+        """The engine's figures now, with the steps that retired since the last report."""
+        self._reported_at = now = self._clock()
+        age = now - self._in_flight[0][0] if self._in_flight else 0.0
+        steps = bytes(self._records)
+        self._records.clear()
+        return EngineStats(
+            time_s=now,
+            scheduler=scheduler,
+            num_steps=self.num_steps,
+            step_age_s=age,
+            heartbeat_age_s=heartbeat_age_s,
+            steps=steps,
+        )

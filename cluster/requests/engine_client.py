@@ -1,0 +1,430 @@
+"""The Engine replica's end of the unix socket to its coordinator.
+
+Owns request ids and the buffers between the one reader task and whoever reads a request's tokens. It knows neither
+text nor HTTP, and it does not schedule. A frame on the socket is one struct of `cluster.messages.engine`, as msgpack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from cluster.messages.engine import (
+    Abort,
+    EngineToCoordinator,
+    Finished,
+    FinishReason,
+    FlushCache,
+    Prefilled,
+    PromptLogprobs,
+    SamplingParams,
+    StepOutput,
+    Submit,
+    TokenLogprobs,
+    shared_sampling,
+)
+from cluster.messages.state import EngineState
+from cluster.observability.board import StatsBoard
+from cluster.observability.telemetry import Telemetry
+from configs.errors import DeadlineError, EngineError, OverloadedError, RequestError
+from parallel.sockets import LENGTH, MAX_FRAME_BYTES, read_frame
+
+logger = logging.getLogger(__name__)
+
+_MAX_UNSENT_BYTES = 64 << 20
+MAX_CHUNK_TOKENS = 128
+"""Tokens that a reader who was away reads at once: the event loop is not only its."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholePromptLogprobs:
+    """Log probabilities of a whole prompt, before temperature and filters. Entry i is of the token at position i + 1:
+    the first token has none before it."""
+
+    logprobs: npt.NDArray[np.float32]
+    """[num_prompt_tokens - 1]"""
+    top_ids: npt.NDArray[np.int32]
+    """[num_prompt_tokens - 1, k]: likeliest tokens in the same place, descending, equal ones by id."""
+    top_logprobs: npt.NDArray[np.float32]
+    """[num_prompt_tokens - 1, k]"""
+
+    @classmethod
+    def join(cls, runs: Sequence[PromptLogprobs], k: int) -> WholePromptLogprobs:
+        """Joins all runs of one request, in the order they came."""
+        logprobs = np.frombuffer(b"".join(run.logprobs for run in runs), "<f4")
+        return cls(
+            logprobs,
+            np.frombuffer(b"".join(run.top_ids for run in runs), "<i4").reshape(len(logprobs), k),
+            np.frombuffer(b"".join(run.top_logprobs for run in runs), "<f4").reshape(len(logprobs), k),
+        )
+
+
+@dataclass(slots=True)
+class TokenChunk:
+    """Tokens that arrived for one request since it was last read."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    """One for each of `token_ids` when the request asked for them."""
+    prefilled: Prefilled | None
+    """How the prompt was worked on; None until the first token."""
+    prompt_logprobs: WholePromptLogprobs | None
+    """Only on the first chunk with a token, when the request asked for them."""
+    finished: Finished | None
+    """Set on the last chunk."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens taken from the prefix cache; 0 until the first token."""
+        return 0 if self.prefilled is None else self.prefilled.num_cached_tokens
+
+
+class RequestStream:
+    """The tokens of one request, in order, as an async iterator of `TokenChunk`.
+
+    One reader at a time. Whoever stops reading early calls `abort()` (or `aclose()`); being cancelled inside a read
+    aborts by itself. A slow reader costs one int per token, bounded by the request's `max_tokens`.
+    """
+
+    __slots__ = (
+        "_client",
+        "_done",
+        "_finished",
+        "_logprobs",
+        "_prefilled",
+        "_prompt_runs",
+        "_sampling",
+        "_token_at",
+        "_tokens",
+        "_waiter",
+        "id",
+        "num_accepted",
+        "num_drafted",
+    )
+
+    def __init__(self, client: EngineClient, request_id: int, sampling: SamplingParams) -> None:
+        self.id = request_id
+        self.num_drafted = self.num_accepted = 0
+        """Drafts that were verified for it, and those that became tokens."""
+        self._client = client
+        self._sampling = sampling
+        self._tokens: list[int] = []
+        self._token_at = 0.0  # when the last one came; 0 before the first
+        self._logprobs: list[TokenLogprobs] | None = [] if sampling.num_logprobs >= 0 else None
+        self._prompt_runs: list[PromptLogprobs] | None = [] if sampling.prompt_logprobs >= 0 else None
+        self._prefilled: Prefilled | None = None
+        self._finished: Finished | None = None
+        self._done = False  # the last chunk has been taken
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` would return something."""
+        return not self._done and (bool(self._tokens) or self._finished is not None)
+
+    @property
+    def done(self) -> bool:
+        """Whether the last chunk has been taken."""
+        return self._done
+
+    def take(self) -> TokenChunk:
+        """The tokens that have arrived, MAX_CHUNK_TOKENS at most, without waiting; possibly none."""
+        tokens, self._tokens = self._tokens[:MAX_CHUNK_TOKENS], self._tokens[MAX_CHUNK_TOKENS:]
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs, self._logprobs = self._logprobs[: len(tokens)], self._logprobs[len(tokens) :]
+        prompt_logprobs = None
+        if tokens and self._prompt_runs is not None:
+            prompt_logprobs = WholePromptLogprobs.join(self._prompt_runs, self._sampling.prompt_logprobs)
+            self._prompt_runs = None
+        finished = None if self._tokens else self._finished
+        self._done = finished is not None
+        return TokenChunk(tokens, logprobs, self._prefilled, prompt_logprobs, finished)
+
+    def abort(self) -> None:
+        """Ends the request now, unless it has ended. A pending or later read gets `FinishReason.ABORT`."""
+        if self._finished is None:
+            self._client._abort(self)
+
+    async def aclose(self) -> None:
+        """Same as `abort`."""
+        self.abort()
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> TokenChunk:
+        if self._done:
+            raise StopAsyncIteration
+        if not self.ready:
+            try:
+                await wait_ready((self,))
+            except asyncio.CancelledError:
+                self.abort()
+                raise
+        return self.take()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def wake(self) -> None:
+        """Ends a pending `wait_ready`, whether there is something to take or not."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _finish(self, finished: Finished) -> None:
+        if self._finished is None:
+            self._finished = finished
+            self.wake()
+
+
+async def wait_ready(streams: Sequence[RequestStream]) -> None:
+    """Returns once at least one of `streams` has something to take, or was woken.
+
+    One future serves them all, so reading n streams needs no task for each.
+    """
+    for stream in streams:
+        if stream.ready:
+            return
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    for stream in streams:
+        stream._waiter = waiter
+    try:
+        await waiter
+    finally:
+        for stream in streams:
+            stream._waiter = None
+
+
+class EngineClient:
+    """Submits requests to the coordinator and hands each step's tokens to their streams."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, telemetry: Telemetry | None = None
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._streams: dict[int, RequestStream] = {}
+        self._ids = itertools.count(1)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(StepOutput)
+        self.telemetry = telemetry or Telemetry()
+        """Is told what the engine reports, and when tokens come."""
+        self._lost: str | None = None  # why the connection is gone
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(cls, path: str, *, telemetry: Telemetry | None = None, timeout_s: float = 30.0) -> EngineClient:
+        """Connects to the coordinator's socket, waiting for it to appear.
+
+        Raises:
+            DeadlineError: nothing accepts at `path` within `timeout_s`.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while True:
+            try:
+                reader, writer = await _open(path)
+                break
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                if loop.time() >= deadline:
+                    raise DeadlineError(
+                        f"no coordinator accepts on its socket within connect timeout_s={timeout_s:g}"
+                    ) from error
+                await asyncio.sleep(0.02)
+        client = cls(reader, writer, telemetry)
+        client._task = asyncio.create_task(client._read_steps(), name="engine-client-reader")
+        return client
+
+    @property
+    def board(self) -> StatsBoard:
+        """The engine's figures."""
+        return self.telemetry.board
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the coordinator is still there."""
+        return self._lost is None
+
+    @property
+    def failure(self) -> str | None:
+        """Why the connection is gone; None while it is there."""
+        return self._lost
+
+    def submit(
+        self,
+        prompts: Sequence[bytes],
+        params: Sequence[Sequence[SamplingParams]],
+        *,
+        level: int = 0,
+        priority: int = 0,
+        client: str = "",
+        cache_salt: bytes = b"",
+        deadline_s: float = 0.0,
+    ) -> list[RequestStream]:
+        """Queues the sequences of one HTTP request, all or none: for each prompt one for each of its `params`, and in
+        this order the streams.
+
+        Args:
+            prompts: little-endian int32 token ids, at least one each.
+            level, priority, client, cache_salt, deadline_s: as in GenerateRequest.
+
+        Raises:
+            EngineError: the coordinator is gone.
+            OverloadedError: it does not read what it was sent.
+            RequestError: the request is too large to be sent at all.
+        """
+        if self._lost is not None:
+            raise EngineError(self._lost)
+        if self._writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+            raise OverloadedError("The engine is not keeping up with new requests; try again later.")
+        sampling, choices = shared_sampling(params)
+        streams = [RequestStream(self, next(self._ids), own) for of_prompt in params for own in of_prompt]
+        self._send(
+            Submit(
+                first_id=streams[0].id,
+                prompts=list(prompts),
+                sampling=sampling,
+                choices=choices,
+                level=level,
+                priority=priority,
+                client=client,
+                cache_salt=cache_salt,
+                deadline_s=deadline_s,
+            )
+        )
+        self._streams.update((stream.id, stream) for stream in streams)
+        return streams
+
+    def flush_cache(self) -> None:
+        """Makes the engine forget the prefixes that no running request uses. Raises EngineError when it is gone."""
+        if self._lost is not None:
+            raise EngineError(self._lost)
+        self._send(FlushCache())
+
+    async def wait_closed(self) -> None:
+        """Returns when the connection is gone."""
+        if self._task is not None:
+            await asyncio.wait((self._task,))
+
+    async def close(self) -> None:
+        """Ends every open stream with an error and closes the socket."""
+        self._lose("the engine client was closed")
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    def _send(self, message: EngineToCoordinator) -> None:
+        frame = bytearray(LENGTH.size)
+        self._encoder.encode_into(message, frame, LENGTH.size)  # in its place: a large one is not copied once more
+        num_bytes = len(frame) - LENGTH.size
+        if num_bytes > MAX_FRAME_BYTES:
+            raise RequestError(f"The request takes {num_bytes} bytes for the engine; send fewer prompts at once.")
+        LENGTH.pack_into(frame, 0, num_bytes)
+        self._writer.write(frame)
+
+    def _abort(self, stream: RequestStream) -> None:
+        self._streams.pop(stream.id, None)
+        stream._finish(Finished(id=stream.id, reason=FinishReason.ABORT))
+        if self._lost is None:
+            self._send(Abort([stream.id]))
+
+    async def _read_steps(self) -> None:
+        reason = "the engine ended the connection"
+        try:
+            while True:
+                self._dispatch(self._decoder.decode(await read_frame(self._reader)))
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        except (msgspec.DecodeError, EngineError) as error:
+            reason = f"the engine sent what is not a step output: {error}"
+        finally:
+            self._lose(reason)
+            self._writer.close()
+
+    def _dispatch(self, output: StepOutput) -> None:
+        """Hands one step to its streams; ids that are gone (aborted here, still running there) are skipped."""
+        streams = self._streams
+        for prefilled in output.prefilled:
+            if (stream := streams.get(prefilled.id)) is not None:
+                stream._prefilled = prefilled
+        for drafted in output.drafted:
+            if (stream := streams.get(drafted.id)) is not None:
+                stream.num_drafted += drafted.num_drafts
+                stream.num_accepted += drafted.num_accepted
+        for run in output.prompt_logprobs:
+            if (stream := streams.get(run.id)) is not None and stream._prompt_runs is not None:
+                stream._prompt_runs.append(run)
+        for logprobs in output.logprobs:
+            if (stream := streams.get(logprobs.id)) is not None and stream._logprobs is not None:
+                stream._logprobs.append(logprobs)
+        # Two tolist() a step are cheaper than one numpy scalar per token.
+        ids = np.frombuffer(output.ids, "<i8").tolist()
+        now = time.monotonic()
+        intervals: list[float] = []
+        for request_id, token in zip(ids, np.frombuffer(output.tokens, "<i4").tolist(), strict=True):
+            if (stream := streams.get(request_id)) is not None:
+                stream._tokens.append(token)
+                if stream._token_at:
+                    intervals.append(now - stream._token_at)
+                stream._token_at = now
+                stream.wake()
+        self.telemetry.intervals(intervals)
+        for finished in output.finished:
+            if (stream := streams.pop(finished.id, None)) is not None:
+                stream._finish(finished)
+        if output.stats is not None:
+            self.telemetry.report(output.stats)
+
+    def _lose(self, reason: str) -> None:
+        if self._lost is not None:
+            return
+        self._lost = reason
+        self.telemetry.life.enter(EngineState.DEAD)
+        _fail_all(self._streams.values(), reason)
+        self._streams.clear()
+
+
+async def _open(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    # Connected here and not by the loop: uvloop refuses addresses of the abstract namespace. It does not block, since
+    # a listening unix socket answers at once.
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(path)
+        return await asyncio.open_unix_connection(sock=sock)
+    except OSError:
+        sock.close()
+        raise
+
+
+def _fail_all(streams: Iterable[RequestStream], reason: str) -> None:
+    lost = list(streams)
+    if lost:
+        logger.error("engine connection lost with %d open requests: %s", len(lost), reason)
+    for stream in lost:
+        stream._finish(Finished(id=stream.id, reason=FinishReason.ERROR, error=reason, error_code="engine_error"))

@@ -1,0 +1,204 @@
+"""One running tensor-parallel group, seen from the process that uses it: coordinator actor plus client socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.engine.engine_spec import EngineSpec
+from cluster.engine.fingerprint import system_fingerprint
+from cluster.engine.preflight import find_tokenizer
+from cluster.engine.resizing import Resized
+from cluster.messages.engine import WeightsChanged
+from cluster.observability.telemetry import Telemetry
+from cluster.ranks.host import host_facts
+from cluster.ranks.liveness import StoppedClock
+from cluster.ranks.rank import NAMESPACE
+from cluster.ranks.rank_actor import actor_class
+from cluster.requests.engine_client import EngineClient
+from cluster.requests.engine_info import EngineInfo
+from cluster.requests.served_model import ServedModel
+from cluster.text.tokenizer import Tokenizer
+from cluster.version import VERSION
+from configs.checkpoint import resolve_model_path
+from configs.errors import EngineError, LockstepError
+from configs.generation_config import read_generation_defaults
+from configs.read_config import read_model_config
+from configs.read_draft_head import with_draft_head
+from configs.resolve import resolve
+from configs.schema import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 15.0
+# It reports once a second, also while a step hangs or ranks are replaced.
+_SILENCE_S = 30.0
+
+
+def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> EngineSpec:
+    """Finds the files of the model and of its tokenizer, reads what it is, and decides every auto value.
+
+    Weights on the Hub are not fetched here, but by the ranks, whose nodes need them.
+
+    Args:
+        announce: log each decision. False where `gpus` is a guess.
+    """
+    model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
+    model = with_draft_head(read_model_config(model_path, config.max_model_len), config)
+    resolved = resolve(config, model, host_facts(gpus=gpus))
+    if announce:
+        for decision in resolved.decisions:
+            logger.info("%s", decision)
+    return EngineSpec(resolved.config, model, model_path, find_tokenizer(config, model_path), config)
+
+
+@dataclass(eq=False)
+class RunningEngine:
+    """A started group. `close` ends every process of it; so does the end of the process that started it."""
+
+    spec: EngineSpec
+    facts: EngineFacts
+    client: EngineClient
+    coordinator: Any
+    """Handle of the `CoordinatorActor`."""
+    _run: asyncio.Future[None]
+    _stopped: StoppedClock = field(default_factory=StoppedClock)
+
+    @classmethod
+    async def start(
+        cls, spec: EngineSpec, placement_group: PlacementGroup, name: str, telemetry: Telemetry | None = None
+    ) -> RunningEngine:
+        """Starts coordinator and ranks in `placement_group` and connects to them.
+
+        Args:
+            name: of the coordinator's actor in the namespace `lockstep`; ranks are `<name>:tp<rank>`.
+            telemetry: is told what happens in this engine. None: one of its own.
+
+        Raises:
+            LockstepError: the start failed; nothing of it is left.
+        """
+        coordinator = (
+            actor_class(CoordinatorActor)
+            .options(
+                name=name,
+                namespace=NAMESPACE,
+                num_cpus=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=0),
+            )
+            .remote(spec, name)
+        )
+        try:
+            facts: EngineFacts = await coordinator.start.remote(placement_group)
+            # The end of this call is the sign of a failure; it also comes when the process dies.
+            run = asyncio.wrap_future(coordinator.run.remote().future())
+            client = await EngineClient.connect(facts.address, telemetry=telemetry)
+        except BaseException as error:
+            ray.kill(coordinator)  # the ranks are its own and end with it
+            if isinstance(error, ray.exceptions.RayError):
+                raise _cause(error) from None
+            raise
+        return cls(spec, facts, client, coordinator, run)
+
+    @property
+    def failure(self) -> LockstepError | None:
+        """Why the engine failed; None while it serves. What has failed stays so: only another engine can serve."""
+        if self._run.done():
+            error = self._run.exception()
+            return EngineError("the engine was closed") if error is None else _cause(error)
+        if self.client.failure is not None:
+            return EngineError(self.client.failure)
+        timeout_s = self.spec.config.recovery.stall_timeout_s
+        if self._stopped.look((self.facts.pid,)).get(self.facts.pid, 0.0) >= timeout_s:
+            return EngineError(f"the coordinator is stopped for longer than recovery.stall_timeout_s={timeout_s:g}")
+        if (silence_s := self.client.board.age_s) > _SILENCE_S:
+            return EngineError(f"the coordinator has not reported for {silence_s:.0f} s, so it is stuck")
+        return None
+
+    async def open_model(self, tokenizer: Tokenizer) -> ServedModel:
+        """The model that requests are put to, once the engine has generated a token. `tokenizer`: that of `spec`."""
+        config = self.spec.config
+        phases = dict(self.facts.phase_s)
+        began = time.monotonic()
+        assert config.served_model_name is not None, "served_model_name is resolved before the engine starts"
+        served = ServedModel(
+            self.client,
+            tokenizer,
+            model_name=config.served_model_name,
+            max_model_len=self.facts.max_model_len,
+            server=config.server,
+            vocab_size=self.spec.model.vocab_size,
+            eos_token_ids=self.spec.model.eos_token_ids,
+            defaults=read_generation_defaults(self.spec.model_path, config.server.generation_config),
+            version=VERSION,
+            info=EngineInfo.of(config, self.facts.num_pages),
+            max_item_tokens=self.facts.max_item_tokens,
+            update_weights=self.update_weights,
+            sleep=self.sleep,
+            system_fingerprint=system_fingerprint(self.spec, (load.platform for load in self.facts.loads)),
+        )
+        await _answer(self.coordinator.set_tokenizer.remote(tokenizer.to_json()))
+        await served.warm_up(config.parallel.step_timeout_s)
+        phases["warming up"] = time.monotonic() - began
+        self.client.telemetry.started(
+            phases,
+            peak_flops=self.facts.peak_flops,
+            peak_bandwidth=self.facts.peak_bandwidth,
+            version=VERSION,
+            tensor_parallel_size=config.tensor_parallel_size,
+            dtype=config.dtype,
+            max_model_len=self.facts.max_model_len,
+            page_size=config.kv_cache.page_size,
+            num_pages=self.facts.num_pages,
+            weights_version="",
+        )
+        return served
+
+    async def resize(self, size: int) -> Resized:
+        """Gives the group `size` ranks while its requests run. Raises what `cluster.engine.resizing.resize` raises."""
+        return await _answer(self.coordinator.resize.remote(size))
+
+    async def sleep(self, *, wakes: bool = False) -> float:
+        """Frees the memory of the devices, or ends that. Returns and raises as `CoordinatorActor.sleep` and `wake_up`
+        do."""
+        return await _answer((self.coordinator.wake_up if wakes else self.coordinator.sleep).remote())
+
+    async def update_weights(self, model: str | None = None, **how: Any) -> WeightsChanged | None:
+        """Has another checkpoint serve, with the requests in flight. Further arguments and errors are those of
+        `cluster.engine.weight_change`."""
+        return await _answer(self.coordinator.update_weights.remote(model, **how))
+
+    async def close(self) -> None:
+        """Ends requests, ranks and coordinator, in that order. Calling it again does nothing."""
+        await self.client.close()
+        if not self._run.done():
+            self.coordinator.close.remote()
+            await asyncio.wait((self._run,), timeout=_CLOSE_TIMEOUT_S)
+        if not self._run.done():
+            logger.warning("the coordinator did not close within %g s", _CLOSE_TIMEOUT_S)
+        elif (error := self._run.exception()) is not None:
+            logger.warning("the engine had failed: %s", _cause(error))
+        ray.kill(self.coordinator)
+
+
+async def _answer(call: Any) -> Any:
+    """The answer to a call of the coordinator; raises what it raised, or that its process died."""
+    try:
+        return await call
+    except ray.exceptions.RayError as error:
+        raise _cause(error) from None
+
+
+def _cause(error: BaseException) -> LockstepError:
+    """The error that the coordinator's call raised, or that its process died."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause
+        return cause if isinstance(cause, LockstepError) else EngineError(f"the coordinator failed: {cause!r}")
+    return EngineError(f"the coordinator died: {str(error).strip().splitlines()[0]}")

@@ -1,0 +1,244 @@
+"""TensorParallelGroup: one rank's membership of its tensor-parallel group.
+
+Owns the meeting of the ranks and which strategy carries their collectives. Nothing here is global to the process: two
+ranks can be two threads of one test (of symmetric_memory: two processes). How tensors move is in collectives.py and
+its strategies' files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from configs.errors import ConfigError, EngineError
+from parallel.collectives.fused_sum import FusedSum, PeerSizes
+from parallel.collectives.interface import Collectives
+from parallel.collectives.library_collectives import LibraryCollectives
+from parallel.collectives.shared_memory import SharedMemoryCollectives
+from parallel.collectives.symmetric_memory import SymmetricMemoryCollectives
+from parallel.environment import MULTICAST_OFF
+from parallel.tree import SumTree
+
+Strategy = Literal["gloo", "nccl", "shared_memory", "symmetric_memory"]
+_STRATEGIES: dict[str, tuple[Strategy, ...]] = {
+    "cpu": ("gloo", "shared_memory"),
+    "cuda": ("nccl", "symmetric_memory"),
+}
+
+
+class TensorParallelGroup:
+    """`rank` of `size` ranks. Every rank makes the same collective calls in the same order, from one thread."""
+
+    def __init__(self, *, rank: int, size: int, device: torch.device, collectives: Collectives | None) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._collectives = collectives
+        self._meet: Callable[[Store, int], Collectives] | None = None  # for several ranks
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        rank: int,
+        size: int,
+        store: Store | None,
+        device: torch.device | str,
+        strategy: Strategy,
+        timeout_s: float,
+        generation: int = 1,
+        spin_us: int = 0,
+        sizes: PeerSizes = PeerSizes(),  # noqa: B008 - it is frozen
+    ) -> TensorParallelGroup:
+        """Meets the other ranks; returns when all are there.
+
+        Args:
+            store: the rendezvous store; this rank's own client of it when ranks are threads, because a TCPStore
+                client that waits blocks its other callers. None only for `size` 1.
+            timeout_s: deadline of the meeting and of each collective: parallel.step_timeout_s.
+            generation: keys in the store start with it, so a rebuilt group never meets remains of the last one.
+            spin_us: how long a waiting rank spins before it sleeps; only shared_memory spins.
+            sizes: the most that a step brings, for which symmetric_memory has room; the same on every rank.
+
+        Raises:
+            ConfigError: the strategy does not fit this machine, or a CUDA rank's environment allows multicast.
+            DeadlineError: not all ranks came in time.
+            EngineError: they came, but could not connect.
+        """
+        device = torch.device(device)
+        if size == 1:
+            return cls.single(device)
+        assert store is not None, "a group of several ranks needs a store"
+        assert 0 <= rank < size, f"rank {rank} of {size}"
+        right = _STRATEGIES.get(device.type, ())
+        if strategy not in right:
+            raise ConfigError(
+                f"parallel.all_reduce={strategy} does not serve device={device.type}; choose {' or '.join(right)}"
+            )
+        if device.type == "cuda":
+            _check_multicast_is_off()
+
+        def meet(store: Store, generation: int) -> Collectives:
+            store = PrefixStore(f"gen{generation}", store)
+            if strategy == "shared_memory":
+                return SharedMemoryCollectives.create(
+                    rank=rank, size=size, store=store, timeout_s=timeout_s, spin_us=spin_us
+                )
+            if strategy == "symmetric_memory":
+                return SymmetricMemoryCollectives.create(
+                    rank=rank, size=size, store=store, device=device, timeout_s=timeout_s, sizes=sizes
+                )
+            return LibraryCollectives.create(
+                strategy=strategy, rank=rank, size=size, store=store, device=device, timeout_s=timeout_s
+            )
+
+        group = cls(rank=rank, size=size, device=device, collectives=meet(store, generation))
+        group._meet = meet
+        return group
+
+    def rejoin(self, store: Store | None, generation: int) -> None:
+        """Meets the ranks of a later `generation` after an abort: whoever holds this group goes on with them.
+
+        No collective may be running. Takes and raises what `create` does.
+        """
+        if self._meet is not None:
+            assert store is not None, "a group of several ranks needs a store"
+            self.close()
+            self._collectives = self._meet(store, generation)
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> TensorParallelGroup:
+        """A group of one: every collective is the identity."""
+        return cls(rank=0, size=1, device=torch.device(device), collectives=None)
+
+    @classmethod
+    def alone(cls, rank: int, size: int, device: torch.device, sizes: PeerSizes) -> TensorParallelGroup:
+        """A group on a GPU none of whose other ranks is there: nothing waits for them, and what comes of its
+        collectives is useless. It loads their kernels."""
+        if size == 1:
+            return cls.single(device)
+        collectives = SymmetricMemoryCollectives.alone(rank=rank, size=size, device=device, sizes=sizes)
+        return cls(rank=rank, size=size, device=device, collectives=collectives)
+
+    def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
+        """A sum of that shape that the norm after it does in the same kernel; None when that is not the fastest way.
+
+        The producer writes its `summand`, then its `add_norm` comes before any other call for a sum. The ranks ask with
+        one shape. Each step, a replay of a graph or not, begins with another collective; or all hold an even number of
+        these: see PeerMemory.
+
+        Args:
+            of: the dtype of the summands; or the tree whose nodes they are, with the same bits as any other way to add
+                them.
+        """
+        return None if self._collectives is None else self._collectives.partial_sum(shape, of)
+
+    def look_up(self, ids: Tensor, row_of: Tensor, rows: Tensor) -> Tensor | None:
+        """The rows of `ids` [num_ids] int64 of a matrix whose rows the ranks hold, [num_ids, row_size]; None where
+        ranks are to sum what each has.
+
+        Args:
+            row_of: [num_ids of all] int32: where in `rows` an id is; len(rows) - 1 where another rank has it.
+            rows: [num_held + 1, row_size], contiguous.
+        """
+        return None if self._collectives is None else self._collectives.look_up(ids, row_of, rows)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """`x` summed over the ranks in rank order, in place; float32, bf16, fp16 or integers. Returns it.
+
+        bf16 and fp16 are added in float32 and rounded once. Over NCCL order and roundings are NCCL's, though the same
+        on all ranks. On CUDA the sum is ready in stream order.
+
+        Raises:
+            DeadlineError: a rank did not come within the group's deadline.
+            EngineError: the group was aborted, or a rank died.
+        """
+        if self._collectives is None:
+            return x
+        if x.is_contiguous():
+            return self._collectives.all_reduce(x)
+        return x.copy_(self._collectives.all_reduce(x.contiguous()))
+
+    def node_buffer(self, shape: tuple[int, int, int]) -> Tensor:
+        """fp32 memory of that shape, contents undefined, for this rank's nodes of the next `sum_nodes`."""
+        if self._collectives is None or shape[0] == 0:
+            return torch.empty(shape, device=self.device)
+        buffer = self._collectives.node_buffer(shape)
+        return torch.empty(shape, device=self.device) if buffer is None else buffer
+
+    def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
+        """The root of all ranks' nodes of `tree`, [num_rows, row_size] fp32: the same bits for any number of ranks.
+
+        Args:
+            nodes: [len(tree.covers[rank]), num_rows, row_size] fp32, contiguous: in a node_buffer, or any memory.
+
+        Returns:
+            A tensor of the caller's own. Raises as all_reduce.
+        """
+        if self._collectives is None:
+            return nodes[0] if len(nodes) == 1 else tree.finish(nodes.unbind(), torch.empty_like(nodes[0]))
+        return self._collectives.sum_nodes(nodes, tree)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's `x`, stacked: [size, *x.shape]. All ranks bring one shape and dtype. Raises as all_reduce."""
+        if self._collectives is None:
+            return x.unsqueeze(0)
+        out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        self._collectives.all_gather(out, x.contiguous())
+        return out
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it. Raises as all_reduce."""
+        if self._collectives is not None:
+            self._collectives.barrier()
+
+    def check_alive(self) -> None:
+        """Raises EngineError after an abort, and DeadlineError once a partial_sum gave up waiting for a rank.
+
+        On CUDA sums are queued, and replays of a graph call nothing here: who has waited for their results asks before
+        using them.
+        """
+        if self._collectives is not None:
+            self._collectives.check_alive()
+
+    def abort(self, reason: str) -> None:
+        """Ends this generation from any thread: blocked and later collectives raise EngineError(reason).
+
+        NCCL returns only when no graph with collectives is left: whoever holds them drops them, see `TPWorker.leave`.
+        """
+        if self._collectives is not None:
+            self._collectives.abort(reason)
+
+    def close(self) -> None:
+        """Leaves the group. No collective may be running, unless it was aborted and has returned."""
+        collectives, self._collectives = self._collectives, cast(Collectives, _Closed())
+        if collectives is not None:
+            collectives.close()
+
+
+class _Closed:
+    """Collectives of a group that was left."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise EngineError("the tensor-parallel group is closed")
+
+    def abort(self, reason: str) -> None:
+        """Nothing is left to end."""
+
+    def close(self) -> None:
+        """Already left."""
+
+
+def _check_multicast_is_off() -> None:
+    wrong = [name for name, value in MULTICAST_OFF.items() if os.environ.get(name) != value]
+    if wrong:
+        needed = " ".join(f"{name}={value}" for name, value in MULTICAST_OFF.items())
+        raise ConfigError(
+            f"a rank on a GPU needs {needed} in its environment, but not so set: {', '.join(wrong)}; "
+            f"set them before the process starts (env_vars of the runtime_env)"
+        )

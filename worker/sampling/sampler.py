@@ -1,0 +1,313 @@
+"""Turns logits into tokens: one rule for every row, whatever else is in the batch.
+
+    token = argmax over allowed v of  logit_v / temperature + gumbel(seed, position, v)
+
+Noise is a hash of seed, position and token id; no generator has state. Temperature 0 is the same rule without noise.
+Ties go to the smallest id. Each row is worked on alone, so its neighbours cannot change a bit of it. A row with a NaN
+among its logits, on whichever rank, gets -1 on all of them.
+
+Logits are sharded by vocabulary. Every row is sampled by the plain rule, which a CUDA graph can hold and which moves
+two numbers a row between ranks, and on GPUs a list of the likeliest tokens, from which rows with a small top-k are
+drawn. Rows with other filters, adjustments or logprobs are looked at again behind it, as whole rows. The arithmetic is
+in worker/kernels for CUDA, and in worker/sampling/torch_sampling.py for CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from parallel.collectives.group import TensorParallelGroup
+from parallel.layers.embedding import whole_logits
+from parallel.plan import ShardPlan
+from worker.protocol import PARAMS_DTYPE, RECORD_WORDS, Int32Array, StepFrame
+from worker.sampling import torch_sampling
+from worker.sampling.adjustments import RowAdjustments
+from worker.sampling.drafts import StepDrafts
+from worker.sampling.logprobs import LogprobTensors
+from worker.upload import upload
+
+_CHUNK_ROWS = 128
+"""Rows looked at again at a time, which bounds their memory: about 30 bytes for each logit. On CUDA one SM works on a
+row."""
+
+
+class ResampledRows(NamedTuple):
+    """Rows of a batch that need more than the plain rule; on the host."""
+
+    indices: npt.NDArray[np.int64]
+    """[num_resampled]: indices into the batch."""
+    is_redrawn: npt.NDArray[np.bool_]
+    """[num_resampled]: has filters or adjustments; the others keep their token and only want logprobs."""
+    num_logprobs: Int32Array
+    """[num_resampled]: how many of the likeliest tokens each wants besides its own; -1 for none."""
+    num_asked: int
+    """The most tokens that one of them wants the log probability of."""
+    are_adjusted: bool
+    """Some of them have adjustments."""
+
+    def by_place(self, drafts: StepDrafts) -> tuple[ResampledRows, list[int]]:
+        """The rows by place, since what is drawn behind drafts depends on the draws before, and where each place's
+        end."""
+        order = np.argsort(drafts.places[self.indices], kind="stable")
+        ends = np.cumsum(np.bincount(drafts.places[self.indices])).tolist()
+        indices, is_redrawn, num_logprobs = self.indices[order], self.is_redrawn[order], self.num_logprobs[order]
+        return ResampledRows(indices, is_redrawn, num_logprobs, self.num_asked, self.are_adjusted), ends
+
+
+class SamplingKernels(Protocol):
+    """The arithmetic: kernels/sampling.py, whose docstrings are the contract, or torch_sampling.py."""
+
+    MAX_LISTED_TOP_K: int
+
+    def plain_tokens(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        records: torch.Tensor,
+        first_id: int,
+        group: TensorParallelGroup,
+    ) -> torch.Tensor:
+        """A token of every row by temperature, noise and a small top-k."""
+
+    def best_candidates(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        records: torch.Tensor,
+        first_id: int,
+        thresholds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The best token of blocks of ids."""
+
+    def reduce_tokens(self, candidates: torch.Tensor) -> torch.Tensor:
+        """The id of the best token."""
+
+    def filter_thresholds(self, logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
+        """The smallest score that filters allow."""
+
+    def token_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, k: int, asked: torch.Tensor) -> LogprobTensors:
+        """Log probabilities of tokens and of the likeliest."""
+
+
+def default_params(num_rows: int) -> npt.NDArray[np.void]:
+    """[num_rows] records of greedy sampling without logprobs."""
+    params = np.zeros(num_rows, PARAMS_DTYPE)
+    params["top_p"] = params["repetition_penalty"] = 1.0
+    params["num_logprobs"] = -1
+    return params
+
+
+class SamplingTables:
+    """Every row's sampling parameters, on host and device; greedy until set.
+
+    Args:
+        num_rows: rows of the request table; row 0 is padding and stays greedy.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._device = device
+        self.params = default_params(num_rows)
+        """[num_rows] PARAMS_DTYPE."""
+        words = self.params.copy().view(np.int32).reshape(num_rows, RECORD_WORDS)
+        self.records = torch.from_numpy(words).to(device)
+        """[num_rows, RECORD_WORDS] int32: PARAMS_DTYPE records."""
+
+    def update(self, records: npt.NDArray[np.void]) -> None:
+        """Queues the change of some rows, for the kernels launched after it.
+
+        Args:
+            records: PARAMS_DTYPE, of distinct rows, 1 to num_rows - 1. May be changed once this returns.
+        """
+        assert records.dtype == PARAMS_DTYPE, f"records of {records.dtype}"
+        self.params[records["row"]] = records
+        words = np.ascontiguousarray(records).view(np.int32).reshape(-1, RECORD_WORDS)
+        staged = upload(words, self._device)
+        self.records.index_copy_(0, staged[:, 0].long(), staged)
+
+
+class Sampler:
+    """Samples rows of which this rank has the logits of ids `plan.vocab[group.rank]`.
+
+    Every rank of the group makes the same calls and arrives at the same tokens.
+
+    Args:
+        num_rows: rows of the request table, padding row 0 included.
+        use_triton: for the arithmetic. None: on CUDA.
+    """
+
+    def __init__(
+        self, plan: ShardPlan, group: TensorParallelGroup, num_rows: int, *, use_triton: bool | None = None
+    ) -> None:
+        self._plan = plan
+        self._group = group
+        self._span = plan.vocab[group.rank]
+        self.tables = SamplingTables(num_rows, group.device)
+        self.adjustments = RowAdjustments(num_rows, max(span.stop for span in plan.vocab), group.device)
+        self._kernels: SamplingKernels
+        if group.device.type == "cuda" if use_triton is None else use_triton:
+            from worker.sampling.kernels import sampling  # a CPU install has no Triton
+            from worker.sampling.kernels.adjustments import adjust_logits
+
+            self._kernels, self._adjust_logits = sampling, adjust_logits
+        else:
+            self._kernels, self._adjust_logits = torch_sampling, torch_sampling.adjust_logits
+
+    def update(self, frame: StepFrame) -> None:
+        """Queues what a checked frame says of its rows, for what is launched after it."""
+        if len(frame.params):
+            self.tables.update(frame.params)
+        self.adjustments.update(frame)
+
+    def find_resampled(self, rows: Int32Array, positions: npt.NDArray[np.integer]) -> ResampledRows:
+        """Finds the rows of a batch that need more than the plain rule.
+
+        Args:
+            rows: [batch_size]: rows of the request table.
+            positions: [batch_size]: of the tokens to be sampled.
+        """
+        params = self.tables.params[rows]
+        top_k = params["top_k"]
+        is_listed = (top_k > 0) & (top_k <= self._kernels.MAX_LISTED_TOP_K)
+        filtered = (params["temperature"] > 0) & ~is_listed
+        filtered &= (top_k > 0) | (params["top_p"] < 1.0) | (params["min_p"] > 0.0)
+        touched = self.adjustments.touched(rows, positions)
+        redrawn = filtered | touched
+        which = np.flatnonzero(redrawn | (params["num_logprobs"] >= 0))
+        num_asked = int(self.adjustments.num_asked(rows[which]).max(initial=0))
+        return ResampledRows(which, redrawn[which], params["num_logprobs"][which], num_asked, bool(touched.any()))
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        left_out: npt.NDArray[np.int64] | None = None,
+    ) -> torch.Tensor:
+        """One token for each row by temperature, noise and, on GPUs, a small top-k; a CUDA graph may capture it.
+
+        Args:
+            logits: [batch_size, span.size] fp32, unchanged; -inf for what must not be sampled.
+            rows: [batch_size] int32, device: rows of the request table.
+            positions: [batch_size] int32, device: index of the token to be sampled in its whole sequence.
+            left_out: indices of rows whose token `resample` finds: theirs here is 0. Not for a graph.
+
+        Returns:
+            [batch_size] int64, device; -1 for a row with a NaN.
+        """
+        if left_out is None or len(left_out) == 0:
+            return self._plain(logits, rows, positions)
+        tokens = torch.zeros(len(rows), dtype=torch.int64, device=self._group.device)
+        if len(left_out) < len(rows):
+            kept = upload(np.delete(np.arange(len(rows)), left_out), self._group.device)
+            own = self._plain(*(part.index_select(0, kept) for part in (logits, rows, positions)))
+            tokens.index_copy_(0, kept, own)
+        return tokens
+
+    def resample(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+        resampled: ResampledRows,
+        drafts: StepDrafts | None = None,
+    ) -> LogprobTensors | None:
+        """Samples rows with filters or adjustments, and counts their tokens; finds log probabilities. Launches kernels
+        only; not for a graph.
+
+        Args:
+            logits, rows, positions: as `sample` had them.
+            tokens: [batch_size] int64: what `sample` returned; changed in place where it is redrawn.
+            drafts: of rows that are in the batch several times; None: none is.
+
+        Returns:
+            The logprobs of `resampled` rows that want them, in order, with drafts by place; None when none does.
+        """
+        ends = [len(resampled.indices)]
+        if drafts is not None:
+            resampled, ends = resampled.by_place(drafts)
+        which, parts = upload(resampled.indices, self._group.device), []
+        most = int(resampled.num_logprobs.max(initial=0))
+        for place, part in _chunks(ends):
+            chunk = which[part]
+            whole = whole_logits(logits.index_select(0, chunk), self._plan, self._group)
+            wants = np.flatnonzero(resampled.num_logprobs[part] >= 0)
+            # Logprobs are of the logits as they are before adjustments.
+            raw, wanting = None, chunk
+            if len(wants):
+                wanted = upload(wants, self._group.device)
+                raw, wanting = whole.index_select(0, wanted), chunk.index_select(0, wanted)
+            redrawn = np.flatnonzero(resampled.is_redrawn[part])
+            if len(redrawn):
+                again = chunk
+                if len(redrawn) < len(chunk):
+                    at = upload(redrawn, self._group.device)
+                    again, whole = chunk.index_select(0, at), whole.index_select(0, at)
+                kept = None
+                if place and drafts is not None:
+                    self.adjustments.go_on(place)
+                    kept = drafts.kept(tokens).index_select(0, again)
+                self._redraw(whole, rows, positions, again, tokens, resampled.are_adjusted, kept)
+            if raw is not None:
+                asked = self.adjustments.asked[rows.index_select(0, wanting).long(), : resampled.num_asked]
+                drawn = tokens.index_select(0, wanting).clamp_(min=0)
+                parts.append(self._kernels.token_logprobs(raw, drawn, most, asked))
+        return LogprobTensors.joined(parts) if parts else None
+
+    def asked_by(self, rows: Int32Array) -> torch.Tensor:
+        """[len(rows), m] int64, device: the tokens that each of `rows` asked for; m is the most of one of them."""
+        num_asked = int(self.adjustments.num_asked(rows).max(initial=0))
+        return self.adjustments.asked[upload(rows.astype(np.int64), self._group.device), :num_asked]
+
+    def logprobs_of(self, logits: torch.Tensor, targets: torch.Tensor, k: int, asked: torch.Tensor) -> LogprobTensors:
+        """Log probabilities of given tokens. Launches kernels only; not for a graph.
+
+        Args:
+            logits: [num_rows, span.size] fp32; takes about 20 bytes for each logit of the vocabulary.
+            targets: [num_rows] int64, device.
+            k: how many of the likeliest tokens are wanted too.
+            asked: [num_rows, m] int64, device: tokens that are wanted too.
+        """
+        return self._kernels.token_logprobs(whole_logits(logits, self._plan, self._group), targets, k, asked)
+
+    def _plain(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._kernels.plain_tokens(logits, rows, positions, self.tables.records, self._span.start, self._group)
+
+    def _redraw(
+        self,
+        whole: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        again: torch.Tensor,
+        tokens: torch.Tensor,
+        are_adjusted: bool,
+        kept: torch.Tensor | None,
+    ) -> None:
+        """Draws for the rows `again` of the batch, whose whole rows of logits are `whole`, and changes `tokens`.
+
+        `kept`: as in `RowAdjustments.count`.
+        """
+        kernels, records = self._kernels, self.tables.records
+        rows, positions = rows.index_select(0, again), positions.index_select(0, again)
+        if are_adjusted:
+            self._adjust_logits(whole, rows, positions, records, self.adjustments)
+        thresholds = kernels.filter_thresholds(whole, rows, records)
+        drawn = kernels.reduce_tokens(kernels.best_candidates(whole, rows, positions, records, 0, thresholds))
+        tokens.index_copy_(0, again, drawn)
+        if are_adjusted:
+            self.adjustments.count(rows.long(), drawn.clamp(min=0), kept)
+
+
+def _chunks(ends: list[int]) -> Iterator[tuple[int, slice]]:
+    """Parts of at most _CHUNK_ROWS rows of one place each, and that place."""
+    for place, (start, end) in enumerate(pairwise((0, *ends))):
+        for first in range(start, end, _CHUNK_ROWS):
+            yield place, slice(first, min(first + _CHUNK_ROWS, end))

@@ -1,0 +1,268 @@
+"""The draft head's passes behind a step: one over all of the step's tokens, and one for each draft after the first.
+
+The first leaves the head's keys and values in the pages that hold the model's. The token that follows one is the next
+input or what was sampled there. Behind a chunk that is not the last it is not known here, nor behind a page that other
+requests go on from: a wrong one there costs drafts that are wrong, and no answer depends on drafts.
+
+Where the backend plans nothing for decodes on the host, passes are CUDA graphs, between which the host neither copies
+nor waits. The first is one more of the step's shape: only behind the step's own have rows with filters or adjustments
+their tokens. It is eager behind eager steps, and behind prompts, which take longer to run than to launch. Each pass
+after it replays the graph of that number of rows, which moves them on by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from attention.backend import AttentionBackend
+from attention.forward_batch import ForwardBatch
+from attention.step_shape import FEW_ROWS, StepShape
+from worker.models.decoder import Decoder
+from worker.models.draft_head import DraftModel
+from worker.protocol import FrameKind, Int32Array, RowFlag, StepFrame
+from worker.sampling.sampler import Sampler
+from worker.step.cuda_graph_runner import CudaGraphRunner
+from worker.step.preparing import preparing
+from worker.step.step_inputs import StepInputs
+from worker.step.step_layout import shape_of
+from worker.upload import upload
+
+_FEW_TOKENS = 2 * FEW_ROWS  # larger shapes that sample less than half of their tokens are those of prompts
+# Graphs of first passes, of first passes that make no drafts but leave keys and values, and of those after the first.
+_FIRST, _READ, _NEXT = "first", "read", "next"
+
+
+class DraftPasses:
+    """Makes the drafts that frames ask for, where there is a head. Queues everything on the step's stream.
+
+    Args:
+        graphs: the steps' own.
+        num_rows: most rows of a step, padding included.
+        num_sampled: most sampled inputs of a step.
+        num_drafts: most drafts of a row.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: AttentionBackend,
+        inputs: StepInputs,
+        sampler: Sampler,
+        graphs: CudaGraphRunner,
+        *,
+        num_rows: int,
+        num_sampled: int,
+        num_drafts: int,
+    ) -> None:
+        self._decoder = decoder
+        self._backend = backend
+        self._inputs = inputs
+        self._sampler = sampler
+        self._graphs = graphs
+        self._num_drafts = num_drafts
+        # Graphs find there what captured steps leave for the head, and room for logits. None: all passes are eager.
+        self._states: torch.Tensor | None = None
+        self._logits: torch.Tensor | None = None
+        states, device = self.new_states(num_rows), decoder.device
+        self._tokens = torch.zeros(num_sampled, dtype=torch.int64, device=device)
+        # Tensors of the step's rows: how many sampled inputs do not count, what the last pass made, and the last
+        # position that a pass may have.
+        self._num_dropped = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        width = 0 if states is None else states.shape[2]
+        self._hidden = torch.zeros(num_rows, width, dtype=decoder.dtype, device=device)
+        self._lasts = torch.zeros(num_rows, dtype=torch.int32, device=device)
+
+    def new_states(self, num_tokens: int) -> torch.Tensor | None:
+        """Room for what the head reads of so many tokens; None: there is none."""
+        head = self._decoder.draft_model
+        return None if head is None else head.empty_states(num_tokens)
+
+    def use_graphs(self, states: torch.Tensor | None, logits: torch.Tensor) -> None:
+        """Has passes be captured, if they can be.
+
+        Args:
+            states: `new_states` that captured steps fill; None without a head.
+            logits: [num_rows or more, columns of this rank] fp32, which passes may overwrite.
+        """
+        if not self._backend.plans_on_host:
+            self._states, self._logits = states, logits
+
+    def leave(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`tokens` [num_sampled] int64 of a step that is captured, where the graph of its first pass reads them."""
+        return tokens if self._states is None else self._tokens[: len(tokens)].copy_(tokens)
+
+    def capture(self, shapes: Sequence[StepShape]) -> None:
+        """Captures what may run behind captured steps of `shapes`."""
+        for shape in sorted(shapes, reverse=True) if self._states is not None else ():
+            if shape.num_tokens <= max(2 * shape.num_sampled, _FEW_TOKENS):
+                self._capture(_FIRST, shape)
+            if shape.is_decode:
+                self._capture(_READ, shape)
+                if self._num_drafts > 1:
+                    self._capture(_NEXT, shape)
+
+    def prepare(self, frame: StepFrame) -> None:
+        """Captures what `frame` needs after its first pass, before anything of it is on the device."""
+        if self._states is not None and frame.num_wanted.max(initial=0) > 1:
+            shape = self._rows_of(frame)
+            if not self._graphs.has_pass(_NEXT, shape):
+                with preparing():
+                    self._capture(_NEXT, shape)
+
+    def run(
+        self,
+        frame: StepFrame,
+        captured: StepShape | None,
+        states: torch.Tensor | None,
+        tokens: torch.Tensor,
+        kept: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """[num_sampled_rows, most wanted] int64, device: drafts of what follows each sampled row's last token, as many
+        of each as the frame wants; None where it wants none.
+
+        Args:
+            frame: was uploaded, and nothing after it.
+            captured: the shape of the graph that it replayed; None: it ran eagerly.
+            states: `new_states` of its tokens or more, filled.
+            tokens: [num_sampled] int64, as they were sampled at last; -1 for a NaN.
+            kept: which of them count, where the step verified drafts; None: all.
+        """
+        if states is None or frame.kind is FrameKind.RESTING_STEP:
+            return None
+        shape, is_sampled, wanted = shape_of(frame), frame.draws > 0, np.zeros(len(frame.rows), np.int32)
+        if len(frame.num_wanted):
+            wanted[is_sampled] = frame.num_wanted
+        most = int(wanted.max())
+        self._num_dropped.zero_()
+        if kept is not None:
+            self._num_dropped.index_add_(0, self._inputs.rows_of_samples(shape), (~kept).int())
+        names = (_FIRST,) if most else (_READ, _FIRST)
+        name = next((it for it in names if captured is not None and self._graphs.has_pass(it, captured)), None)
+        if captured is not None and name is not None:
+            self._graphs.replay_pass(name, captured)
+        else:
+            self._inputs.settle(captured or shape)
+            batch = self._inputs.batch(frame, shape)
+            self._backend.init_forward_metadata(batch)
+            self._first(batch, _following(batch, tokens, batch.sample_indices), states, predicts=most > 0)
+        if not most:
+            return None
+        found = torch.stack([self._ids[: len(wanted)].clone(), *self._more(frame, wanted)], 1)
+        return found if is_sampled.all() else found.index_select(0, upload(np.flatnonzero(is_sampled), found.device))
+
+    def _more(self, frame: StepFrame, wanted: Int32Array) -> Iterator[torch.Tensor]:
+        """[num_rows] int64 of each pass after the first: its drafts, of rows that want as many."""
+        num_rows, most = len(wanted), int(wanted.max())
+        if most == 1:
+            return
+        # A row that wants fewer stays at its last place, behind which it may have no page; with one, it is padding.
+        rows, more = frame.rows * (wanted > 1), (wanted - 1).clip(0)
+        if self._states is not None:
+            shape = self._rows_of(frame)
+            self._inputs.upload(_decodes(rows, np.zeros_like(rows)), shape, knows_starts=True)
+            starts = (self._inputs.next_starts(shape.num_rows) - 1).clamp_(min=0)
+            self._inputs.starts(shape.num_rows).copy_(starts)
+            self._lasts.zero_()
+            self._lasts[:num_rows].copy_(upload(more, self._lasts.device))
+            self._lasts[: shape.num_rows].add_(starts)
+        else:
+            # This waits for the device.
+            placed = self._inputs.placed(_decodes(rows, np.zeros_like(rows)))
+            host_starts = (placed.starts - 1) * (rows > 0)
+            lasts = host_starts + more
+        for _ in range(1, most):
+            if self._states is not None:
+                self._graphs.replay_pass(_NEXT, shape)
+            else:
+                host_starts = np.minimum(host_starts + 1, lasts)
+                moved = _decodes(rows, host_starts)
+                self._inputs.upload(moved, shape_of(moved), knows_starts=True)
+                batch = self._inputs.batch(moved, shape_of(moved))
+                self._backend.init_forward_metadata(batch)
+                self._next(batch)
+            yield self._ids[:num_rows].clone()
+
+    def _rows_of(self, frame: StepFrame) -> StepShape:
+        """The shape of graphs of passes after the first."""
+        num_rows = len(frame.rows)
+        shape = self._graphs.smallest(StepShape(num_rows, num_rows, num_rows))
+        assert shape is not None, "more rows than a step has"
+        return shape
+
+    def _capture(self, name: str, shape: StepShape) -> None:
+        self._inputs.upload(StepFrame(generation=0, step=0), shape)
+        self._inputs.graph_batch(shape)  # the step in front of it
+        self._num_dropped.zero_()
+        self._lasts.zero_()
+        run = self._captured_next if name == _NEXT else functools.partial(self._captured_first, predicts=name == _FIRST)
+        self._graphs.capture_pass(name, shape, functools.partial(run, shape))
+
+    def _captured_first(self, shape: StepShape, *, predicts: bool) -> None:
+        assert self._states is not None, "a graph's pass before use_graphs"
+        self._inputs.settle(shape)
+        batch, tokens = self._inputs.graph_batch(shape), self._tokens[: shape.num_sampled]
+        self._backend.prepare_capture(batch, shape)
+        if shape.is_decode:
+            following = tokens.clamp(min=0)
+        else:
+            # The samples of padding are at the last token, which may be a row's.
+            is_padding = self._inputs.rows_of_samples(shape) == shape.num_rows - 1
+            following = _following(batch, tokens, batch.sample_indices.masked_fill(is_padding, shape.num_tokens))
+        self._first(batch, following, self._states, predicts=predicts)
+
+    def _first(self, batch: ForwardBatch, following: torch.Tensor, states: torch.Tensor, *, predicts: bool) -> None:
+        head = self._head()
+        keep = None if predicts else batch.sample_indices[:0]
+        if predicts and batch.num_tokens > batch.batch_size:
+            keep = (batch.paged.cu_seqlens_q[1:] - 1 - self._num_dropped[: batch.batch_size]).clamp_(min=0)
+        hidden, step = head.reduced(states[: batch.num_tokens]), self._decoder.step_of(batch, self._backend)
+        output, hidden = head.forward(self._decoder.embedded(following), hidden, step, keep)
+        if predicts:
+            self._put(output, hidden)
+
+    def _captured_next(self, shape: StepShape) -> None:
+        starts = self._inputs.starts(shape.num_rows)
+        torch.minimum(starts + 1, self._lasts[: shape.num_rows], out=starts)
+        batch = self._inputs.graph_batch(shape)
+        self._backend.prepare_capture(batch, shape)
+        self._next(batch)
+
+    def _next(self, batch: ForwardBatch) -> None:
+        """Any pass after the first."""
+        step, ids = self._decoder.step_of(batch, self._backend), self._ids[: batch.batch_size]
+        self._put(*self._head().forward(self._decoder.embedded(ids), self._hidden[: len(ids)], step, None))
+
+    def _put(self, output: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Keeps a pass's `hidden` and what its `output` predicts."""
+        num_rows = len(output)
+        ids = self._head().predicted(output)
+        if ids is None:
+            rows = torch.zeros(num_rows, dtype=torch.int32, device=output.device)  # row 0 is greedy
+            logits = self._decoder.local_logits(output, None if self._logits is None else self._logits[:num_rows])
+            ids = self._sampler.sample(logits, rows, rows).clamp_(min=0)
+        self._ids[:num_rows].copy_(ids)
+        self._hidden[:num_rows].copy_(hidden)
+
+    def _head(self) -> DraftModel:
+        assert self._decoder.draft_model is not None, "there is no head"
+        return self._decoder.draft_model
+
+
+def _following(batch: ForwardBatch, tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """[num_tokens] int64: the token after each input: behind those `at` [num_sampled] the one of `tokens` that was
+    sampled there, and 0 behind a row's last that was not sampled. An `at` of num_tokens means none of them."""
+    following = F.pad(batch.input_ids, (0, 1))
+    following = following.index_fill_(0, batch.paged.cu_seqlens_q[1:].long(), 0).roll(-1)
+    return following.index_copy_(0, at.long(), tokens.clamp(min=0))[:-1]
+
+
+def _decodes(rows: Int32Array, starts: Int32Array) -> StepFrame:
+    """A step of one input of each of `rows` at positions `starts`."""
+    ones = np.ones_like(rows)
+    return StepFrame(0, 0, rows=rows, starts=starts, lens=ones, flags=ones * int(RowFlag.SAMPLE))

@@ -1,0 +1,102 @@
+"""A launched step: its result is there at once on CPU, and some time later on CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from parallel.collectives.group import TensorParallelGroup
+from worker.protocol import Int32Array, StepFrame, StepResult
+from worker.sampling.logprobs import LogprobTensors
+
+
+class PendingStep:
+    """The results of a step, on their way to the host. Made behind the step's launches, on their stream.
+
+    Args:
+        tokens: [num_sampled] int64, device; None when nothing was sampled.
+        logprob_rows: indices of the tokens whose rows asked for logprobs.
+        logprobs: theirs; None when there are none.
+        prompt_logprobs: of the frame's prompt targets and then of its items; None when it has neither.
+        kept: [num_sampled] bool, device: the tokens that count, where rows have drafts; None: all.
+        drafts: [num_sampled_rows, most wanted] int64, device: of what follows; None: none were wanted.
+    """
+
+    def __init__(
+        self,
+        group: TensorParallelGroup,
+        frame: StepFrame,
+        tokens: torch.Tensor | None,
+        logprob_rows: Int32Array,
+        logprobs: LogprobTensors | None,
+        prompt_logprobs: LogprobTensors | None,
+        kept: torch.Tensor | None = None,
+        drafts: torch.Tensor | None = None,
+    ) -> None:
+        self._group = group
+        self._generation, self._step = frame.generation, frame.step
+        self._num_targets = len(frame.prompt_targets)
+        # A non-blocking copy to the host lands in pinned memory, which the event says is filled.
+        self._tokens = None if tokens is None else tokens.to("cpu", non_blocking=True)
+        self._kept = None if kept is None else kept.to("cpu", non_blocking=True)
+        self._drafts = None if drafts is None else drafts.to("cpu", non_blocking=True)
+        self._num_draws, self._num_wanted = frame.num_draws, frame.num_wanted
+        self._logprob_rows = logprob_rows
+        self._logprobs = None if logprobs is None else logprobs.to_host()
+        self._prompt_logprobs = None if prompt_logprobs is None else prompt_logprobs.to_host()
+        self._done: Any = None  # torch does not annotate its event; None: all of it is there
+        if group.device.type == "cuda":
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    def is_done(self) -> bool:
+        """Whether `result` would return without waiting."""
+        return self._done is None or bool(self._done.query())
+
+    def result(self) -> StepResult:
+        """The step's result; waits for it.
+
+        Raises:
+            EngineError: a collective of the step failed, or the group was aborted meanwhile.
+        """
+        if self._done is not None:
+            self._done.synchronize()
+            # A sum whose wait was ended goes on with what there is: those tokens must not get out.
+            self._group.check_alive()
+        tokens = np.empty(0, np.int32) if self._tokens is None else self._tokens.numpy().astype(np.int32)
+        result = StepResult(self._generation, self._step, tokens=tokens)
+        if self._drafts is not None:
+            is_wanted = np.arange(self._drafts.shape[1]) < self._num_wanted[:, None]
+            result.drafts = np.where(is_wanted, self._drafts.numpy(), -1).astype(np.int32)
+        if self._logprobs is not None:
+            result.logprob_rows = self._logprob_rows
+            result.logprobs = self._logprobs.logprobs.numpy()
+            result.top_ids = self._logprobs.top_ids.numpy().astype(np.int32)
+            result.top_logprobs = self._logprobs.top_logprobs.numpy()
+            result.asked_logprobs = self._logprobs.asked_logprobs.numpy()
+        if self._prompt_logprobs is not None:
+            num_targets = self._num_targets
+            result.prompt_logprobs = self._prompt_logprobs.logprobs.numpy()[:num_targets]
+            result.prompt_top_ids = self._prompt_logprobs.top_ids.numpy()[:num_targets].astype(np.int32)
+            result.prompt_top_logprobs = self._prompt_logprobs.top_logprobs.numpy()[:num_targets]
+            result.item_logprobs = self._prompt_logprobs.asked_logprobs.numpy()[num_targets:]
+        if self._kept is not None:
+            _keep(result, self._kept.numpy(), self._num_draws)
+        return result
+
+
+def _keep(result: StepResult, kept: npt.NDArray[np.bool_], num_draws: Int32Array) -> None:
+    """Leaves out what does not count of the `num_draws` tokens of each row, and says how many each has."""
+    result.tokens = result.tokens[kept]
+    result.num_tokens = np.add.reduceat(kept, np.cumsum(num_draws) - num_draws, dtype=np.int32)
+    if not len(result.logprob_rows):
+        return
+    which = result.logprob_rows
+    order = np.argsort(which)
+    order = order[kept[which[order]]]
+    result.logprob_rows = (np.cumsum(kept, dtype=np.int32) - 1)[which[order]]
+    for name in ("logprobs", "top_ids", "top_logprobs", "asked_logprobs"):
+        setattr(result, name, getattr(result, name)[order])

@@ -1,0 +1,253 @@
+"""A step's inputs on the device: one staged buffer, one copy, and the tensors that every step reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attention.forward_batch import ForwardBatch, ForwardMode, Int64Array, PagedMetadata
+from attention.kv_pool import ReqToTokenPool
+from attention.step_metadata import StepTensors
+from attention.step_shape import StepShape
+from configs.errors import EngineError
+from worker.protocol import StepFrame
+from worker.step.step_layout import StepLayout
+from worker.upload import upload
+
+# More than the steps in flight, so that no step waits for another's copy.
+_NUM_STAGES = 4
+
+
+class StepInputs:
+    """Static device tensors of the steps of one rank, filled from frames.
+
+    Steps share them: a step's copy is queued on the same stream behind the kernels of the step before.
+
+    Args:
+        max_rows: most rows of a step, padding included.
+        max_tokens: most input tokens of a step, padding included.
+        page_size: of the KV pool.
+        max_sampled: most sampled inputs of a step, if more than `max_rows`.
+        num_drafts: most drafts that the ranks make of a row. They then know where rows are, which who sends frames
+            need not.
+    """
+
+    def __init__(
+        self,
+        pool: ReqToTokenPool,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        page_size: int,
+        max_sampled: int = 0,
+        num_drafts: int = 0,
+    ) -> None:
+        self._page_table, self._places = pool.page_table, pool.places
+        self._page_size = page_size
+        num_rows, max_pages = self._page_table.shape
+        device = self._page_table.device
+        if device.type == "cuda":
+            from attention.kernels.step_metadata import (  # a CPU install has no Triton
+                apply_page_deltas,
+                fill_step_metadata,
+            )
+        else:
+            from attention.step_metadata import apply_page_deltas, fill_step_metadata
+        self._apply_page_deltas, self._fill_step_metadata = apply_page_deltas, fill_step_metadata
+        self._max_rows, self._max_tokens = max_rows, max(max_tokens, max_rows)
+        self._layout = StepLayout(max_rows, self._max_tokens, max_sampled)
+        self._stages = [_Stage(self._layout.capacity, device) for _ in range(_NUM_STAGES)]
+        self._next_stage = 0
+        self._buffer = torch.zeros(self._layout.capacity, dtype=torch.int32, device=device)
+        self._last_tokens = torch.zeros(num_rows, 1 + num_drafts, dtype=torch.int64, device=device)
+        self._next_starts = torch.zeros(num_rows, dtype=torch.int32, device=device) if num_drafts else None
+        self._tensors = StepTensors(
+            input_ids=torch.zeros(self._max_tokens, dtype=torch.int64, device=device),
+            positions=torch.zeros(self._max_tokens, dtype=torch.int64, device=device),
+            out_cache_loc=torch.zeros(self._max_tokens, dtype=torch.int64, device=device),
+            cache_seqlens=torch.zeros(max_rows, dtype=torch.int32, device=device),
+            page_table=torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device),
+        )
+        if self._places is not None:
+            self._tensors = replace(
+                self._tensors,
+                window_out_cache_loc=torch.zeros_like(self._tensors.out_cache_loc),
+                window_page_table=torch.zeros_like(self._tensors.page_table),
+            )
+
+    def take(self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        """Makes `tokens` the last ones of `rows`, all [n] int64, at `positions` [n] int32 of their sequences; -1 is of
+        a row whose logits held a NaN. A graph may capture it."""
+        self._last_tokens[:, 0].index_copy_(0, rows, tokens)
+        if self._next_starts is not None:
+            self._next_starts.index_copy_(0, rows, positions)
+
+    def take_drafts(self, rows: torch.Tensor, drafts: torch.Tensor) -> None:
+        """Keeps `drafts` [n, most] of what follows the last tokens of `rows` [n], all int64."""
+        self._last_tokens[:, 1 : 1 + drafts.shape[1]].index_copy_(0, rows, drafts)
+
+    def placed(self, frame: StepFrame) -> StepFrame:
+        """`frame` with the true starts of rows whose tokens it does not have, where the ranks know better. This waits
+        for the device."""
+        if self._next_starts is None or (given := frame.has_tokens).all():
+            return frame
+        starts = np.where(given, frame.starts, self._next_starts.cpu().numpy()[frame.rows])
+        return StepFrame(frame.generation, frame.step, frame.kind, **(frame.arrays | {"starts": starts}))
+
+    def next_starts(self, num_rows: int) -> torch.Tensor:
+        """[num_rows] int32, device: position of the next input of each row of the last upload; of padding 0."""
+        assert self._next_starts is not None, "the ranks make no drafts"
+        rows = self._buffer[self._layout.rows(num_rows)]
+        return self._next_starts.index_select(0, rows).where(rows > 0, 0)
+
+    def settle(self, shape: StepShape) -> None:
+        """Has rows of the last step, or of the captured one that it was padded to, begin where they did whatever has
+        been sampled since, for passes that read its inputs again. A graph may capture it."""
+        bounds = self._buffer[self._layout.cu_seqlens_q(shape.num_rows)]
+        seq_lens = self._tensors.cache_seqlens[: shape.num_rows]
+        self.starts(shape.num_rows).copy_(seq_lens - bounds.diff())
+
+    def upload(self, frame: StepFrame, shape: StepShape, *, knows_starts: bool = False) -> None:
+        """Queues the copy of `frame`, padded to `shape`, and the page table's update.
+
+        Args:
+            knows_starts: whether rows whose tokens the frame does not have begin where it says, in any case.
+
+        Raises EngineError, before anything is written, if the step is larger than these tensors.
+        """
+        if shape.num_rows > self._max_rows or shape.num_tokens > self._max_tokens:
+            raise EngineError(
+                f"step {frame.step} of generation {frame.generation} has {shape.num_rows} rows and {shape.num_tokens} "
+                f"tokens; at most {self._max_rows} and {self._max_tokens} fit"
+            )
+        stage = self._stages[self._next_stage]
+        self._next_stage = (self._next_stage + 1) % _NUM_STAGES
+        stage.wait()
+        begin = self._layout.pack(stage.array, frame, shape)
+        if self._next_starts is not None and not knows_starts:
+            stage.array[self._layout.starts(len(frame.rows))][~frame.has_tokens] = -1
+        deltas, num_page_deltas = frame.page_deltas, len(frame.page_deltas)
+        if len(frame.window_pages):
+            # The table has one row, in which pages have their places.
+            deltas = np.concatenate((deltas, np.insert(frame.window_pages, 0, 0, axis=1)))
+        end = begin + deltas.size
+        if end <= self._layout.capacity:
+            stage.array[begin:end] = deltas.reshape(-1)
+            stage.copy_to(self._buffer, end)
+            on_device = self._buffer[begin:end].view(-1, 3)
+        else:
+            # Prefix hits of many long prompts in one step: rare enough for a copy of their own.
+            stage.copy_to(self._buffer, begin)
+            on_device = upload(deltas, self._buffer.device)
+        if num_page_deltas:
+            self._apply_page_deltas(self._page_table, on_device[:num_page_deltas])
+        if self._places is not None and num_page_deltas < len(deltas):
+            self._apply_page_deltas(self._places.view(1, -1), on_device[num_page_deltas:])
+
+    def graph_batch(self, shape: StepShape) -> ForwardBatch:
+        """The batch of any step padded to `shape`: its tensors are the same for every step.
+
+        Queues the kernel that fills them from the last upload. Host arrays are those of no particular step.
+        """
+        lens = np.ones(shape.num_rows, np.int64)
+        if not shape.is_decode:
+            lens[:-1], lens[-1] = 0, shape.num_tokens
+        return self._batch(shape, np.zeros(shape.num_rows, np.int64), lens)
+
+    def batch(self, frame: StepFrame, shape: StepShape) -> ForwardBatch:
+        """The batch of any frame, of its own shape.
+
+        Queues the kernel that fills it from the last upload, which was this frame's.
+        """
+        starts, lens = frame.starts.astype(np.int64), frame.lens.astype(np.int64)
+        return self._batch(shape, starts, lens)
+
+    def starts(self, num_rows: int) -> torch.Tensor:
+        """[num_rows] int32, device: the position of each row's first input, as uploaded; may be changed."""
+        return self._buffer[self._layout.starts(num_rows)]
+
+    def inputs_after_samples(self, shape: StepShape) -> torch.Tensor:
+        """[num_sampled] int64, device: the input behind each sampled one, of whichever row; behind the last itself."""
+        inputs = self._buffer[self._layout.sample_tokens(shape.num_sampled)]
+        return self._tensors.input_ids.index_select(0, (inputs + 1).clamp_(max=shape.num_tokens - 1))
+
+    def rows_of_samples(self, shape: StepShape) -> torch.Tensor:
+        """[num_sampled] int32, device: the row in the step of each sampled input; of a padding one the shape's last."""
+        return self._buffer[self._layout.sampled(shape.num_sampled)]
+
+    def sampled_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inputs that are sampled, each [num_sampled] int32: their page-table rows, and the position of the token
+        that follows."""
+        rows = self._buffer[self._layout.rows(shape.num_rows)]
+        if shape.is_decode:
+            return rows, self._tensors.cache_seqlens[: shape.num_rows]
+        which = self.rows_of_samples(shape)
+        inputs = self._buffer[self._layout.sample_tokens(shape.num_sampled)]
+        return rows.index_select(0, which), (self._tensors.positions.index_select(0, inputs) + 1).int()
+
+    def _batch(self, shape: StepShape, prefix_lens: Int64Array, extend_lens: Int64Array) -> ForwardBatch:
+        layout, tensors = self._layout, self._tensors.first(shape.num_rows, shape.num_tokens)
+        cu_seqlens_q = self._buffer[layout.cu_seqlens_q(shape.num_rows)]
+        max_seqlen_q = int(extend_lens.max())
+        self._fill_step_metadata(
+            rows=self._buffer[layout.rows(shape.num_rows)],
+            starts=self._buffer[layout.starts(shape.num_rows)],
+            cu_seqlens_q=cu_seqlens_q,
+            token_ids=self._buffer[layout.token_ids(shape.num_tokens)],
+            page_table=self._page_table,
+            last_tokens=self._last_tokens,
+            page_size=self._page_size,
+            max_seqlen_q=max_seqlen_q,
+            out=tensors,
+            places=self._places,
+            next_starts=self._next_starts,
+        )
+        host_cu_seqlens_q = np.zeros(shape.num_rows + 1, np.int64)
+        np.cumsum(extend_lens, out=host_cu_seqlens_q[1:])
+        batch = ForwardBatch(
+            mode=ForwardMode.of(extend_lens),
+            prefix_lens=prefix_lens,
+            extend_lens=extend_lens,
+            seq_lens=prefix_lens + extend_lens,
+            cu_seqlens_q=host_cu_seqlens_q,
+            input_ids=tensors.input_ids,
+            positions=tensors.positions,
+            out_cache_loc=tensors.out_cache_loc,
+            sample_indices=self._buffer[layout.sample_tokens(shape.num_sampled)],
+            paged=PagedMetadata(
+                cache_seqlens=tensors.cache_seqlens,
+                cu_seqlens_q=cu_seqlens_q,
+                page_table=tensors.page_table,
+                max_seqlen_q=max_seqlen_q,
+            ),
+        )
+        slots, pages = tensors.window_out_cache_loc, tensors.window_page_table
+        if slots is None or pages is None:
+            return batch
+        paged = replace(batch.paged, page_table=pages)
+        return replace(batch, in_window_pool=replace(batch, out_cache_loc=slots, paged=paged))
+
+
+class _Stage:
+    """One host buffer: for CUDA pinned, with the event after which it may be written again."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._staged = torch.empty(capacity, dtype=torch.int32, pin_memory=on_cuda)
+        self.array: npt.NDArray[np.int32] = self._staged.numpy()
+        self._copied: Any = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]  # torch's
+
+    def wait(self) -> None:
+        """Returns once the last copy has read the buffer; that was several steps ago."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def copy_to(self, out: torch.Tensor, count: int) -> None:
+        """Queues the copy of the first `count` elements; on the CPU it is made at once."""
+        out[:count].copy_(self._staged[:count], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()

@@ -1,0 +1,395 @@
+"""Checkpoints: from files on disk to this rank's ranges of each tensor, and nothing else.
+
+Names are those of Hugging Face checkpoints; gguf_weights.py translates. A checkpoint's headers are compared with the
+model's shape before a byte of weights is read, so a missing, surplus or misshapen tensor stops the start.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from configs.draft_head import PREFIX, MTPHead
+from configs.errors import CheckpointError
+from configs.model_config import ModelConfig
+from configs.quantization import INPUT_SCALE, WeightScales
+from parallel.numerics.tensor_source import TensorSource
+from parallel.plan import Span, as_matrix, blocks_of
+from worker.weights.mxfp4 import BLOCKS, SCALES, read_matrices, stored_shapes
+from worker.weights.safetensors_file import SafetensorsFile
+
+if TYPE_CHECKING:  # who checks headers alone does without its seconds
+    import torch
+
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_IGNORED_SUFFIXES = (
+    # Old checkpoints store the rotary frequencies; they follow from the config.
+    ".rotary_emb.inv_freq",
+    # Buffers of old attention modules.
+    ".self_attn.bias",
+    ".self_attn.masked_bias",
+)
+_UNREAD_OF_HEADS = ("t2d", "embed_tokens.weight")
+"""The inverse of d2t, and the model's embedding once more."""
+_IGNORED_NAMES = (
+    # A GGUF file's frequency scaling, which configs.gguf_config has already turned into a RopeConfig.
+    "rope_freqs.weight",
+)
+
+
+class TensorFile(Protocol):
+    """One open checkpoint file."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor, by Hugging Face name; a name that has none keeps the file's own."""
+
+    def scaled(self) -> set[str]:
+        """Names of the tensors whose values were divided by scales, which are a tensor of their own."""
+
+    def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
+        """Fills `out`, a matrix or vector, with rows (and columns) of a tensor, reading no pages beside those."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read so far; headers do not count."""
+
+    def close(self) -> None:
+        """Closes the file."""
+
+
+class AnyCheckpoint(TensorSource, Protocol):
+    """A checkpoint, or what stands for one. A context manager; reads nothing after its end."""
+
+    keeps_fp8: bool = True
+    """Whether weights in FP8 may be had as they are."""
+
+    @property
+    def bytes_loaded(self) -> int:
+        """Bytes of the tensors filled so far, in the type they were filled in."""
+
+    def kv_scales(self) -> list[tuple[float, ...]]:
+        """Factors that the tensors of each layer's pool are divided by in FP8: keys and values."""
+
+    def __enter__(self) -> AnyCheckpoint:
+        """Returns itself."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Closes its files."""
+
+
+class _Memory:
+    """Tensors in memory as a TensorFile."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.bytes_read = 0
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def scaled(self) -> set[str]:
+        import torch
+
+        return {name for name, it in self._tensors.items() if it.dtype in (torch.float8_e4m3fn, torch.uint8)}
+
+    def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
+        whole = self._tensors[name]
+        part = whole.view(as_matrix(whole.shape))[slice(*rows)]
+        out.copy_(part if columns is None else part[:, slice(*columns)])
+        self.bytes_read += out.numel() * whole.itemsize
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Checkpoint(AnyCheckpoint):
+    """All files of a checkpoint as one TensorSource. A context manager; reads nothing after `close`."""
+
+    def __init__(self, files: Sequence[TensorFile], model: ModelConfig) -> None:
+        self._files = tuple(files)
+        self._model = model
+        self._owner: dict[str, TensorFile] = {}
+        self._packed: dict[str, tuple[int, ...]] = {}  # shapes of the tensors that are stored in four bits
+        self._bytes_loaded = 0
+
+    @classmethod
+    def open(cls, path: Path, model: ModelConfig, draft_head: Path | None = None) -> Checkpoint:
+        """Opens a directory or a .gguf file, and the directory of a draft head, and checks the tensors against `model`.
+
+        Raises CheckpointError naming every missing and surplus tensor, wrong shapes, truncated files and formats
+        that are refused.
+        """
+        checkpoint = cls([*(_open_file(file, model) for file in _weight_files(path)), *_head_files(draft_head)], model)
+        try:
+            checkpoint._check(path)
+        except CheckpointError:
+            checkpoint.close()
+            raise
+        return checkpoint
+
+    @classmethod
+    def of_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], model: ModelConfig, draft_head: Path | None = None
+    ) -> Checkpoint:
+        """A checkpoint in memory, its tensors by their names, but for the draft head; checked as `open` does."""
+        checkpoint = cls([_Memory(tensors), *_head_files(draft_head)], model)
+        checkpoint._check(Path("memory"))
+        return checkpoint
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read so far, of all files."""
+        return sum(file.bytes_read for file in self._files)
+
+    @property
+    def bytes_loaded(self) -> int:
+        """Bytes of the tensors filled so far, in the type they were filled in."""
+        return self._bytes_loaded
+
+    def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
+        """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it."""
+        before, stored = self._bytes_loaded, self._packed.get(name) or self._owner[name].shapes()[name]
+        shape = as_matrix(stored)
+        rows = Span(0, shape[0]) if rows is None else rows
+        expected = (rows.size,) + ((columns.size,) if columns is not None else shape[1:])
+        assert as_matrix(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
+        if name in self._packed:
+            whole = Span(0, shape[1]) if columns is None else columns
+            read_matrices(self.read_mxfp4, name, stored, out.view(expected), rows, whole)
+        elif out.numel() > 0:
+            self._owner[name].read(name, out.view(expected), rows, columns)
+            if (scales := self._model.weight_scales) is not None and name + scales.suffix in self._owner:
+                import torch
+
+                from parallel.numerics.fp8 import multiply
+
+                block, whole = scales.block(shape), Span(0, shape[1]) if columns is None else columns
+                of_blocks = torch.empty(blocks_of(rows, block[0]).size, blocks_of(whole, block[1]).size)
+                self._read_scales(name + scales.suffix, block, of_blocks, rows, whole)
+                multiply(out.view(expected), of_blocks, block, rows, whole)
+        self._bytes_loaded = before + out.nbytes
+
+    def scale_block(self, name: str) -> tuple[int, int] | None:
+        """Does what TensorSource says."""
+        kind = self._model.weight_scales
+        if kind is None or not self.keeps_fp8 or name + kind.suffix not in self._owner:
+            return None
+        return kind.block(self._owner[name].shapes()[name])
+
+    def read_fp8(self, name: str, out: torch.Tensor, scales: torch.Tensor, *, rows: Span, columns: Span) -> None:
+        """Does what TensorSource says."""
+        kind, file = self._model.weight_scales, self._owner[name]
+        assert kind is not None, "there are no scales"
+        shape = file.shapes()[name]
+        file.read(name, out, rows, columns)
+        self._read_scales(name + kind.suffix, kind.block(shape), scales, rows, columns)
+        self._bytes_loaded += out.nbytes + scales.nbytes
+
+    def is_mxfp4(self, name: str) -> bool:
+        """Does what TensorSource says."""
+        return name in self._packed
+
+    def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> bool:
+        """Does what TensorSource says."""
+        _, inputs, outputs = self._packed[name]
+        matrix, first = divmod(rows.start, inputs)
+        stored = Span(matrix * outputs + columns.start, matrix * outputs + columns.stop)
+        for end, out in ((BLOCKS, codes), (SCALES, exponents)):
+            begin = first * out.shape[1] // rows.size
+            self._owner[name + end].read(name + end, out, stored, Span(begin, begin + out.shape[1]))
+            self._bytes_loaded += out.nbytes
+        return True
+
+    def kv_scales(self) -> list[tuple[float, ...]]:
+        """Factors that the tensors of each layer's pool are divided by in FP8: keys and values. 1 where nothing says.
+
+        Raises CheckpointError for one that is no positive number.
+        """
+        layers = self._model.prefixed_layers
+        return [tuple(self._kv_scale(prefix, names) for names in it.mixer.kv_scales) for prefix, it in layers]
+
+    def close(self) -> None:
+        """Closes every file."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_scales(
+        self, name: str, block: tuple[int, int], out: torch.Tensor, rows: Span, columns: Span
+    ) -> torch.Tensor:
+        """Fills `out` with the scales of all blocks that rows and columns are in."""
+        file = self._owner[name]
+        if prod(file.shapes()[name]) == 1:
+            file.read(name, out.view(1), Span(0, 1), None)  # one for the whole matrix may have any shape
+        else:
+            file.read(name, out, blocks_of(rows, block[0]), blocks_of(columns, block[1]))
+        return out
+
+    def _kv_scale(self, prefix: str, names: Sequence[str]) -> float:
+        name = next((prefix + name for name in names if prefix + name in self._owner), None)
+        if name is None:
+            return 1.0
+        import torch
+
+        file, value = self._owner[name], torch.empty(1)
+        shape = file.shapes()[name]
+        if prod(shape) != 1:
+            raise CheckpointError(
+                f"tensor {name} has shape {list(shape)}; kv_cache.dtype=fp8_e4m3 takes one factor for all heads of a "
+                "layer. Choose kv_cache.dtype=auto"
+            )
+        file.read(name, value, Span(0, 1), None)
+        if not 0.0 < value.item() < math.inf:
+            raise CheckpointError(f"tensor {name} is {value.item()}: no factor of keys or values in FP8")
+        return value.item()
+
+    def _check(self, path: Path) -> None:
+        expected = expected_shapes(self._model)
+        optional = {
+            prefix + name
+            for prefix, layer in self._model.prefixed_layers
+            for names in layer.mixer.kv_scales
+            for name in names
+        }
+        kind = self._model.weight_scales
+        scales = {} if kind is None else _scale_shapes(expected, kind)
+        packed = {name: stored for name, shape in expected.items() if (stored := stored_shapes(name, shape))}
+        known = expected | scales | {name: shape for it in packed.values() for name, shape in it.items()}
+        surplus = []
+        for file in self._files:
+            for name, shape in file.shapes().items():
+                if name not in known and name not in optional:
+                    if not self._is_ignored(name):
+                        surplus.append(name)
+                    continue
+                if name in self._owner:
+                    raise CheckpointError(f"{path}: tensor {name} is in more than one file")
+                wanted = known.get(name, shape)
+                if shape != wanted and (name not in scales or prod(shape) > 1 or prod(wanted) > 1):
+                    raise CheckpointError(
+                        f"{path}: tensor {name} has shape {list(shape)}, the model's config asks for {list(wanted)}; "
+                        "config and weights are of different models"
+                    )
+                self._owner[name] = file
+        self._packed = {name: expected[name] for name, it in packed.items() if it.keys() <= self._owner.keys()}
+        missing = [name for name in expected if name not in self._owner and name not in self._packed]
+        if missing:
+            raise CheckpointError(f"{path}: missing tensors: {_listed(missing)}; is the download complete?")
+        if surplus:
+            raise CheckpointError(
+                f"{path}: tensors that a {self._model.model_type} model has no place for: {_listed(surplus)}; "
+                "leaving them out would change its answers"
+            )
+
+        have = {name for name in expected if kind is not None and name + kind.suffix in self._owner}
+        if odd := have ^ {name for file in self._files for name in file.scaled() if name in expected}:
+            raise CheckpointError(
+                f"{path}: tensors in FP8 or bytes without scales, or scales of others: {_listed(sorted(odd))}; weights "
+                "in FP8 are read with scales beside them, and config.json's quantization_config says what these are of"
+            )
+
+    def _is_ignored(self, name: str) -> bool:
+        # A tied model needs no LM head of its own, but some checkpoints store the copy.
+        tied_copy = self._model.tie_word_embeddings and name == "lm_head.weight"
+        of_activations = self._model.weight_scales is not None and name.endswith(INPUT_SCALE)
+        is_beside = not name.startswith(self._model.tensor_prefix)
+        layer = re.match(self._model.layer_prefix(r"(\d+)"), name)
+        is_mtp = layer is not None and 0 <= int(layer[1]) - self._model.num_hidden_layers < self._model.num_mtp_layers
+        head = self._model.draft_head
+        if isinstance(head, MTPHead) and name.startswith(head.layer_prefix):
+            is_mtp = name in head.unread
+        is_unread = tied_copy or is_beside or is_mtp or of_activations
+        return is_unread or name in _IGNORED_NAMES or name.endswith(_IGNORED_SUFFIXES)
+
+
+def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint of `model` and its full shape."""
+    return {name: tensor.shape for name, tensor in model.stored_tensors().items()}
+
+
+def _scale_shapes(expected: Mapping[str, tuple[int, ...]], kind: WeightScales) -> dict[str, tuple[int, ...]]:
+    """Every tensor of scales that a checkpoint may have, and its shape."""
+    shapes = {}
+    for name, shape in expected.items():
+        if len(shape) == 2:
+            shapes[name + kind.suffix] = tuple(
+                -(-size // of) for size, of in zip(shape, kind.block(shape), strict=True)
+            )
+    return shapes
+
+
+def _open_file(path: Path, model: ModelConfig) -> TensorFile:
+    if path.suffix != ".gguf":
+        return SafetensorsFile.open(path)
+    # Imported here: the gguf package is needed for GGUF files only.
+    from worker.weights.gguf_weights import GGUFFile
+
+    return GGUFFile.open(path, model)
+
+
+def _head_files(path: Path | None) -> list[TensorFile]:
+    """The files of a draft head, which call its layer `midlayer` or the model's first."""
+
+    def name_of(name: str) -> str | None:
+        own = name.removeprefix("model.").replace("layers.0.", "midlayer.")
+        return None if own in _UNREAD_OF_HEADS else PREFIX + own
+
+    return [] if path is None else [SafetensorsFile.open(file, name_of) for file in _weight_files(path)]
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The files that hold the weights of a directory or a single file."""
+    if path.is_file():
+        if path.suffix not in (".gguf", ".safetensors"):
+            raise CheckpointError(f"{path} is neither a .gguf nor a .safetensors file")
+        return [path]
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist")
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return _indexed_files(index)
+    for pattern in ("*.safetensors", "*.gguf"):
+        files = sorted(path.glob(pattern))
+        if pattern == "*.gguf" and len(files) > 1:
+            raise CheckpointError(f"{path} holds {len(files)} .gguf files; name one of them as the model")
+        if files:
+            return files
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
+    if pickles:
+        raise CheckpointError(
+            f"{path} holds pickled weights only ({_listed(pickles)}), which can run any code when opened; "
+            "convert them to safetensors"
+        )
+    raise CheckpointError(f"{path} holds no .safetensors or .gguf file")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of safetensors files ({error!r})") from error
+    files = [index.parent / name for name in names]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(f"{index.parent} lacks files its index names: {_listed(missing)}; download them")
+    return files
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
