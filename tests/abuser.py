@@ -146,4 +146,5 @@ async def _main(url: str, model: str, key: str, seconds: float, seed: int) -> No
 
 
 if __name__ == "__main__":
+    os.nice(19)  # no lower than the server's processes: Ray's run at 15, and real clients take none of its cores
     asyncio.run(_main(*sys.argv[1:4], float(sys.argv[4]), int(sys.argv[5])))  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ import psutil  # type: ignore[import-untyped]  # two uses do not earn a stub pac
 import ray
 from ray._private import ray_constants
 
-from cluster.ranks.rank import CUDA_ENVIRONMENT
+from cluster.ranks.rank import CPU_ENVIRONMENT, CUDA_ENVIRONMENT
 from cluster.serve.haproxy import DIRECTORY, PROGRAM, REPLICA_SETTINGS, install, ports_of_own, use_haproxy
 from configs.addresses import family_of
 from configs.errors import ConfigError
@@ -149,7 +149,7 @@ def prepare_own_cluster() -> None:
     directory = tempfile.mkdtemp(prefix=f"{_DIRECTORY_NAME}{os.getpid()}-", dir="/tmp")
     use_haproxy()
     # Ray starts some processes ahead. One that needed another environment could not use them.
-    os.environ.update(install(Path(directory)) | ports_of_own() | REPLICA_SETTINGS | CUDA_ENVIRONMENT)
+    os.environ.update(install(Path(directory)) | ports_of_own() | REPLICA_SETTINGS | CUDA_ENVIRONMENT | CPU_ENVIRONMENT)
 
 
 def remove_own_files() -> None:
