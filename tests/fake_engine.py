@@ -29,7 +29,8 @@ from cluster.messages.engine import (
 )
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.errors import GuideError
-from worker.protocol import FrameLimits, RowFlag, StepFrame, StepResult, UInt32Array, mask_words
+from worker.frame_checks import FrameLimits, check_frame
+from worker.protocol import RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
 EOS = 7
 VOCAB = 40
@@ -597,7 +598,7 @@ class Engine:
         assert frame.lens.sum() <= limits.max_num_batched_tokens
         assert len(frame.prompt_targets) <= limits.max_prompt_logprobs
         assert (frame.lens[np.isin(frame.rows, frame.items["row"])] <= limits.max_item_tokens).all()
-        frame.check(FrameLimits(limits.max_num_seqs + 1, VOCAB, limits.max_model_len, limits.max_row_tokens))
+        check_frame(frame, FrameLimits(limits.max_num_seqs + 1, VOCAB, limits.max_model_len, limits.max_row_tokens))
         assert len(np.unique(frame.rows)) == len(frame.rows) > 0
         assert frame.rows.min() >= 1
         assert frame.rows.max() <= limits.max_num_seqs

@@ -19,7 +19,8 @@ from configs.errors import ConfigError, EngineError
 from tests.fake_engine import EOS, LIMITS, Engine, prompt_of, prompt_stopping_at
 from tests.test_guided_rows import HandGuide
 from tests.test_scheduler import run_random_load
-from worker.protocol import FrameLimits, RowFlag, StepFrame, StepResult
+from worker.frame_checks import FrameLimits, check_frame
+from worker.protocol import RowFlag, StepFrame, StepResult
 
 random_load = functools.cache(run_random_load)
 FOUR = replace(LIMITS, max_row_tokens=4, steps_in_flight=1)
@@ -218,10 +219,10 @@ def test_a_frame_samples_no_more_inputs_than_its_rows_have(
     frame = StepFrame.decode(verify_frame(**changes).encode())
     limits = FrameLimits(num_rows=4, vocab_size=32, max_model_len=16, max_draws=max_draws)
     if wrong is None:
-        frame.check(limits)
+        check_frame(frame, limits)
     else:
         with pytest.raises(EngineError, match=wrong):
-            frame.check(limits)
+            check_frame(frame, limits)
 
 
 def test_more_tokens_of_a_row_than_a_step_has_are_refused() -> None:
