@@ -291,7 +291,6 @@ def _scheduler_limits(
         num_window_pages=None if window_pool is None else window_pool.num_pages(num_pages),
         window=1 if window_pool is None else window_pool.window,
         max_item_tokens=max_item_tokens(spec.config, spec.model),
-        max_row_tokens=1 + spec.config.speculation.num_drafts,
         speculation=spec.config.speculation,
         **spec.config.scheduler.model_dump(),
     )
