@@ -244,9 +244,7 @@ class _Ranks:
     ) -> _Run:
         """Has `requests` answered, `batch` at a time, with drafts as `_Frames` reads them in `forced`, if any."""
         speculation = self.speculation if speculates else NO_SPECULATION
-        limits = replace(
-            self._limits, max_num_seqs=batch, speculation=speculation, max_row_tokens=1 + speculation.num_drafts
-        )
+        limits = replace(self._limits, max_num_seqs=batch, speculation=speculation)
         with mock.patch("cluster.scheduling.scheduler.Drafter", drafter):
             scheduler = Scheduler(limits)
         self._channel.frames.send(_HEAD_RUNS + forced if speculates else _HEAD_RESTS, _TIMEOUT_S)

@@ -9,8 +9,8 @@ import numpy as np
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool
 from worker.protocol import RowFlag, StepFrame
+from worker.step.step import Step
 from worker.step.step_inputs import StepInputs
-from worker.step.step_layout import shape_of
 
 
 def batch_of(
@@ -33,6 +33,6 @@ def batch_of(
         token_ids=np.zeros(num_tokens, np.int32) if token_ids is None else np.array(token_ids, np.int32),
     )
     inputs = StepInputs(table, max_rows=len(rows), max_tokens=num_tokens, page_size=page_size)
-    shape = shape_of(frame)
-    inputs.upload(frame, shape)
-    return inputs.batch(frame, shape)
+    shape = Step.of(frame).shape
+    inputs.upload(Step.of(frame), shape)
+    return inputs.batch(Step.of(frame))

@@ -29,7 +29,8 @@ from cluster.messages.engine import (
 )
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.errors import GuideError
-from worker.protocol import FrameLimits, RowFlag, StepFrame, StepResult, UInt32Array, mask_words
+from worker.frame_checks import FrameLimits, check_frame
+from worker.protocol import RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
 EOS = 7
 VOCAB = 40
@@ -228,10 +229,8 @@ class FakeWorker:
             elif self.next_starts is not None:
                 self._write(row, positions, [self.last_token[row], *drafts])
             else:
-                self._write(row, positions, WRONG_DRAFT)
-                self._write(row, positions[:1], self.last_token[row])
-            has_drafts = flags & RowFlag.HAS_TOKENS or self.next_starts is not None
-            plan.append((row, start + num - max(num_draws, 1) + 1, num_draws, drafts if has_drafts else None))
+                self._write(row, positions, self.last_token[row])
+            plan.append((row, start + num - max(num_draws, 1) + 1, num_draws, drafts))
         assert offset == len(frame.token_ids)
         for row, start, num in zip(frame.rows.tolist(), starts, frame.lens.tolist(), strict=True):
             seen = self._slots(row, np.arange(max(start - (self.window - 1), 0), start + num))
@@ -246,9 +245,7 @@ class FakeWorker:
             if not num_draws:
                 continue
             counts.append(0)
-            # Of drafts that the worker makes itself so many are right.
-            most = 1 + next_token(self._history(row, num_tokens), 99) % num_draws if drafts is None else num_draws
-            for index in range(num_tokens, num_tokens + most):
+            for index in range(num_tokens, num_tokens + num_draws):
                 if index > num_tokens:  # the draft was right
                     self._write(row, np.array([index - 1]), self.last_token[row])
                 self.last_token[row] = self._draw(row, index, index - num_tokens)
@@ -256,7 +253,7 @@ class FakeWorker:
                     asked.append(len(tokens))
                 tokens.append(int(self.last_token[row]))
                 counts[-1] += 1
-                if drafts is not None and drafts[index - num_tokens : index - num_tokens + 1] != [self.last_token[row]]:
+                if drafts[index - num_tokens : index - num_tokens + 1] != [self.last_token[row]]:
                     break
         lens: dict[int, list[int]] = {}
         for row, length in frame.items.tolist():
@@ -597,7 +594,7 @@ class Engine:
         assert frame.lens.sum() <= limits.max_num_batched_tokens
         assert len(frame.prompt_targets) <= limits.max_prompt_logprobs
         assert (frame.lens[np.isin(frame.rows, frame.items["row"])] <= limits.max_item_tokens).all()
-        frame.check(FrameLimits(limits.max_num_seqs + 1, VOCAB, limits.max_model_len, limits.max_row_tokens))
+        check_frame(frame, FrameLimits(limits.max_num_seqs + 1, VOCAB, limits.max_model_len, limits.max_row_tokens))
         assert len(np.unique(frame.rows)) == len(frame.rows) > 0
         assert frame.rows.min() >= 1
         assert frame.rows.max() <= limits.max_num_seqs

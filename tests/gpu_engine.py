@@ -229,7 +229,6 @@ class GpuEngine:
             eos_token_ids=self.model.eos_token_ids,
             num_window_pages=self._num_window_pages,
             window=1 if self._window_pool is None else self._window_pool.window,
-            max_row_tokens=1 + self.config.speculation.num_drafts,
             speculation=self.config.speculation,
             **self.config.scheduler.model_dump(),
         )

@@ -209,7 +209,6 @@ class LocalGroup:
                 num_window_pages=limits.num_window_pages,
                 window=limits.window,
                 max_item_tokens=limits.max_item_tokens,
-                max_row_tokens=1 + limits.speculation.num_drafts,
                 speculation=limits.speculation,
             ),
             make_guide=make_guide,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cluster.engine.changes import OtherRanks
 from cluster.engine.coordinator import Coordinator
 from cluster.messages.engine import EngineStats, Finished, FinishReason, SamplingParams
 from cluster.messages.state import EngineState
@@ -388,7 +389,7 @@ def test_requests_wait_while_ranks_are_exchanged_and_lose_no_token() -> None:
         client = await EngineClient.connect(coordinator.address)
         [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=60)]])
         chunk = await anext(stream)
-        done = coordinator.exchange(second)
+        done = coordinator.change(OtherRanks(second))
         await reported(client, lambda stats: stats.state is EngineState.REBUILDING)
         [late] = client.submit([prompt(200)], [[SamplingParams(max_tokens=3)]])
         await reported(client, lambda stats: stats.scheduler.num_waiting == 2)
@@ -406,7 +407,7 @@ def test_requests_wait_while_ranks_are_exchanged_and_lose_no_token() -> None:
         [(begin, end)] = client.telemetry.pauses
         assert 0 < end - begin < 10
         # An idle engine exchanges them at once.
-        assert coordinator.exchange(third).result(0.9) < 0.9
+        assert coordinator.change(OtherRanks(third)).result(0.9) < 0.9
         await client.close()
 
     first.replace = second.replace = exchange
@@ -436,7 +437,7 @@ def test_ranks_go_on_where_those_in_their_place_do_not_run_and_are_rebuilt_where
         chunk = await anext(stream)
         words = ["", "tensor_parallel_size stays 1, requests waited .* rank 1 died", "^rank 2 died"][failures]
         with pytest.raises(EngineError, match=words):
-            await asyncio.wrap_future(coordinator.exchange(second))
+            await asyncio.wrap_future(coordinator.change(OtherRanks(second)))
         tokens, _ = await asyncio.wait_for(read(stream), 20)
         assert chunk.token_ids + tokens == list(range(101, 161))
         await client.close()
@@ -451,7 +452,7 @@ def test_ranks_go_on_where_those_in_their_place_do_not_run_and_are_rebuilt_where
 def test_an_exchange_that_is_awaited_ends_with_the_engine() -> None:
     coordinator = coordinate(CountingRank(), Scheduler(LIMITS))
     coordinator.close()
-    done = coordinator.exchange(CountingRank())
+    done = coordinator.change(OtherRanks(CountingRank()))
     coordinator.run()
     with pytest.raises(EngineError, match="the engine ended"):
         done.result(1)

@@ -83,9 +83,9 @@ def drafted(
         names.append(name)
         replay(graphs, name, shape)
 
-    def uploaded(inputs: StepInputs, frame: Any, shape: Any, **how: bool) -> None:
-        uploads.append(frame.step)
-        upload(inputs, frame, shape, **how)
+    def uploaded(inputs: StepInputs, step: Any, shape: Any, **how: bool) -> None:
+        uploads.append(step.frame.step)
+        upload(inputs, step, shape, **how)
 
     def taken() -> StepResult:
         step = result()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from attention import registry
 from cluster.messages.engine import GenerateRequest, SamplingParams
 from cluster.scheduling import drafter as drafter_module
+from cluster.scheduling.decodes import Decodes
 from cluster.scheduling.draft_history import DraftHistory
 from cluster.scheduling.drafter import Drafter, StepTimes
 from cluster.scheduling.guided_rows import GuidedRows
@@ -189,7 +190,7 @@ def test_answers_with_drafts_of_a_head_that_rests_now_and_then_equal_those_witho
     group: LocalGroup, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of twenty steps, ten are taken to be none that drafts are worth it in."""
-    kinds, launch, choose = list[FrameKind](), Scheduler._launch, Drafter.choose
+    kinds, launch, choose = list[FrameKind](), Scheduler._launch, Drafter._draws
 
     def chosen(drafter: Drafter, rows: Int32Array, budget: int) -> Int32Array | None:
         return np.ones(len(rows), np.int32) if len(kinds) % 20 < 10 else choose(drafter, rows, budget)
@@ -199,7 +200,7 @@ def test_answers_with_drafts_of_a_head_that_rests_now_and_then_equal_those_witho
         return frame
 
     monkeypatch.setattr(Scheduler, "_launch", launched)
-    monkeypatch.setattr(Drafter, "choose", chosen)
+    monkeypatch.setattr(Drafter, "_draws", chosen)
     monkeypatch.setattr(drafter_module, "_MOST_VAIN", 2)
     monkeypatch.setattr(drafter_module, "_FIRST_REST", 3)
     monkeypatch.setattr(drafter_module, "_ASK_EVERY", 1)
@@ -360,7 +361,6 @@ def test_ranks_draft_as_many_as_are_taken_and_one_more_and_now_and_then_all() ->
     limits = replace(
         LIMITS,
         speculation=SpeculationConfig(method="eagle3", model="head", num_speculative_tokens=5),
-        max_row_tokens=6,
     )
     table = RowTable(limits)
     drafter = Drafter(limits, table, GuidedRows(limits, table))
@@ -369,10 +369,10 @@ def test_ranks_draft_as_many_as_are_taken_and_one_more_and_now_and_then_all() ->
     rows = np.array([row], np.int32)
 
     def chosen() -> list[int] | None:
-        draws = drafter.choose(rows, 16)
-        return None if draws is None else draws.tolist()
+        decodes = drafter.choose(rows, 16)
+        return None if decodes is None else decodes.draws.tolist()
 
-    assert drafter.asked() == 5
+    assert drafter._num_wanted() == 5
     drafter.take(rows)
     assert chosen() == [1]
 
@@ -386,20 +386,20 @@ def test_ranks_draft_as_many_as_are_taken_and_one_more_and_now_and_then_all() ->
     for is_known, num_drafts, draws in (True, 0, [2]), (False, 0, None), (False, 3, [2]):
         table.in_flight[row], table.num_drafts[row] = not is_known, num_drafts
         assert chosen() == draws
-        assert drafter.asked() == 2
+        assert drafter._num_wanted() == 2
     table.in_flight[row] = 0
     bring((0.9, 0.9))
     assert chosen() == [5], "there are no more"
-    assert drafter.asked() == 5
+    assert drafter._num_wanted() == 5
     bring((0.01, 0.01))
     assert chosen() == [1]
     asked = []
     for _ in range(40):
         drafter.take(rows[:0])
-        asked.append(drafter.asked())
+        asked.append(drafter._num_wanted())
     assert asked == [0] * 31 + [5] * 9
     bring((0.01, 0.01))
-    assert drafter.asked() == 0
+    assert drafter._num_wanted() == 0
 
 
 def test_the_head_rests_where_no_drafts_were_worth_it_for_long_and_prompts_go_through_it_nevertheless(
@@ -407,8 +407,8 @@ def test_the_head_rests_where_no_drafts_were_worth_it_for_long_and_prompts_go_th
 ) -> None:
     """Steps of one row that draws 800 tokens, of which no draft is right, with another request now and then."""
     speculation = SpeculationConfig(method="eagle3", model="head", num_speculative_tokens=3)
-    limits = replace(LIMITS, num_pages=256, max_model_len=900, speculation=speculation, max_row_tokens=4)
-    monkeypatch.setattr(Drafter, "choose", lambda _self, rows, _budget, **_: np.ones(len(rows), np.int32))
+    limits = replace(LIMITS, num_pages=256, max_model_len=900, speculation=speculation)
+    monkeypatch.setattr(Drafter, "_draws", lambda _self, rows, _budget: np.ones(len(rows), np.int32))
     engine = Engine(limits)
     engine.add([1, 2, 3], max_tokens=850, ignore_eos=True)
     frames = []
@@ -433,10 +433,11 @@ def test_the_head_rests_where_drafts_are_seldom_worth_it_until_there_are_half_as
     every: int, num_rows: int, rests: bool
 ) -> None:
     """Eight rows, of which each so-manieth step verifies drafts; one of `num_rows` follows."""
-    limits = replace(LIMITS, max_row_tokens=4, speculation=SpeculationConfig(method="eagle3", model="head"))
+    limits = replace(LIMITS, speculation=SpeculationConfig(method="eagle3", model="head"))
     table = RowTable(limits)
     drafter = Drafter(limits, table, GuidedRows(limits, table))
+    rows = np.arange(1, 9, dtype=np.int32)
     for step in range(1, 200):
-        drafter.launched(8, has_drafts=step % every == 0)
-    drafter.launched(num_rows, has_drafts=False)
+        drafter.launch(Decodes(rows, np.full(8, 2 if step % every == 0 else 1, np.int32)))
+    drafter.launch(Decodes.plain(rows[:num_rows]))
     assert drafter.rests == rests

@@ -36,8 +36,8 @@ from tests.latent_case import BATCHES as LATENT_BATCHES
 from tests.latent_case import LITE, LatentCase, layer_of
 from tests.paged_case import NewTokens, attention, both_ways, mask_of, tree
 from worker.protocol import RowFlag, StepFrame
+from worker.step.step import Step
 from worker.step.step_inputs import StepInputs
-from worker.step.step_layout import shape_of
 
 CPU = torch.device("cpu")
 BATCHES = {
@@ -151,8 +151,8 @@ class Case:
         """For each layer, the answers of all rows by an eager step, whose mask has `parts`."""
         chosen = range(len(self.rows))
         frame = self.frame(chosen)
-        self.inputs.upload(frame, shape_of(frame))
-        batch = self.inputs.batch(frame, shape_of(frame))
+        self.inputs.upload(Step.of(frame), Step.of(frame).shape)
+        batch = self.inputs.batch(Step.of(frame))
         if parts is not None:
             mask = mask_of(parts, [extend for _, extend in self.rows], batch.positions.device)
             batch = dataclasses.replace(batch, mask=mask)
@@ -190,13 +190,13 @@ class Case:
             backend.prepare_capture(self.inputs.graph_batch(shape), shape)
             return [backend.attend(q, layer) for q, layer in zip(queries, self.layers, strict=True)]
 
-        self.inputs.upload(StepFrame(generation=0, step=0), shape)
+        self.inputs.upload(Step.of(StepFrame(generation=0, step=0)), shape)
         step()
         replay = graph(step)
         for chosen in steps:
             frame = self.frame(chosen)
-            assert shape.holds(shape_of(frame))
-            self.inputs.upload(frame, shape)
+            assert shape.holds(Step.of(frame).shape)
+            self.inputs.upload(Step.of(frame), shape)
             backend.prepare_replay(shape, frame.starts, frame.lens)
             for static, q in zip(queries, self.queries(chosen, shape.num_tokens), strict=True):
                 static.copy_(q)
@@ -514,9 +514,9 @@ def test_a_mask_of_2_gib_is_refused(emulated: Any) -> None:
     case = Case(LAYERS[:1], MASKED)
     backend = FlashInferBackend(case.layers, case.pool)
     frame = case.frame(range(len(MASKED)))
-    case.inputs.upload(frame, shape_of(frame))
+    case.inputs.upload(Step.of(frame), Step.of(frame).shape)
     mask = mask_of(_parts(MASKED), [extend for _, extend in MASKED], CPU)
-    batch = dataclasses.replace(case.inputs.batch(frame, shape_of(frame)), mask=mask)
+    batch = dataclasses.replace(case.inputs.batch(Step.of(frame)), mask=mask)
     huge = dataclasses.replace(batch, seq_lens=batch.seq_lens << 30)
     with pytest.raises(EngineError, match="takes masks of less than 2 GiB, and this has"):
         backend.init_forward_metadata(huge)

@@ -25,8 +25,9 @@ from configs.schema import AttentionConfig, EngineConfig, SchedulerConfig
 from tests.fake_engine import LIMITS, VOCAB, Engine, prompt_of
 from tests.local_group import PAGE_SIZE, Limits, LocalGroup
 from tests.test_models import save
-from worker.protocol import ITEM_DTYPE, MAX_ITEMS, MAX_ROW_ASKED, FrameLimits, RowFlag, StepFrame, StepResult
-from worker.step.items import Items
+from worker.frame_checks import FrameLimits, check_frame
+from worker.protocol import ITEM_DTYPE, MAX_ITEMS, MAX_ROW_ASKED, RowFlag, StepFrame, StepResult
+from worker.step.scoring import Items
 
 # The scheduler: `Engine` checks every item's scores, and that no row is longer than it may be in the step with its
 # items, nor has one of them from the cache.
@@ -149,7 +150,7 @@ def _frame(items: list[tuple[int, int]]) -> StepFrame:
 
 def test_items_travel_in_frames_and_say_where_they_are() -> None:
     frame = StepFrame.decode(_frame([(3, 2), (3, 1), (3, 2)]).encode())
-    frame.check(FrameLimits(num_rows=4, vocab_size=12, max_model_len=64))
+    check_frame(frame, FrameLimits(num_rows=4, vocab_size=12, max_model_len=64))
     items = Items.of(frame)
     assert items.lasts.tolist() == [2, 3, 5]
     assert items.positions.tolist() == [4, 5, 6, 5, 5, 6, 0, 1, 2, 9]
@@ -172,7 +173,7 @@ def test_items_travel_in_frames_and_say_where_they_are() -> None:
 )
 def test_items_that_do_not_fit_a_frame_are_refused(items: list[tuple[int, int]], wrong: str) -> None:
     with pytest.raises(EngineError, match=wrong):
-        _frame(items).check(FrameLimits(num_rows=4, vocab_size=12, max_model_len=64))
+        check_frame(_frame(items), FrameLimits(num_rows=4, vocab_size=12, max_model_len=64))
 
 
 # The ranks

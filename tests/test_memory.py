@@ -15,7 +15,8 @@ from configs.errors import EngineError
 from configs.schema import NO_SPECULATION, SpeculationConfig
 from worker.device.cgroup import available_bytes, available_cores
 from worker.device.memory import DeviceMemory, _largest_frames, await_idle, await_room, free_bytes
-from worker.protocol import FrameLimits, RowFlag, StepFrame
+from worker.frame_checks import FrameLimits, check_frame
+from worker.protocol import RowFlag, StepFrame
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_the_profile_runs_the_largest_steps_that_a_scheduler_may_send(
     limits = FrameLimits(max_rows + 1, 100, max_model_len, 1 + num_drafts)
     prefill, decode = _largest_frames(max_rows, max_tokens, max_model_len, 16, speculation)
     for frame in (prefill, decode):
-        StepFrame.decode(frame.encode()).check(limits)
+        check_frame(StepFrame.decode(frame.encode()), limits)
         assert ((frame.flags & RowFlag.SAMPLE) != 0).all()
         rows, indices, pages = frame.page_deltas.T
         assert len(np.unique(pages)) == len(pages), "a page of two rows"

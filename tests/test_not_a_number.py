@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.messages.engine import FinishReason, SamplingParams
+from configs.schema import NO_SPECULATION, SpeculationConfig
 from tests.fake_engine import LIMITS, Engine, prompt_of
 from tests.local_group import PAGE_SIZE, Limits, LocalGroup
+from tests.test_scheduler import HEAD
 from tests.tiny_engine import write_tiny_checkpoint
 from worker.protocol import StepResult
 
@@ -65,9 +67,11 @@ def _fields(params: SamplingParams) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-@pytest.mark.parametrize("max_row_tokens", [1, 3])
-def test_pages_of_a_row_with_a_nan_are_free_once_no_step_names_it(max_row_tokens: int, steps_in_flight: int) -> None:
-    engine = Engine(replace(LIMITS, steps_in_flight=steps_in_flight, max_row_tokens=max_row_tokens))
+@pytest.mark.parametrize("speculation", [NO_SPECULATION, HEAD], ids=["plain", "drafts"])
+def test_pages_of_a_row_with_a_nan_are_free_once_no_step_names_it(
+    speculation: SpeculationConfig, steps_in_flight: int
+) -> None:
+    engine = Engine(replace(LIMITS, steps_in_flight=steps_in_flight, speculation=speculation))
     prompts = [prompt_of(9, seed) for seed in range(3)]
     ids = [
         engine.add(prompt, max_tokens=12, grammar="rule" if seed == 2 else None) for seed, prompt in enumerate(prompts)

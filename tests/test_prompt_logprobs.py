@@ -16,9 +16,11 @@ from configs.errors import EngineError
 from tests.conftest import SMALL, Logits
 from tests.fake_engine import LIMITS, Engine, prompt_of
 from tests.local_group import Limits, LocalGroup, assert_scores_equal
-from worker.protocol import MAX_PROMPT_LOGPROBS, PROMPT_LOGPROBS_DTYPE, FrameLimits, RowFlag, StepFrame, StepResult
+from worker.frame_checks import FrameLimits, check_frame
+from worker.protocol import MAX_PROMPT_LOGPROBS, PROMPT_LOGPROBS_DTYPE, RowFlag, StepFrame, StepResult
 from worker.sampling.torch_sampling import token_logprobs
-from worker.step.prompt_logprobs import WantedTokens
+from worker.step.scoring import WantedTokens
+from worker.step.step import Step
 
 # The scheduler: `Engine` checks every score against the prompt it belongs to, and that each comes once, in order and
 # with the first token at the latest.
@@ -133,7 +135,7 @@ def test_scores_travel_in_frames_and_results() -> None:
     frame = StepFrame.decode(_frame([(3, 5, 2, 4), (1, 0, 3, 0)], [7, 8, 9, 10, 11]).encode())
     assert frame.prompt_runs.tolist() == [(3, 5, 2, 4), (1, 0, 3, 0)]
     assert frame.prompt_targets.tolist() == [7, 8, 9, 10, 11]
-    frame.check(FrameLimits(num_rows=4, vocab_size=12, max_model_len=64))
+    check_frame(frame, FrameLimits(num_rows=4, vocab_size=12, max_model_len=64))
     for num_tokens, k in ((0, 2), (3, 0)):
         ids, logprobs = np.arange(5 * k, dtype=np.int32).reshape(5, k), np.ones((5, k), np.float32)
         tokens, own = np.arange(num_tokens, dtype=np.int32), -np.arange(5, dtype=np.float32)
@@ -166,7 +168,7 @@ def test_scores_that_do_not_fit_a_frame_are_refused(
     scores: list[tuple[int, int, int, int]], targets: list[int], wrong: str
 ) -> None:
     with pytest.raises(EngineError, match=wrong):
-        _frame(scores, targets).check(FrameLimits(num_rows=4, vocab_size=12, max_model_len=64))
+        check_frame(_frame(scores, targets), FrameLimits(num_rows=4, vocab_size=12, max_model_len=64))
 
 
 def test_a_result_without_the_scores_it_owes_is_an_error() -> None:
@@ -181,7 +183,7 @@ def test_a_result_without_the_scores_it_owes_is_an_error() -> None:
 
 
 def test_the_wanted_inputs_are_those_before_targets_and_the_sampled_ones() -> None:
-    wanted = WantedTokens.of(_frame([(3, 5, 2, 4), (1, 0, 2, 0)], [7, 8, 9, 10]), np.empty(0, np.int64))
+    wanted = WantedTokens.of(Step.of(_frame([(3, 5, 2, 4), (1, 0, 2, 0)], [7, 8, 9, 10])), np.empty(0, np.int64))
     # Inputs 0 to 3 are row 3's positions 4 to 7, 4 to 6 are row 1's, 7 is the row that is sampled.
     assert wanted.tokens.tolist() == [1, 2, 4, 5, 7]
     assert wanted.tokens[wanted.scored].tolist() == [1, 2, 4, 5]

@@ -4,7 +4,6 @@ is that of a run with one token a step.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -15,46 +14,15 @@ from cluster.messages.engine import FinishReason, GenerateRequest, SamplingParam
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_table import RowTable
-from configs.errors import ConfigError, EngineError
+from configs.errors import EngineError
+from configs.schema import NO_SPECULATION, SpeculationConfig
 from tests.fake_engine import EOS, LIMITS, Engine, prompt_of, prompt_stopping_at
 from tests.test_guided_rows import HandGuide
-from tests.test_scheduler import run_random_load
-from worker.protocol import FrameLimits, RowFlag, StepFrame, StepResult
+from worker.frame_checks import FrameLimits, check_frame
+from worker.protocol import RowFlag, StepFrame, StepResult
 
-random_load = functools.cache(run_random_load)
-FOUR = replace(LIMITS, max_row_tokens=4, steps_in_flight=1)
-
-
-def num_brought(engine: Engine) -> int:
-    """Tokens of all results, dropped ones among them."""
-    return sum(len(StepResult.decode(result).tokens) for result in engine.sent)
-
-
-@pytest.mark.parametrize(
-    ("seed", "steps_in_flight", "max_row_tokens"),
-    [*((seed, 2, 4) for seed in range(8)), (8, 1, 4), (9, 1, 2), (10, 2, 2)],
-)
-def test_every_answer_equals_the_reference_under_random_load(
-    seed: int, steps_in_flight: int, max_row_tokens: int
-) -> None:
-    engine = random_load(seed, steps_in_flight, max_row_tokens)
-    assert all(
-        [logprob.logprob for logprob in answer.logprobs] == [-float(token) for token in answer.tokens]
-        for answer in engine.answers.values()
-        if answer.sampling.num_logprobs >= 0
-    )
-
-
-def test_random_load_reaches_several_tokens_drops_preemption_and_every_finish() -> None:
-    engines = [random_load(seed, 2, 4) for seed in range(8)]
-    stats = [engine.scheduler.stats() for engine in engines]
-    assert sum(stat.total_preemptions for stat in stats) > 5
-    assert sum(stat.total_prefix_hit_tokens for stat in stats) > 300
-    assert sum(num_brought(engine) for engine in engines) > sum(stat.total_answer_tokens for stat in stats) + 10
-    counts = [count for engine in engines for result in engine.sent for count in StepResult.decode(result).num_tokens]
-    assert {1, 2, 3, 4} == set(counts)
-    reasons = {answer.finished.reason for engine in engines for answer in engine.answers.values() if answer.finished}
-    assert set(FinishReason) == reasons
+HEAD = SpeculationConfig(method="eagle3", model="head", num_speculative_tokens=3)
+FOUR = replace(LIMITS, speculation=HEAD, steps_in_flight=1)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +40,7 @@ def test_random_load_reaches_several_tokens_drops_preemption_and_every_finish() 
 )
 def test_a_run_leaves_what_a_run_with_one_token_a_step_leaves(page_size: int, sampling: dict[str, Any]) -> None:
     limits = replace(FOUR, page_size=page_size, num_pages=256 // page_size)
-    four, one = Engine(limits), Engine(replace(limits, max_row_tokens=1))
+    four, one = Engine(limits), Engine(replace(limits, speculation=NO_SPECULATION))
     for seed in range(6):
         for engine in (four, one):
             engine.add(prompt_of(9, seed), seed=seed, num_logprobs=1, **sampling)
@@ -112,22 +80,6 @@ def test_what_a_row_brings_behind_a_stop_is_dropped(index: int) -> None:
     assert [end.stop_token_id for end in ends] == [EOS, EOS, None]
     for answer in engine.answers.values():
         assert len(answer.tokens) == len(answer.logprobs) == index + 1
-
-
-def test_a_row_takes_pages_for_its_drafts_and_counts_what_was_right() -> None:
-    engine = Engine(replace(FOUR, page_size=1, num_pages=64))
-    request_id = engine.add(prompt_of(5), max_tokens=20)
-    engine.launch()
-    engine.retire()
-    while engine.launch() is not None:
-        num_known = 5 + len(engine.answers[request_id].tokens)
-        # What was known but for the last token, and four inputs: it, and three drafts as far as the length goes.
-        at_most = min(num_known - 1 + 4, 5 + 20 - 1)
-        assert engine.scheduler.stats().num_cached_pages + engine.scheduler.stats().num_owned_pages >= at_most
-        assert engine.frames[-1].starts.tolist() == [num_known - 1]
-        assert engine.frames[-1].lens.tolist() == engine.frames[-1].draws.tolist() == [at_most - num_known + 1]
-        engine.retire()
-    engine.check_idle()
 
 
 def test_a_row_with_a_guide_brings_one_token_and_its_guide_takes_them_one_by_one() -> None:
@@ -218,21 +170,7 @@ def test_a_frame_samples_no_more_inputs_than_its_rows_have(
     frame = StepFrame.decode(verify_frame(**changes).encode())
     limits = FrameLimits(num_rows=4, vocab_size=32, max_model_len=16, max_draws=max_draws)
     if wrong is None:
-        frame.check(limits)
+        check_frame(frame, limits)
     else:
         with pytest.raises(EngineError, match=wrong):
-            frame.check(limits)
-
-
-def test_more_tokens_of_a_row_than_a_step_has_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_row_tokens=17"):
-        replace(LIMITS, max_row_tokens=17)
-
-
-def test_requests_run_only_as_many_as_have_room_for_their_drafts() -> None:
-    engine = Engine(FOUR)  # 16 tokens a step
-    for seed in range(6):
-        engine.add(prompt_of(5, seed), max_tokens=12, seed=seed)
-    while engine.step():
-        assert engine.scheduler.stats().num_running <= 4
-    engine.check_idle()
+            check_frame(frame, limits)

@@ -22,11 +22,12 @@ from configs.schema import NO_SPECULATION, SpeculationConfig
 from tests.fake_engine import EOS, LIMITS, VOCAB, Engine, prompt_of, prompt_stopping_at
 from worker.protocol import RowFlag, StepResult
 
+HEAD = SpeculationConfig(method="eagle3", model="head", num_speculative_tokens=3)
+
 
 def run_random_load(
     seed: int,
     steps_in_flight: int,
-    max_row_tokens: int = 1,
     *,
     windows: bool = False,
     faults: float = 0.0,
@@ -51,8 +52,6 @@ def run_random_load(
     )
     if speculation.num_drafts:
         limits = replace(limits, max_num_batched_tokens=40, speculation=speculation)
-        max_row_tokens = 1 + speculation.num_drafts
-    limits = replace(limits, max_row_tokens=min(max_row_tokens, limits.max_num_batched_tokens))
     if windows:
         limits = replace(limits, window=rng.choice([1, 3, 8, 17]), num_window_pages=limits.num_pages)
         most, least = limits.num_pages, limits.max_window_pages_per_row
@@ -79,7 +78,7 @@ def run_random_load(
                     grammar=rng.choice([None, None, None, "rule"]),
                     seed=rng.randrange(2),
                 )
-                if max_row_tokens > 1:
+                if speculation.num_drafts:
                     fields["num_logprobs"] = rng.choice([-1, 0])
                     fields["min_tokens"] = 0 if fields["grammar"] else rng.choice([0, 3])
                 engine.add(prompt[: max_model_len - 1], **fields)
@@ -142,12 +141,13 @@ def test_every_answer_equals_the_reference_under_more_random_load(seed: int, ste
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
-    ("steps_in_flight", "max_row_tokens", "windows"), [(1, 1, False), (2, 1, False), (2, 3, False), (2, 1, True)]
+    ("steps_in_flight", "speculation", "windows"),
+    [(1, NO_SPECULATION, False), (2, NO_SPECULATION, False), (2, HEAD, False), (2, NO_SPECULATION, True)],
 )
 def test_every_answer_equals_the_reference_though_the_ranks_are_lost(
-    seed: int, steps_in_flight: int, max_row_tokens: int, windows: bool
+    seed: int, steps_in_flight: int, speculation: SpeculationConfig, windows: bool
 ) -> None:
-    run_random_load(seed, steps_in_flight, max_row_tokens, windows=windows, faults=0.1)
+    run_random_load(seed, steps_in_flight, speculation=speculation, windows=windows, faults=0.1)
 
 
 def test_random_faults_leave_pages_that_others_go_on_with() -> None:
@@ -217,7 +217,7 @@ def test_nothing_that_was_computed_before_a_change_of_weights_is_found_after_it(
 
 @pytest.mark.parametrize("seed", range(2000, 2006))
 def test_every_answer_equals_the_reference_though_weights_change_often(seed: int) -> None:
-    engine = run_random_load(seed, 2, 1 + seed % 3, windows=seed % 2 == 1, changes=0.1)
+    engine = run_random_load(seed, 2, speculation=(NO_SPECULATION, HEAD)[seed % 2], windows=seed % 3 == 1, changes=0.1)
     assert engine.num_changes > 5
 
 

@@ -58,7 +58,7 @@ class Oracle:
         """How many drafts rows had in a step."""
         self.num_guided = 0
         """Rows with drafts and a guide."""
-        take, tokens = Drafter.take, Drafter.tokens
+        take, tokens = Drafter.take, Drafter._tokens
 
         def taken(drafter: Drafter, rows: Int32Array) -> None:
             take(drafter, rows)
@@ -77,7 +77,7 @@ class Oracle:
         monkeypatch.setattr(StepTimes, "of", lambda _, sizes, **__: 1 + 0.01 * np.asarray(sizes, np.float64))
         monkeypatch.setattr(NgramHistory, "drafts", lambda history, count: self._drafts(history, count))
         monkeypatch.setattr(Drafter, "take", taken)
-        monkeypatch.setattr(Drafter, "tokens", brought)
+        monkeypatch.setattr(Drafter, "_tokens", brought)
 
     def _drafts(self, history: NgramHistory, count: int) -> list[int]:
         request, num_known = self._requests[history], len(history)
@@ -410,7 +410,7 @@ class Chooser:
     """A drafter of rows 1 to n, whose predictions and step times a test gives."""
 
     def __init__(self, chances: list[tuple[float, float] | None], token_s: float, extra_s: float = 0.0) -> None:
-        limits = replace(LIMITS, speculation=SEVEN, max_row_tokens=8, max_num_batched_tokens=64, max_model_len=48)
+        limits = replace(LIMITS, speculation=SEVEN, max_num_batched_tokens=64, max_model_len=48)
         self.table = RowTable(limits)
         self.drafter = Drafter(limits, self.table, GuidedRows(limits, self.table))
         self.rows = np.arange(1, len(chances) + 1, dtype=np.int32)
@@ -425,7 +425,7 @@ class Chooser:
         self.drafter.times._extra = extra_s
 
     def choose(self, *, budget: int = 64) -> list[int] | None:
-        draws = self.drafter.choose(self.rows, budget)
+        draws = self.drafter._draws(self.rows, budget)
         return None if draws is None else draws.tolist()
 
 
@@ -464,7 +464,7 @@ def test_drafts_keep_to_the_steps_tokens_and_to_a_rows_length() -> None:
 def test_steps_without_a_match_are_those_without_speculation() -> None:
     frames: list[list[bytes]] = []
     for speculation in (SEVEN.model_copy(update={"prompt_lookup_min": 4}), NO_SPECULATION):
-        engine = Engine(replace(LIMITS, speculation=speculation, max_row_tokens=1 + speculation.num_drafts))
+        engine = Engine(replace(LIMITS, speculation=speculation))
         for seed in range(4):
             engine.add(prompt_of(9 + seed, seed), max_tokens=15, seed=seed)
         frames.append([])

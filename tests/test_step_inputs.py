@@ -12,8 +12,9 @@ from attention.step_shape import StepShape
 from configs.errors import EngineError
 from tests.test_step_layout import frame_of
 from worker.protocol import RowFlag, StepFrame
+from worker.step.step import Step
 from worker.step.step_inputs import StepInputs
-from worker.step.step_layout import decode_shapes, prompt_shapes, shape_of, smallest
+from worker.step.step_layout import decode_shapes, prompt_shapes, smallest
 
 MAX_ROWS, MAX_TOKENS, PAGE_SIZE, MAX_LEN = 40, 640, 16, 1024
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -49,14 +50,14 @@ def _of_rows(batch: ForwardBatch, step: StepShape) -> dict[str, list[object]]:
 def test_a_padded_step_reads_of_its_own_rows_what_the_exact_one_reads(seed: int, decodes: bool, device: str) -> None:
     generator = np.random.default_rng(seed)
     frame = frame_of(generator, int(generator.integers(1, MAX_ROWS + 1)), decodes=decodes)
-    step = shape_of(frame)
+    step = Step.of(frame).shape
     shape = smallest(
         decode_shapes(MAX_ROWS) if decodes else prompt_shapes(MAX_ROWS, MAX_TOKENS, MAX_LEN, MAX_ROWS), step
     )
     assert shape is not None
     inputs, table = _inputs(device)
-    inputs.upload(frame, step)
-    exact = inputs.batch(frame, step)
+    inputs.upload(Step.of(frame), step)
+    exact = inputs.batch(Step.of(frame))
     assert exact.mode is ForwardMode.of(frame.lens.astype(np.int64))
     assert exact.num_tokens == len(exact.input_ids) == step.num_tokens
     expected = _of_rows(exact, step)
@@ -75,7 +76,7 @@ def test_a_padded_step_reads_of_its_own_rows_what_the_exact_one_reads(seed: int,
     assert expected["sample_indices"] == (frame.lens.cumsum() - 1)[is_sampled].tolist()
     assert sampled == [frame.rows[is_sampled].tolist(), (frame.starts + frame.lens)[is_sampled].tolist()]
 
-    inputs.upload(frame, shape)
+    inputs.upload(Step.of(frame), shape)
     padded = inputs.graph_batch(shape)
     assert _of_rows(padded, step) == expected
     assert [part[: step.num_sampled].tolist() for part in inputs.sampled_rows(shape)] == sampled
@@ -96,11 +97,11 @@ def test_pages_that_a_step_brings_are_there_for_it_however_many(num_deltas: int,
     frame.page_deltas = np.stack([entries // (MAX_LEN // PAGE_SIZE) + 1, indices, 9000 + entries], 1).astype(np.int32)
     frame = StepFrame.decode(frame.encode())  # its arrays can only be read
     before = table.page_table.clone()
-    inputs.upload(frame, shape_of(frame))
+    inputs.upload(Step.of(frame), Step.of(frame).shape)
     expected = before.flatten()
     expected[MAX_LEN // PAGE_SIZE :][:num_deltas] = torch.arange(9000, 9000 + num_deltas, dtype=torch.int32)
     assert torch.equal(table.page_table.flatten(), expected)
-    batch = inputs.batch(frame, shape_of(frame))
+    batch = inputs.batch(Step.of(frame))
     pages = table.page_table.cpu().numpy()[frame.rows, frame.starts // PAGE_SIZE]
     assert (batch.out_cache_loc // PAGE_SIZE).tolist() == pages.tolist()
 
@@ -115,8 +116,8 @@ def test_places_in_the_window_pool_are_there_for_the_step_that_brings_them(num_p
     frame.page_deltas = np.array([[3, 1, 7]], np.int32)
     frame.window_pages = np.stack([np.arange(1, num_places + 1), 2 * np.arange(1, num_places + 1)], 1).astype(np.int32)
     frame = StepFrame.decode(frame.encode())
-    inputs.upload(frame, shape_of(frame))
-    batch = inputs.batch(frame, shape_of(frame))
+    inputs.upload(Step.of(frame), Step.of(frame).shape)
+    batch = inputs.batch(Step.of(frame))
     assert table.page_table[3, 1] == 7
     assert batch.seen_by(None) is batch
     windowed = batch.seen_by(5)
@@ -136,5 +137,5 @@ def test_refuses_a_step_larger_than_its_tensors() -> None:
     frame.page_deltas = np.array([[1, 0, 77]], np.int32)
     for shape in (StepShape(MAX_ROWS + 2, MAX_ROWS + 2, 1), StepShape(MAX_TOKENS + 1, 3, 3)):
         with pytest.raises(EngineError, match="at most 41 and 640 fit"):
-            inputs.upload(frame, shape)
+            inputs.upload(Step.of(frame), shape)
     assert torch.equal(table.page_table, before)

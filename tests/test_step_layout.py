@@ -8,13 +8,13 @@ import pytest
 from attention.fa3 import unsplit_shapes
 from attention.step_shape import ANY_LEN, StepShape
 from worker.protocol import RowFlag, StepFrame
+from worker.step.step import Step
 from worker.step.step_layout import (
     LAST_TOKEN,
     StepLayout,
     decode_shapes,
     launch_bound_tokens,
     prompt_shapes,
-    shape_of,
     smallest,
 )
 
@@ -84,13 +84,13 @@ def test_a_padded_step_says_of_its_own_rows_what_the_exact_one_says(seed: int, d
     generator = np.random.default_rng(seed)
     layout = StepLayout(MAX_ROWS + 1, MAX_TOKENS)
     frame = frame_of(generator, int(generator.integers(1, MAX_ROWS + 1)), decodes=decodes)
-    step = shape_of(frame)
+    step = Step.of(frame).shape
     assert step.is_decode == decodes
     shape = smallest(decode_shapes(MAX_ROWS) if decodes else captured(MAX_ROWS, MAX_TOKENS, LONGEST), step)
     assert shape is not None
     exact, padded = (np.full(layout.capacity, STALE, np.int32) for _ in range(2))
-    assert layout.pack(exact, frame, step) == layout.token_ids(step.num_tokens).stop
-    assert layout.pack(padded, frame, shape) == layout.token_ids(shape.num_tokens).stop
+    assert layout.pack(exact, Step.of(frame), step) == layout.token_ids(step.num_tokens).stop
+    assert layout.pack(padded, Step.of(frame), shape) == layout.token_ids(shape.num_tokens).stop
     np.testing.assert_array_equal(exact[layout.rows(step.num_rows)], frame.rows)
     np.testing.assert_array_equal(exact[layout.starts(step.num_rows)], frame.starts)
     np.testing.assert_array_equal(np.diff(exact[layout.cu_seqlens_q(step.num_rows)]), frame.lens)
@@ -125,7 +125,7 @@ def test_a_shape_is_valid_without_any_rows(shape: StepShape) -> None:
     """What graphs are captured with: kernels that got less than no tokens of a row have written anywhere."""
     layout = StepLayout(MAX_ROWS + 1, MAX_TOKENS)
     out = np.full(layout.capacity, STALE, np.int32)
-    layout.pack(out, StepFrame(generation=0, step=0), shape)
+    layout.pack(out, Step.of(StepFrame(generation=0, step=0)), shape)
     lens = np.diff(out[layout.cu_seqlens_q(shape.num_rows)])
     assert out[layout.cu_seqlens_q(shape.num_rows)][0] == 0
     assert lens.tolist() == (
@@ -150,7 +150,7 @@ def test_a_step_samples_the_last_token_of_its_sampled_rows() -> None:
     )
     layout, shape = StepLayout(9, 16), StepShape(num_tokens=16, num_rows=9, num_sampled=8)
     out = np.full(layout.capacity, STALE, np.int32)
-    layout.pack(out, frame, shape)
+    layout.pack(out, Step.of(frame), shape)
     assert out[layout.cu_seqlens_q(9)].tolist() == [0, 3, 4, 6, 6, 6, 6, 6, 6, 16]
     assert out[layout.sampled(8)].tolist() == [1, 2] + [8] * 6
     assert out[layout.sample_tokens(8)].tolist() == [3, 5] + [15] * 6
@@ -221,7 +221,7 @@ def test_keys_of_short_rows_stay_whole_where_rows_are_many(longest: int, splits:
         flags=np.array([*[RowFlag.SAMPLE] * 8, RowFlag.HAS_TOKENS], np.int32),
         token_ids=np.zeros(80, np.int32),
     )
-    step = shape_of(frame)
+    step = Step.of(frame).shape
     assert step.max_seq_len == max(longest, 140)
     shape = smallest(ladder, step)
     assert (shape.num_tokens, shape.num_rows, shape.max_seq_len == ANY_LEN) == (96, 96, splits)
@@ -270,7 +270,7 @@ def test_a_step_that_verifies_drafts_is_no_decode() -> None:
         flags=np.full(2, RowFlag.SAMPLE, np.int32),
         num_draws=np.array([4, 2], np.int32),
     )
-    step = shape_of(frame)
+    step = Step.of(frame).shape
     assert (step.num_tokens, step.num_rows, step.num_sampled) == (6, 2, 6)
     assert not step.is_decode
     assert smallest(decode_shapes(20), step) is None
@@ -292,10 +292,10 @@ def test_a_step_samples_behind_each_draft() -> None:
         num_draws=np.array([4, 1, 2], np.int32),
         token_ids=np.arange(11, dtype=np.int32),
     )
-    step = shape_of(frame)
+    step = Step.of(frame).shape
     layout, shape = StepLayout(9, 16, max_sampled=12), StepShape(num_tokens=16, num_rows=9, num_sampled=8)
     out = np.full(layout.capacity, -7, np.int32)
-    layout.pack(out, frame, shape)
+    layout.pack(out, Step.of(frame), shape)
     assert step.num_sampled == 7
     assert out[layout.sampled(8)].tolist() == [0, 0, 0, 0, 1, 3, 3, 8]
     assert out[layout.sample_tokens(8)].tolist() == [0, 1, 2, 3, 4, 10, 11, 15]

@@ -22,7 +22,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from benchmarks.make_checkpoint import write_checkpoint
-from cluster.engine.coordinator import WeightChange
+from cluster.engine.changes import WeightChange
 from cluster.engine.weight_change import starter_with
 from cluster.messages.engine import SamplingParams, Weights
 from cluster.ranks.rank import RankStarter
@@ -204,7 +204,7 @@ def _change(engine: TinyEngine, path: Path, running: Any, generation: int = 1) -
     """Has the one rank of `engine` serve with the checkpoint at `path`."""
     [worker] = engine.coordinator.ranks._group.workers.values()  # type: ignore[attr-defined]  # fake ranks
     worker.shard.stage(read_model_config(path), path, None)
-    return engine.coordinator.exchange(WeightChange(Weights("new", "print"), running, generation, worker.take_staged))
+    return engine.coordinator.change(WeightChange(Weights("new", "print"), running, generation, worker.take_staged))
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from configs.errors import ConfigError
+from configs.schema import NO_SPECULATION, SpeculationConfig
 from tests.fake_engine import LIMITS, Engine, prompt_of
-from tests.test_scheduler import run_random_load
+from tests.test_scheduler import HEAD, run_random_load
 
 W = 8
 WINDOWS = replace(LIMITS, num_pages=200, max_model_len=200, window=W, num_window_pages=16)
@@ -31,13 +32,13 @@ random_load = functools.cache(functools.partial(run_random_load, windows=True))
 
 
 @pytest.mark.parametrize(
-    ("seed", "steps_in_flight", "max_row_tokens"),
-    [*((seed, 2, 1) for seed in range(6)), (6, 1, 1), (7, 1, 4), (8, 2, 4)],
+    ("seed", "steps_in_flight", "speculation"),
+    [*((seed, 2, NO_SPECULATION) for seed in range(6)), (6, 1, NO_SPECULATION), (7, 1, HEAD), (8, 2, HEAD)],
 )
 def test_every_answer_equals_the_reference_under_random_load(
-    seed: int, steps_in_flight: int, max_row_tokens: int
+    seed: int, steps_in_flight: int, speculation: SpeculationConfig
 ) -> None:
-    random_load(seed, steps_in_flight, max_row_tokens)
+    random_load(seed, steps_in_flight, speculation=speculation)
 
 
 @pytest.mark.slow
@@ -45,11 +46,11 @@ def test_every_answer_equals_the_reference_under_random_load(
     "seed", [*range(1000, 1025), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1025, 1200))]
 )
 def test_every_answer_equals_the_reference_under_more_random_load(seed: int) -> None:
-    run_random_load(seed, 1 + seed % 3, 1 + 3 * (seed % 2), windows=True)
+    run_random_load(seed, 1 + seed % 3, speculation=HEAD if seed % 2 else NO_SPECULATION, windows=True)
 
 
 def test_random_load_reaches_preemption_and_hits() -> None:
-    stats = [random_load(seed, 2, 1).scheduler.stats() for seed in range(6)]
+    stats = [random_load(seed, 2, speculation=NO_SPECULATION).scheduler.stats() for seed in range(6)]
     assert sum(stat.total_preemptions for stat in stats) > 10
     assert sum(stat.total_prefix_hit_tokens for stat in stats) > 100
 

@@ -1,8 +1,8 @@
 """The two binary messages of a step: `StepFrame` (coordinator to every rank) and `StepResult` (rank 0 back).
 
-Each array of a message is declared once, with its dtype, its lengths and what may be wrong with it; `worker.sections`
-turns it into bytes and back. A frame carries only what changed: decode rows carry no token ids (the last token is
-already on the devices), pages and sampling parameters travel once.
+Each array of a message is declared once, with its dtype and its lengths; worker/sections.py turns it into bytes and
+back, and worker/frame_checks.py says what may be wrong with it. A frame carries only what changed: decode rows carry no
+token ids (the last token is already on the devices), pages and sampling parameters travel once.
 
 Every rank gets the same bytes and verifies magic, generation, step order, checksum and every section: divergence is an
 error in one step, not a hang, and a wrong frame never a wild write.
@@ -10,13 +10,11 @@ error in one step, not a hang, and a wrong frame never a wild write.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
 import numpy as np
 import numpy.typing as npt
 
-from configs.errors import EngineError
 from worker.sections import Array, Message, Section
 
 Int32Array = npt.NDArray[np.int32]
@@ -111,189 +109,51 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-@dataclass(frozen=True, slots=True)
-class FrameLimits:
-    """Sizes of a rank's tables."""
-
-    num_rows: int
-    """Rows of the request table, padding included: valid rows are 1 to num_rows - 1."""
-    vocab_size: int
-    max_model_len: int
-    max_draws: int = 1
-    """Most inputs of a row that the rank samples in one step."""
-
-
-# Faults of a section that is not empty. Each completes "step 3 of generation 1 ...".
-
-
-def _check_rows(rows: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
-    return None if _is_inside(rows, 1, limits.num_rows) else f"names a row outside 1 to {limits.num_rows - 1}"
-
-
-def _check_num_draws(num_draws: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
-    is_sampled = (frame.flags & _SAMPLE) != 0
-    if len(num_draws) != np.count_nonzero(is_sampled) or (num_draws > frame.lens[is_sampled]).any():
-        return "samples other rows than it says, or more inputs than a row has"
-    if _is_inside(num_draws, 1, limits.max_draws + 1):
-        return None
-    return f"samples {num_draws.max()} inputs of a row; at least 1 and at most {limits.max_draws}"
-
-
-def _check_lens(lens: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
-    if len(frame.num_draws) and (wrong := _check_num_draws(frame.num_draws, frame, limits)) is not None:
-        return wrong
-    has_tokens = frame.has_tokens
-    known = lens[~has_tokens]
-    if lens.min() < 1 or not (known == (frame.draws[~has_tokens].clip(1) if len(frame.num_draws) else 1)).all():
-        return "has a row of impossible length"
-    if (num_inputs := int(lens[has_tokens].sum())) != len(frame.token_ids):
-        return f"has {len(frame.token_ids)} token ids for {num_inputs} inputs"
-    if frame.starts.min() < 0 or (frame.starts + lens).max() > limits.max_model_len:
-        return f"has a row outside positions 0 to {limits.max_model_len - 1}"
-    return None
-
-
-def _check_num_wanted(num_wanted: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
-    is_sampled = (frame.flags & _SAMPLE) != 0
-    if len(num_wanted) != np.count_nonzero(is_sampled) or not _is_inside(num_wanted, 0, limits.max_draws):
-        return f"wants drafts of other rows than it samples, or more than {limits.max_draws - 1} of one"
-    if ((frame.starts + frame.lens)[is_sampled] + num_wanted - 1).max() > limits.max_model_len:
-        return "wants drafts behind the last position"
-    return None
-
-
-def _check_token_ids(token_ids: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
-    if _is_inside(token_ids, 0, limits.vocab_size):
-        return None
-    return f"has a token id outside a vocabulary of {limits.vocab_size}"
-
-
-def _check_params(params: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
-    return _check_rows(params["row"], frame, limits)
-
-
-def _check_ids(records: Records, name: str, limits: FrameLimits) -> str | None:
-    if _is_inside(records["row"], 1, limits.num_rows) and _is_inside(records["token_id"], 0, limits.vocab_size):
-        return None
-    return f"has {name} outside its rows or a vocabulary of {limits.vocab_size}"
-
-
-def _check_biases(biases: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
-    if (wrong := _check_ids(biases, "a bias", limits)) is not None:
-        return wrong
-    # NaN and +inf fail the comparison.
-    if not (biases["value"] < np.inf).all():
-        return "has a bias that is no number to add"
-    too_many = np.bincount(biases["row"]).max() > MAX_ROW_BIASES
-    return f"has a row with more than {MAX_ROW_BIASES} biases" if too_many else None
-
-
-def _check_counts(counts: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
-    if (wrong := _check_ids(counts, "a count", limits)) is not None:
-        return wrong
-    is_count = counts["num_generated"].min() >= 0 and _is_inside(counts["in_prompt"], 0, 2)
-    return None if is_count else "has a count below 0"
-
-
-def _check_asked(asked: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
-    if (wrong := _check_ids(asked, "an asked token", limits)) is not None:
-        return wrong
-    too_many = np.bincount(asked["row"]).max() > MAX_ROW_ASKED
-    return f"has a row that asks for more than {MAX_ROW_ASKED} log probabilities" if too_many else None
-
-
-def _check_masks(mask_rows: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
-    if not _is_inside(mask_rows, 1, limits.num_rows):
-        return f"has a mask of a row outside 1 to {limits.num_rows - 1}"
-    most = np.ones(limits.num_rows, np.int32)
-    most[frame.rows] = frame.draws.clip(1)
-    if (np.bincount(mask_rows, minlength=limits.num_rows) > most).any():
-        return "has more masks of a row than tokens are drawn for it: two of one row, where it is one"
-    if frame.masks.shape[1] != mask_words(limits.vocab_size):
-        return f"has masks of {frame.masks.shape[1]} words for a vocabulary of {limits.vocab_size}"
-    return None if frame.masks.any(axis=1).all() else "has a mask that allows nothing"
-
-
-def _check_prompt_runs(runs: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
-    targets = frame.prompt_targets
-    if len(targets) > MAX_PROMPT_LOGPROBS or int(runs["num"].sum()) != len(targets) or (runs["num"] < 1).any():
-        positions = runs["num"].tolist()
-        return f"has {len(targets)} prompt targets for {positions} positions; at most {MAX_PROMPT_LOGPROBS} fit"
-    if not (_is_inside(targets, 0, limits.vocab_size) and _is_inside(runs["k"], 0, limits.vocab_size + 1)):
-        return f"has a target or a number of likeliest tokens outside a vocabulary of {limits.vocab_size}"
-    # The place of each record's row in the frame; records of rows that it does not name, or out of order, are missed.
-    at = np.flatnonzero(np.isin(frame.rows, runs["row"]) & frame.has_tokens)
-    if not np.array_equal(frame.rows[at], runs["row"]):
-        return "has prompt log probabilities of a row without tokens, or out of order"
-    ends = runs["start"] + runs["num"]
-    if (runs["start"] < frame.starts[at]).any() or (ends > frame.starts[at] + frame.lens[at]).any():
-        return "has prompt log probabilities of positions that are no inputs"
-    return None
-
-
-def _check_prompt_targets(targets: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
-    return None if len(frame.prompt_runs) else f"has {len(targets)} prompt targets for no positions"
-
-
-def _check_items(items: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
-    if len(items) > MAX_ITEMS or items["len"].min() < 1 or not _is_inside(items["row"], 1, limits.num_rows):
-        return f"has an item of no tokens or of no row, or more than {MAX_ITEMS} items"
-    num_items = np.bincount(items["row"], minlength=limits.num_rows)
-    num_tokens = np.bincount(items["row"], items["len"], limits.num_rows)
-    whole = (frame.flags & (_HAS_TOKENS | _SAMPLE)) == _HAS_TOKENS | _SAMPLE
-    rows = frame.rows[whole & (num_items[frame.rows] > 0)]
-    if not np.array_equal(items["row"], np.repeat(rows, num_items[rows])):
-        return "has items of a row that does not end with its tokens, or out of order"
-    return "has items longer than a row" if (num_tokens[frame.rows] > frame.lens).any() else None
-
-
-def _is_inside(values: Int32Array, first: int, end: int) -> bool:
-    return bool(values.min() >= first and values.max() < end)
-
-
 class StepFrame(Message):
     """One step's work. Rows are ids from 1.
 
     For row i of the step: `rows[i]` is its slot in the request table (0 is the padding row and never sent),
     `starts[i]` the position of its first input token, `lens[i]` how many input tokens it has, `flags[i]` RowFlag.
+    A step of plain decodes has these four sections alone, and page deltas when a row begins a page. The other sections
+    are empty unless something begins or some row wants more than its next token.
     """
 
-    rows = Section(np.int32, "row", check=_check_rows)
+    rows = Section(np.int32, "row")
     starts = Section(np.int32, "row")
-    lens = Section(np.int32, "row", check=_check_lens)
+    lens = Section(np.int32, "row")
     flags = Section(np.int32, "row")
     num_draws = Section(np.int32, "sampled_row")
     """[num_sampled_rows]: how many of its last inputs are sampled of each row that has SAMPLE. Empty: one each."""
-    num_wanted = Section(np.int32, "drafting_row", check=_check_num_wanted)
+    num_wanted = Section(np.int32, "drafting_row")
     """[num_sampled_rows]: how many drafts of what follows its tokens the ranks make of each row that has SAMPLE. It has
     pages for as many less one, and for the inputs before. Empty: none of any."""
-    token_ids = Section(np.int32, "token", check=_check_token_ids)
+    token_ids = Section(np.int32, "token")
     """Input tokens of the rows with HAS_TOKENS, one after the other in row order."""
     page_deltas = Section(np.int32, "delta", 3)
     """[num_deltas, 3] of (row, index in the row's page table, page id): pages that this step's rows gained."""
     window_pages = Section(np.int32, "window_page", 2)
     """[num_window_pages, 2] of (page id, page of the window pool): where layers with a sliding window keep what this
     step writes to the page, and to a page at most once. Empty without a window pool."""
-    params = Section(PARAMS_DTYPE, "param", check=_check_params)
+    params = Section(PARAMS_DTYPE, "param")
     """Rows given to a new request. Such a row starts without biases, mask, counts, asked."""
-    biases = Section(BIAS_DTYPE, "bias", check=_check_biases)
+    biases = Section(BIAS_DTYPE, "bias")
     """Biases of rows in `params`."""
-    mask_rows = Section(np.int32, "mask", check=_check_masks)
+    mask_rows = Section(np.int32, "mask")
     """[num_masks] rows of this step; where several inputs of a row are sampled, as often as there is a mask for one of
     them, in their order."""
     masks = Section(np.uint32, "mask", "mask_word")
     """[num_masks, mask_words(vocab_size)]: holds for its row from this draw on, until replaced."""
-    counts = Section(COUNT_DTYPE, "count", check=_check_counts)
+    counts = Section(COUNT_DTYPE, "count")
     """Tokens so far of rows in `params` that have penalties; those sampled from now on the ranks count."""
-    asked = Section(ASKED_DTYPE, "asked", check=_check_asked)
+    asked = Section(ASKED_DTYPE, "asked")
     """Tokens whose log probabilities rows in `params` want."""
-    prompt_runs = Section(PROMPT_LOGPROBS_DTYPE, "prompt_run", check=_check_prompt_runs)
+    prompt_runs = Section(PROMPT_LOGPROBS_DTYPE, "prompt_run")
     """Positions whose log probabilities rows with HAS_TOKENS want; at most one run a row, in the order of `rows`."""
-    prompt_targets = Section(np.int32, "prompt_target", check=_check_prompt_targets)
+    prompt_targets = Section(np.int32, "prompt_target")
     """[num_prompt_logprobs], at most MAX_PROMPT_LOGPROBS: the tokens after the positions of `prompt_runs`, one run
     after the other."""
 
-    items = Section(ITEM_DTYPE, "item", check=_check_items)
+    items = Section(ITEM_DTYPE, "item")
     """Items that the last inputs of rows with HAS_TOKENS and SAMPLE are, in the order of `rows` and of these inputs."""
 
     __slots__ = ("kind",)
@@ -325,12 +185,6 @@ class StepFrame(Message):
         """Reads a frame; the arrays are views of `buffer`. Raises EngineError when the bytes are not one."""
         kind, generation, step, arrays = cls._decode(buffer)
         return cls(generation, step, FrameKind(kind), **arrays)
-
-    def check(self, limits: FrameLimits) -> None:
-        """Raises EngineError unless every section of a step fits `limits` and the others."""
-        wrong = self._wrong(limits) if len(self.rows) else "has no rows"
-        if wrong is not None:
-            raise EngineError(f"step {self.step} of generation {self.generation} {wrong}")
 
 
 _NO_TOKENS = np.empty(0, np.int32)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable
 from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
 import numpy as np
@@ -29,8 +28,6 @@ class Section(Generic[_Scalar]):
     Args:
         length: name of the array's length.
         width: of an array [length, width]: a number, or a name. None: the array has one dimension.
-        check: what is wrong with the array, which is not empty: the rest of a sentence that begins with the message,
-            or None. Takes the array, the message and the limits that the message is checked against.
     """
 
     def __init__(
@@ -38,13 +35,10 @@ class Section(Generic[_Scalar]):
         dtype: type[_Scalar] | np.dtype[_Scalar],
         length: str,
         width: str | int | None = None,
-        *,
-        check: Callable[[npt.NDArray[_Scalar], Any, Any], str | None] | None = None,
     ) -> None:
         self.dtype = np.dtype(dtype)
         self.length = length
         self.width = width
-        self.check = check
         # An empty array has nothing to change: all messages may share it.
         self._empty = np.empty(0 if width is None else (0, width if isinstance(width, int) else 0), self.dtype)
 
@@ -152,13 +146,3 @@ class Message:
                 arrays[name] = array if width is None else array.reshape(length, width)
                 offset += array.nbytes
         return kind, generation, step, arrays
-
-    def _wrong(self, limits: Any) -> str | None:
-        """The fault of the first section that is wrong, or None."""
-        for name, part in self._sections.items():
-            array = self.arrays.get(name)
-            if part.check is None or array is None or not array.size:
-                continue
-            if (wrong := part.check(array, self, limits)) is not None:
-                return wrong
-        return None

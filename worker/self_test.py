@@ -35,8 +35,8 @@ from worker.layers.norm import RMSNorm
 from worker.models.decoder import Decoder
 from worker.protocol import RowFlag, StepFrame
 from worker.step.model_runner import ModelRunner
+from worker.step.step import Step
 from worker.step.step_inputs import StepInputs
-from worker.step.step_layout import shape_of
 
 _ROWS = 37
 _INPUTS = 384
@@ -248,9 +248,9 @@ def _attended(backend: AttentionBackend, table: ReqToTokenPool, queries: Tensor,
         token_ids=np.zeros(num_tokens, np.int32),
     )
     inputs = StepInputs(table, max_rows=1, max_tokens=num_tokens, page_size=_PAGE_SIZE)
-    shape = shape_of(frame)
-    inputs.upload(frame, shape)
-    backend.init_forward_metadata(inputs.batch(frame, shape))
+    step = Step.of(frame)
+    inputs.upload(step, step.shape)
+    backend.init_forward_metadata(inputs.batch(step))
     return backend.attend(queries[start:], backend.layers[0])
 
 

@@ -30,8 +30,9 @@ from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from worker.device.memory import DeviceMemory, await_idle, free_bytes, profile_cuda
 from worker.device.peaks import Peaks, measure_peaks
+from worker.frame_checks import FrameLimits
 from worker.layers.rotary import check_length
-from worker.protocol import FrameKind, FrameLimits, StepFrame, StepResult
+from worker.protocol import FrameKind, StepFrame, StepResult
 from worker.sampling.sampler import Sampler
 from worker.self_test import check_exactness, check_steps
 from worker.step.model_runner import ModelRunner

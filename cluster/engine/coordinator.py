@@ -14,22 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from cluster.engine.changes import Change
 from cluster.engine.socket import EngineSocket
-from cluster.messages.engine import (
-    Abort,
-    EngineStats,
-    Finished,
-    FlushCache,
-    Running,
-    StepOutput,
-    Submit,
-    Weights,
-)
+from cluster.messages.engine import Abort, EngineStats, Finished, FlushCache, StepOutput, Submit, Weights
 from cluster.messages.state import EngineLife, EngineState
 from cluster.messages.steps import StepMeter
 from cluster.ranks.liveness import LOOK_S, Liveness
@@ -61,27 +52,6 @@ _RANKS_DESCRIPTORS = 32
 _DESCRIPTORS_WAIT_S = 30.0
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class WeightChange:
-    """Weights that the ranks have beside those that serve."""
-
-    weights: Weights
-    running: Running
-    generation: int
-    """The generation whose ranks have them."""
-    take: Callable[[], None]
-    """Has the ranks serve with them; raises LockstepError where one cannot, and then all processes have ended."""
-
-
-class Sleep:
-    """A time in which the ranks' devices are others'."""
-
-    def __init__(self) -> None:
-        self.is_over = threading.Event()
-        self.woken: Future[float] = Future()
-        """Seconds that the ranks took to come back."""
 
 
 class Coordinator:
@@ -120,7 +90,7 @@ class Coordinator:
         self._failure: LockstepError | None = None
         self.is_preparing = True
         """Whether the ranks may have CUDA graphs left to capture, which they do while there is nothing else."""
-        self._exchange: tuple[RankGroup | WeightChange | Sleep, Future[float]] | None = None  # asked for and not done
+        self._change: tuple[Change, Future[float]] | None = None  # asked for and not made
         self._weights: Weights | None = None
         self.num_rebuilds = 0
         """How often ranks that failed were replaced."""
@@ -173,16 +143,16 @@ class Coordinator:
         self.ranks.results.fail(str(error))
         self._socket.wake()
 
-    def exchange(self, others: RankGroup | WeightChange | Sleep) -> Future[float]:
-        """Has `others`, which are loaded, take the place of the ranks, or of their weights, after the steps in flight,
-        or the ranks sleep; callable from another thread. Requests wait meanwhile. One at a time.
+    def change(self, change: Change) -> Future[float]:
+        """Has `change`, which is loaded, made after the steps in flight; callable from another thread. Requests wait
+        meanwhile. One at a time.
 
         Returns:
-            Seconds that the requests were held, or until the ranks slept. EngineError where what was before went on, or
-            the engine ends.
+            Seconds that no step ran until the change was made. An error where what was before went on, or the engine
+            ends.
         """
         done: Future[float] = Future()
-        self._exchange = (others, done)
+        self._change = (change, done)
         self._socket.wake()
         return done
 
@@ -205,8 +175,8 @@ class Coordinator:
         finally:
             self.life.enter(EngineState.DEAD)
             self._socket.close()
-            if self._exchange is not None:
-                self._exchange[1].set_exception(EngineError("the engine ended"))
+            if self._change is not None:
+                self._change[1].set_exception(EngineError("the engine ended"))
 
     def _serve(self) -> LockstepError | None:
         """Steps until closed. Returns why the ranks failed, where that is what ended it; raises what else did."""
@@ -218,16 +188,8 @@ class Coordinator:
                 self._take_messages(0.0 if busy or self._prepare() else _IDLE_POLL_S)
                 if self._failure is not None:
                     raise self._failure
-                if self._exchange is not None:
-                    others, done = self._exchange
-                    if isinstance(others, Sleep):
-                        self._sleep(others, done)
-                    elif not isinstance(others, WeightChange):
-                        self._exchange_ranks(others, done)
-                    elif others.running == "finish" and self.scheduler.has_begun:
-                        self.scheduler.hold_new()
-                    else:
-                        self._exchange_weights(others, done)
+                if self._change is not None:
+                    self._make(*self._change)
                 busy = self._advance()
             self._leave()
         except LockstepError as error:
@@ -245,139 +207,125 @@ class Coordinator:
         be done."""
         self._failure = failure
         keeps_kv = self.ranks.keeps_kv(failure)
-        lost = self._requeue(keeps_kv=keeps_kv)
+        lost = self.requeue(keeps_kv=keeps_kv)
         if (reason := self.ranks.reason_never or self._recovery.reason_against(failure, lost)) is not None:
             logger.error("the group is not rebuilt: %s", reason)
             raise failure
         logger.warning("the group is rebuilt, %d requests wait: %s", len(self.scheduler.live_ids()), failure)
         began = time.monotonic()
-        error = self._replace_ranks(failure, self._cached_pages() if keeps_kv else None)
-        if error is not None and (fewer := self._fewer(self.ranks)) is not None:
-            logger.error("tensor_parallel_size is %d from now on: %s", fewer.size, error)
-            self._requeue()
-            if (error := self._replace_ranks(fewer)) is None:
-                self._fit()
-        if error is None:
-            self.num_rebuilds += 1
-            logger.warning("the group is rebuilt after %.2f s", time.monotonic() - began)
-            self._socket.send(StepOutput(stats=self._report()))
-        return error
-
-    def _exchange_ranks(self, others: RankGroup, done: Future[float]) -> None:
-        """Does what `exchange` promises; raises what went wrong where no ranks are left that run."""
-        while self.scheduler.num_in_flight:
-            self._retire()
-        began = time.monotonic()
-        keeps_kv = others.takes_kv(self.ranks)
-        self._requeue(keeps_kv=keeps_kv)
-        logger.info("the ranks are exchanged, %d requests wait", len(self.scheduler.live_ids()))
-        failure = error = self._replace_ranks(others, self._cached_pages() if keeps_kv else None)
-        if failure is not None:
-            logger.error("the new ranks do not run; those of before go on", exc_info=failure)
-            if keeps_kv:
-                self._requeue()  # the others may have taken some of it
-            error = self._replace_ranks(failure)
-        pause_s = time.monotonic() - began
-        self._exchange = None
-        if error is not None:
-            done.set_exception(error)
-            raise error
-        if failure is not None:
-            stays = f"tensor_parallel_size stays {self.ranks.size}, requests waited {pause_s:.2f} s"
-            done.set_exception(EngineError(f"{stays}: {failure}"))
-            return
-        self._fit()
-        done.set_result(pause_s)
-
-    def _fit(self) -> None:
-        """Has what depends on the number of ranks go by those that run now, none of whose steps was launched."""
-        self._liveness.begin(min(1.0, self.ranks.size / self._first_size))
-        with self._lock:
-            self.scheduler.set_num_pages(self.ranks.pool.num_pages, self.ranks.pool.num_window_pages)
-
-    def _exchange_weights(self, change: WeightChange, done: Future[float]) -> None:
-        """Does what `exchange` promises; raises what went wrong where the ranks have to be replaced."""
-        while self.scheduler.num_in_flight:
-            self._retire()
-        began = time.monotonic()
-        if change.generation != self.scheduler.generation:
-            self._exchange = None
-            self.scheduler.admit_new()
-            done.set_exception(EngineError("ranks were replaced while the weights were read; try again"))
-            return
-        with self._lock:
-            self.scheduler.change_weights(recompute=change.running == "recompute")
-        self._weights = change.weights
         try:
-            change.take()
+            self._rebuild(failure, self.cached_pages() if keeps_kv else None)
         except LockstepError as error:
-            self._exchange = None
-            done.set_exception(EngineError(f"the group is rebuilt with the new weights: {error}"))
-            self._blamed.wait(_BLAME_S)  # whoever watches the processes says so later
-            self._blamed.set()
-            raise
-        self._exchange = None
-        self._socket.send(StepOutput(stats=self._report()))
-        pause_s = time.monotonic() - began
-        logger.warning("weights %s serve, no step ran for %.4f s", change.weights.version, pause_s)
-        done.set_result(pause_s)
+            if self._closing.is_set():
+                raise
+            return error
+        self.num_rebuilds += 1
+        logger.warning("the group is rebuilt after %.2f s", time.monotonic() - began)
+        self.send_report()
+        return None
 
-    def _sleep(self, sleep: Sleep, asleep: Future[float]) -> None:
-        """Does what `exchange` promises, and has the ranks come back when it `is_over`; raises what went wrong."""
+    def _rebuild(self, failure: LockstepError, kept_pages: Int32Array | None) -> None:
+        """Has the ranks replaced, or fewer ranks go on where some cannot be; raises LockstepError where none run."""
+        try:
+            self.replace_ranks(failure, kept_pages)
+        except LockstepError as error:
+            fewer = None if self._closing.is_set() else self._fewer(self.ranks)
+            if fewer is None:
+                raise
+            logger.error("tensor_parallel_size is %d from now on: %s", fewer.size, error)
+            self.requeue()
+            self.replace_ranks(fewer)
+            self.fit_ranks()
+
+    def _make(self, change: Change, done: Future[float]) -> None:
+        """Makes a change if it is due; raises what went wrong where no ranks are left that run."""
+        if not change.is_due(self.scheduler):
+            return
         while self.scheduler.num_in_flight:
             self._retire()
         began = time.monotonic()
-        self._requeue()
-        error = self._apart(EngineError("closed while it fell asleep"), self.ranks.sleep).exception()
-        self._exchange = None
-        if isinstance(error, LockstepError):
-            asleep.set_exception(error)
-            self._blamed.set()
-            raise error
-        self.life.enter(EngineState.SLEEPING)
-        asleep.set_result(time.monotonic() - began)
-        while not sleep.is_over.is_set():
+        try:
+            change.take(self)
+        except LockstepError as failure:
             if self._closing.is_set():
-                sleep.woken.set_exception(EngineError("the engine ended"))
-                return
-            self._socket.send(StepOutput(stats=self._report()))
-            self._take_messages(_IDLE_POLL_S)
-        began = time.monotonic()
-        if (error := self._replace_ranks(EngineError("the engine slept"))) is not None:
-            sleep.woken.set_exception(error)
-            raise error
-        sleep.woken.set_result(time.monotonic() - began)
+                raise
+            undone = change.undo(self, failure, time.monotonic() - began)
+            self._change = None
+            done.set_exception(undone.told)
+            if undone.fatal is not None:
+                raise undone.fatal from None
+            return
+        self._change = None
+        done.set_result(time.monotonic() - began)
+        change.hold(self)
 
-    def _requeue(self, *, keeps_kv: bool = False) -> frozenset[tuple[int, int]]:
+    # What changes and rebuilds are made of, on the loop's thread
+
+    def requeue(self, *, keeps_kv: bool = False) -> frozenset[tuple[int, int]]:
         """Begins a generation in which all requests wait. Returns what the steps in flight were about."""
         self._meter.lost()
         with self._lock:
             return self.scheduler.requeue_all(self.scheduler.generation + 1, keeps_kv=keeps_kv)
 
-    def _cached_pages(self) -> Int32Array:
+    def cached_pages(self) -> Int32Array:
+        """Ids of the pages in the prefix cache."""
         with self._lock:
             return self.scheduler.cached_pages
 
-    def _replace_ranks(
-        self, how: LockstepError | RankGroup, kept_pages: Int32Array | None = None
-    ) -> LockstepError | None:
-        """Has the ranks replaced as `RankGroup.replace_ranks` has it, on a thread of its own, while requests are taken
-        and wait. Returns why no ranks run; None: they do."""
+    def replace_ranks(self, how: LockstepError | RankGroup, kept_pages: Int32Array | None = None) -> None:
+        """Has the ranks replaced as `RankGroup.replace_ranks` does, on another thread, while requests are taken and
+        wait. Raises LockstepError where no ranks run then."""
         self._failure = None
         self._blamed.clear()
         self.life.enter(EngineState.REBUILDING)
         closed = how if isinstance(how, LockstepError) else EngineError("closed while its ranks were exchanged")
-        replaced = self._apart(closed, self.ranks.replace_ranks, self.scheduler.generation, how, kept_pages)
+        replaced = self.run_apart(closed, self.ranks.replace_ranks, self.scheduler.generation, how, kept_pages)
         if isinstance(error := replaced.exception(), LockstepError):
             self._failure = error
-            self._blamed.set()
-            return error
+            self.blame_ranks()
+            raise error
         self.ranks, self.is_preparing = replaced.result(), True
         self._meter.cost = self.ranks.cost
         self.life.enter(EngineState.RUNNING)
-        return None
 
-    def _apart(self, closed: LockstepError, function: Callable[..., _T], *args: object) -> Future[_T]:
+    def fit_ranks(self) -> None:
+        """Adapts what depends on the number of ranks to those that run now, none of whose steps was launched."""
+        self._liveness.begin(min(1.0, self.ranks.size / self._first_size))
+        with self._lock:
+            self.scheduler.set_num_pages(self.ranks.pool.num_pages, self.ranks.pool.num_window_pages)
+
+    def begin_weights(self, weights: Weights, *, recompute: bool) -> None:
+        """Has requests from now on be answered with `weights`, as `Scheduler.change_weights` does."""
+        with self._lock:
+            self.scheduler.change_weights(recompute=recompute)
+        self._weights = weights
+
+    def sleep_until(self, is_over: threading.Event) -> float | None:
+        """Takes requests until `is_over`, and has the ranks come back. Returns the seconds that they took; None: the
+        engine was closed meanwhile. Raises LockstepError where the ranks do not come."""
+        while not is_over.is_set():
+            if self._closing.is_set():
+                return None
+            self.send_report()
+            self._take_messages(_IDLE_POLL_S)
+        began = time.monotonic()
+        self.replace_ranks(EngineError("the engine slept"))
+        return time.monotonic() - began
+
+    def send_report(self) -> None:
+        """Sends the figures of now to the Engine replica."""
+        self._socket.send(StepOutput(stats=self._report()))
+
+    def blame_ranks(self) -> None:
+        """Counts what went wrong as a failure of ranks, which are replaced where that may be."""
+        self._blamed.set()
+
+    def await_blame(self) -> None:
+        """Gives whoever watches the ranks' processes time to say which one failed; then the ranks did."""
+        self._blamed.wait(_BLAME_S)
+        self.blame_ranks()
+
+    def run_apart(self, closed: LockstepError, function: Callable[..., _T], *args: object) -> Future[_T]:
         """Runs a function of the ranks to its end on a thread of its own, while requests are taken and wait. Raises
         `closed` where this is closed meanwhile."""
         done: Future[_T] = Future()
@@ -386,7 +334,7 @@ class Coordinator:
         while not done.done():
             if self._closing.is_set():
                 raise closed
-            self._socket.send(StepOutput(stats=self._report()))
+            self.send_report()
             self._take_messages(_WATCH_S)
         return done
 
@@ -432,7 +380,7 @@ class Coordinator:
             self._retire()
             return True
         # Requests that are held go on with the exchange that they wait for.
-        if self.scheduler.has_work and not self.scheduler.is_awaiting_masks and self._exchange is None:
+        if self.scheduler.has_work and not self.scheduler.is_awaiting_masks and self._change is None:
             raise EngineError("the scheduler has work but neither launched a step nor has one in flight")
         return False
 
@@ -471,7 +419,7 @@ class Coordinator:
             self._meter.rest()
         elif not self._meter.is_due():
             return
-        self._socket.send(StepOutput(stats=self._report()))
+        self.send_report()
 
     def _receive(self) -> bytes:
         """The oldest step's result; reports while it is awaited.
@@ -491,7 +439,7 @@ class Coordinator:
                     raise DeadlineError(f"no result came within {STEP_TIMEOUT}={self._step_timeout_s:g}") from None
             if now - reported >= _WATCH_S:
                 reported = now
-                self._socket.send(StepOutput(stats=self._report()))
+                self.send_report()
             hang = self._liveness.hang(self.ranks.pids.values())
             if hang is not None or now >= stuck_at:
                 stuck_at = math.inf

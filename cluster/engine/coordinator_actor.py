@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from cluster.engine.coordinator import Coordinator, Sleep
+from cluster.engine.changes import Sleep
+from cluster.engine.coordinator import Coordinator
 from cluster.engine.engine_spec import EngineSpec
 from cluster.engine.resizing import Resized, fewer, resize
 from cluster.engine.weight_change import change_weights
@@ -211,7 +212,7 @@ class CoordinatorActor:
                     "ranks on several nodes, and GPUs whose memory does not outlive a process, cannot sleep"
                 )
             sleep = Sleep()
-            seconds = coordinator.exchange(sleep).result()
+            seconds = coordinator.change(sleep).result()
             self._sleep = sleep
             return seconds
 
@@ -291,7 +292,6 @@ def _scheduler_limits(
         num_window_pages=None if window_pool is None else window_pool.num_pages(num_pages),
         window=1 if window_pool is None else window_pool.window,
         max_item_tokens=max_item_tokens(spec.config, spec.model),
-        max_row_tokens=1 + spec.config.speculation.num_drafts,
         speculation=spec.config.speculation,
         **spec.config.scheduler.model_dump(),
     )

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]  # ships no types
 
+from cluster.engine.changes import OtherRanks
 from cluster.engine.coordinator import Coordinator
 from cluster.ranks.held_gpus import HeldGPU, hold, release
 from cluster.ranks.host import host_facts
@@ -68,7 +69,7 @@ def resize(size: int, given: EngineConfig, coordinator: Coordinator) -> Resized:
     try:
         _load(new, old)
         loaded = time.monotonic()
-        pause_s = coordinator.exchange(new).result()
+        pause_s = coordinator.change(OtherRanks(new)).result()
     except LockstepError:
         new.close("the resize failed")
         release(new.starter.held[len(old.starter.held) :])

@@ -16,7 +16,8 @@ from typing import Any
 
 import ray
 
-from cluster.engine.coordinator import Coordinator, WeightChange
+from cluster.engine.changes import WeightChange
+from cluster.engine.coordinator import Coordinator
 from cluster.engine.engine_spec import EngineSpec
 from cluster.engine.fingerprint import system_fingerprint
 from cluster.messages.engine import Running, Weights, WeightsChanged
@@ -74,11 +75,17 @@ def change_weights(
         on_host = any(ranks.stage(starter))
         loaded = time.monotonic()
         change = WeightChange(weights, running, generation, lambda: ranks.take_staged(starter))
-        pause_s = coordinator.exchange(change).result()
+        pause_s = coordinator.change(change).result()
     finally:
         ranks.drop_staged()
     changed = WeightsChanged(version, pause_s, loaded - began, "host" if on_host else "device")
-    logger.info("weights %s: read in %.2f s to the memory of the %s", version, changed.load_s, changed.staged_in)
+    logger.warning(
+        "weights %s serve, no step ran for %.4f s; they were read in %.2f s to the memory of the %s",
+        version,
+        pause_s,
+        changed.load_s,
+        changed.staged_in,
+    )
     return changed
 
 

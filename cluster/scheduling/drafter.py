@@ -14,12 +14,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from cluster.scheduling.decodes import Decodes
 from cluster.scheduling.draft_history import FIRST_RATES, DraftHistory
+from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.ngrams import NgramHistory
 from cluster.scheduling.row_table import RowTable
-from worker.protocol import Int32Array
+from worker.protocol import FrameKind, Int32Array, RowFlag
 
 _FORGET = 0.98
 # Until steps of several sizes were seen, each token of one is taken to add this share of what an empty one takes. It is
@@ -135,7 +137,7 @@ class Drafter:
                 history.bring(of_row[:count])
                 table.predicted[row] = True
 
-    def asked(self) -> int:
+    def _num_wanted(self) -> int:
         """How many drafts the ranks should make of each row in the next step: those that the last choice took and one
         more, so that it is seen whether they are worth it, or now and then all."""
         most = self._limits.speculation.num_drafts
@@ -150,13 +152,15 @@ class Drafter:
         nothing; those that went on meanwhile may have worse drafts."""
         return self._asks and self._num_vain >= _MOST_VAIN
 
-    def launched(self, num_rows: int, *, has_drafts: bool) -> None:
-        """One more step of decodes is launched, of so many rows."""
-        if has_drafts:
+    def launch(self, decodes: Decodes) -> FrameKind:
+        """Counts a step of decodes alone, which is about to be launched; returns its kind."""
+        if decodes.has_drafts:
             self._num_vain = max(0, self._num_vain - _WORTH)
             if not self._num_vain:
                 self._rest = _FIRST_REST
-            return
+            return FrameKind.STEP
+        kind = FrameKind.RESTING_STEP if self.rests else FrameKind.STEP
+        num_rows = len(decodes.rows)
         self._num_vain += 1
         if self._num_vain <= _MOST_VAIN:
             self._resting_rows = num_rows
@@ -164,10 +168,16 @@ class Drafter:
             self._num_vain, self._rest = 0, _FIRST_REST
         elif self._num_vain >= _MOST_VAIN + self._rest:
             self._num_vain, self._rest = 0, min(2 * self._rest, _LONGEST_REST)
+        return kind
 
-    def choose(self, rows: Int32Array, budget: int) -> Int32Array | None:
-        """[len(rows)] how many tokens each of the ready `rows` may bring in the next step of so many tokens, `budget`;
-        None: it has to wait for the one in flight, to have drafts."""
+    def choose(self, rows: Int32Array, budget: int) -> Decodes | None:
+        """The ready `rows`, with the drafts that they verify in a step of at most `budget` tokens. None: drafts are
+        worth waiting for the step in flight."""
+        draws = self._draws(rows, budget)
+        return None if draws is None else Decodes(rows, draws, self._num_wanted())
+
+    def _draws(self, rows: Int32Array, budget: int) -> Int32Array | None:
+        """[len(rows)]: inputs of each row; None as in `choose`."""
         table = self._rows
         draws = np.ones(len(rows), np.int32)
         at = np.flatnonzero(table.predicted[rows] | self.has_ahead(rows))
@@ -200,8 +210,36 @@ class Drafter:
         )
         return is_ahead
 
-    def tokens(self, rows: Int32Array, draws: Int32Array) -> Int32Array:
-        """The inputs of rows with drafts, one row after the other: the last token of each, and its drafts."""
+    def add_tokens(self, decodes: Decodes, builder: FrameBuilder) -> Int32Array:
+        """Adds the inputs of rows whose drafts are known here, one row after the other: the last token of each row, and
+        its drafts. Returns flags [num_rows], HAS_TOKENS of these rows."""
+        known = (decodes.draws > 1) & ~self.has_ahead(decodes.rows)
+        if known.any():
+            builder.add(token_ids=self._tokens(decodes.rows[known], decodes.draws[known]))
+        return known * np.int32(RowFlag.HAS_TOKENS)
+
+    def add(self, decodes: Decodes, sampled: Int32Array, capacity: Int32Array, builder: FrameBuilder) -> None:
+        """Adds how many inputs of the rows `sampled` are sampled, and how many drafts the ranks are to make of each.
+
+        Args:
+            sampled: the rows of `decodes`, and then those whose prompts end.
+            capacity: [num_sampled]: tokens that each has pages for.
+        """
+        table, rows, draws = self._rows, decodes.rows, decodes.draws
+        table.num_drafts[sampled] = 0
+        if decodes.num_wanted and len(sampled):
+            # No more than may be verified, nor than there are pages for.
+            ends = table.num_computed[sampled] + table.slack[sampled]
+            room = np.minimum(table.max_total[sampled] - ends - 2, capacity - ends + 1)
+            wanted = np.clip(room, 0, decodes.num_wanted)
+            builder.add(num_wanted=wanted)
+            table.num_drafts[sampled] = wanted
+        if decodes.has_drafts:
+            builder.add(num_draws=np.concatenate((draws, np.ones(len(sampled) - len(rows), np.int32))))
+            # The ranks know where such a row goes on, or its result will say so.
+            table.ready[rows[(draws > 1) & ~table.goes_ahead[rows]]] = False
+
+    def _tokens(self, rows: Int32Array, draws: Int32Array) -> Int32Array:
         table, ids = self._rows, list[int]()
         lasts = table.tokens[rows, table.num_known[rows] - 1].tolist()
         for row, last, count in zip(rows.tolist(), lasts, draws.tolist(), strict=True):

@@ -23,6 +23,12 @@ class FrameBuilder:
         for name, part in parts.items():
             self._parts.setdefault(name, []).append(part)
 
+    def add_page_deltas(self, *deltas: Int32Array | None) -> None:
+        """Appends page deltas, each [n, 3]; None and empty ones add nothing."""
+        for part in deltas:
+            if part is not None and len(part):
+                self.add(page_deltas=part)
+
     def add_masks(self, masks: Sequence[tuple[int, UInt32Array]]) -> None:
         """Adds masks of the next tokens that rows may have, each with its row; a row's in the order of its tokens."""
         if masks:
@@ -30,6 +36,8 @@ class FrameBuilder:
 
     def start_rows(self, requests: Sequence[Request]) -> None:
         """Adds what the ranks must know of requests that were just given their rows, besides tokens and pages."""
+        if not requests:
+            return
         self.add(params=_params(requests))
         self.add_masks([(request.row, request.mask) for request in requests if request.mask is not None])
         for request in requests:

@@ -8,13 +8,15 @@ token uses up its length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from cluster.messages.engine import FinishReason
+from cluster.scheduling.decodes import Decodes
+from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.request import Guide, Request, check_allows_a_token
 from cluster.scheduling.row_table import RowTable
@@ -101,15 +103,16 @@ class GuidedRows:
         room = self._limits.max_num_masks - len(self._masks)
         return np.diff(np.minimum(np.cumsum(counts), room), prepend=0).astype(np.int32)
 
-    def take_masks(self, draws: Mapping[int, int]) -> list[tuple[int, UInt32Array]]:
-        """The masks of the rows that became ready, each with its row, for so many draws of each row, in their order;
-        the frame that is being built names all of these rows."""
-        masks = [
-            (row, mask) for row, first in self._masks.items() for mask in (first, *self._ahead[row][: draws[row] - 1])
-        ]
+    def add_masks(self, decodes: Decodes, sampled: Int32Array, builder: FrameBuilder) -> None:
+        """Adds the masks of the rows that became ready, one for each of a row's inputs in their order. The guided ones
+        of the rows `sampled` are ready again when their next masks are there."""
+        draws = dict(zip(decodes.rows.tolist(), decodes.draws.tolist(), strict=True))
+        builder.add_masks(
+            [(row, mask) for row, first in self._masks.items() for mask in (first, *self._ahead[row][: draws[row] - 1])]
+        )
         self._masks.clear()
         self._ahead.clear()
-        return masks
+        self._rows.ready[sampled[self._rows.guided[sampled]]] = False
 
     def requeue(self, request: Request, *, is_lost: bool) -> bool:
         """The request is about to lose its row. True: it is held now; False: its mask is there, so it may be queued.

@@ -67,19 +67,14 @@ class SchedulerLimits:
     """Prompt tokens of which one step finds the log probability."""
     max_item_tokens: int = 0
     """Most inputs that a row may have in the step with its items, these included; 0: no row has items."""
-    max_row_tokens: int = 1
-    """Most tokens that a row may bring in one step. Such a row has as many inputs, its last token and drafts."""
     speculation: SpeculationConfig = NO_SPECULATION
-    """How drafts are made here. Not at all, and rows bring several tokens: the ranks make them, of every row in every
-    step."""
+    """How drafts are made, and the most of one row."""
     num_window_pages: int | None = None
     """Usable pages of the window pool, ids from 1; None: there is none."""
     window: int = 1
     """Tokens that a query of the layers in the window pool sees, itself among them."""
 
     def __post_init__(self) -> None:
-        if self.max_row_tokens > self.max_num_batched_tokens:
-            raise ConfigError(f"max_row_tokens={self.max_row_tokens} exceeds {self.max_num_batched_tokens=}")
         if self.num_window_pages is not None and self.num_window_pages < self.max_window_pages_per_row:
             raise ConfigError(
                 f"num_window_pages={self.num_window_pages} are too few for the window and the longest chunk of one "
@@ -89,14 +84,9 @@ class SchedulerLimits:
             raise ConfigError(f"max_model_len={self.max_model_len} leaves no room for an answer; choose 2 or more")
 
     @property
-    def drafts_are_chosen(self) -> bool:
-        """Whether rows have drafts only where there is room and use for them."""
-        return self.speculation.method != "none"
-
-    @property
-    def least_row_tokens(self) -> int:
-        """Tokens that every row must be able to bring in one step."""
-        return 1 if self.drafts_are_chosen else self.max_row_tokens
+    def max_row_tokens(self) -> int:
+        """Most tokens that a row may bring in one step. Such a row has as many inputs: its last token, and drafts."""
+        return 1 + self.speculation.num_drafts
 
     def num_pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
@@ -118,7 +108,7 @@ class SchedulerLimits:
     @property
     def max_num_running(self) -> int:
         """Requests that may run at once: each must get what it decodes in every step."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens // self.least_row_tokens)
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def max_num_masks(self) -> int:

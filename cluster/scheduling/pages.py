@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.prefix_cache import Node, PrefixCache
 from configs.errors import EngineError
@@ -392,9 +393,10 @@ class RowPages:
         if self._window is not None:
             self._window.advance(rows, num_computed)
 
-    def take_window_changes(self) -> Int32Array:
-        """[n, 2] of (page, page of the window pool) that ranks do not know yet."""
-        return _NO_CHANGES if self._window is None else self._window.take_changes()
+    def add_window_changes(self, builder: FrameBuilder) -> None:
+        """Adds [n, 2] of (page, page of the window pool) that ranks do not know yet."""
+        if self._window is not None and len(changes := self._window.take_changes()):
+            builder.add(window_pages=changes)
 
     def release(self, row: int, *, forget: bool = False) -> None:
         """Takes all pages from the row: its private ones are free, those of the cache can be evicted.

@@ -234,8 +234,10 @@ class PrefillQueue:
     def _num_left(self, row: int) -> int:
         return int(self._rows.num_prefill[row] - self._rows.num_computed[row])
 
-    def commit(self, plan: PrefillPlan, frame: FrameBuilder) -> list[int]:
+    def commit(self, plan: PrefillPlan, frame: FrameBuilder) -> Int32Array:
         """Adds the plan to the frame, makes its whole pages known, and returns the rows whose prefill ends."""
+        if not plan.rows:
+            return np.empty(0, np.int32)
         table = self._rows
         ending: list[int] = []
         tokens: list[Int32Array] = []
@@ -264,7 +266,7 @@ class PrefillQueue:
             token_ids=np.concatenate(tokens),
         )
         self._add_wanted(plan, ending, frame)
-        return ending
+        return np.array(ending, np.int32)
 
     def _add_wanted(self, plan: PrefillPlan, ending: list[int], frame: FrameBuilder) -> None:
         """Adds the items and the prompt log probabilities that the chunks are computed for."""
@@ -374,8 +376,7 @@ class PrefillQueue:
         # Pages that rows in prefill still need, and a page for each running request's next tokens. Alone a request
         # always fits: `Request.reason_never_fits`.
         missing = [self._num_pages_missing(each) for each in (row, *self.prefilling)]
-        num_next = num_running * limits.num_pages_for(limits.least_row_tokens)
-        if num_running > 0 and not pages.has_room(missing, num_next):
+        if num_running > 0 and not pages.has_room(missing, num_running):
             self.total_prefix_hit_tokens -= request.num_cached_tokens
             del plan.deltas[num_deltas:]
             plan.num_prefix_deltas = num_prefix_deltas

@@ -98,15 +98,6 @@ class RowTable:
         request.row = row
         return row
 
-    def max_draws(self, rows: Int32Array, most: int) -> Int32Array:
-        """[len(rows)] how many tokens each of `rows` may bring in its next step, `most` at most: a row with a guide has
-        a mask for one, and no row gets more than its length allows."""
-        draws = np.ones(len(rows), np.int32)
-        if most > 1:
-            left = self.max_total[rows] - self.num_computed[rows] - 1
-            np.minimum(left, most, out=draws, where=~self.guided[rows])
-        return draws
-
     def may_end(self, rows: Int32Array) -> npt.NDArray[np.bool_]:
         """Whether the steps in flight may use up the length of each of `rows`."""
         most: npt.NDArray[np.bool_] = self.num_computed[rows] + self.slack[rows] + 1 >= self.max_total[rows]

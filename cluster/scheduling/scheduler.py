@@ -18,6 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from cluster.messages.engine import Drafted, Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
+from cluster.scheduling.decodes import Decodes
 from cluster.scheduling.drafter import Drafter
 from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.guided_rows import GuidedRows
@@ -37,8 +38,8 @@ __all__ = ["Scheduler", "SchedulerLimits"]
 _PATIENCE_S = 0.02
 # Shares are looked at no more often: that costs a walk over the rows.
 _LOOK_EVERY_S = 0.01
-# Operations of enumerations take a microsecond each.
-_SAMPLE, _HAS_TOKENS = int(RowFlag.SAMPLE), int(RowFlag.HAS_TOKENS)
+# A plain integer: operations of enumerations take a microsecond each.
+_SAMPLE = int(RowFlag.SAMPLE)
 
 
 def _no_guide(request: GenerateRequest) -> None:
@@ -82,7 +83,7 @@ class Scheduler:
         self._guided = GuidedRows(self._limits, self._rows)
         self._life = LifeCycle(self._limits, self._rows, self._pages, self._queue, self._guided, self._make_guide)
         self._in_flight: deque[Launched] = deque()
-        self._drafter = Drafter(self._limits, self._rows, self._guided) if self._limits.drafts_are_chosen else None
+        self._drafter = Drafter(self._limits, self._rows, self._guided) if self._limits.speculation.num_drafts else None
 
     # Requests in and out
 
@@ -201,43 +202,18 @@ class Scheduler:
             return None
         if self.is_awaiting_masks:
             self.poll_guides()
-        if now >= self._next_look_s and self._queue.is_kept_waiting and not self._life.num_draining:
-            self._yield_row(now)
-        # A step with prompts is long already, and may be none of those that were captured for drafts.
-        takes_drafts = self._drafter is not None and not self._queue.is_busy
-        while True:
-            rows = np.flatnonzero(self._rows.ready).astype(np.int32)
-            draws = self._draws(rows, takes_drafts=takes_drafts)
-            if draws is None:
-                return None
-            num_decoded = len(rows) if self._limits.max_row_tokens == 1 else int(draws.sum())
-            num_asked = self._drafter.asked() if self._drafter is not None and takes_drafts else 0
-            ends = self._rows.num_computed[rows] + self._rows.slack[rows] + draws
-            if num_asked > 1:  # ranks go on from their drafts
-                ends = np.maximum(ends, np.minimum(ends + num_asked - 1, self._rows.max_total[rows] - 1))
-            deltas = self._pages.grow_rows(rows, ends)
-            if deltas is None:
-                if takes_drafts:
-                    takes_drafts = False  # no request has to go for what may be wrong
-                    continue
-                if self._in_flight:
-                    return None  # A retire may free pages; and only a row no step names can be preempted.
-                self._preempt_one(now)
-                continue
-            plan = self._queue.plan(self._max_step_tokens - num_decoded, now)
-            if len(rows) or plan.rows:
-                if len(deltas):
-                    plan.deltas.insert(0, deltas)
-                return self._launch(rows, draws, plan, num_asked)
-            if self._in_flight or not self._queue.prefilling or self._guided.num_awaiting:
-                return None
-            # Every running request is a prefill that lacks pages.
-            self._preempt_one(now)
+        self._yield_row(now)
+        if (decodes := self._plan_decodes(now)) is None:
+            return None
+        prefills = self._plan_prefills(decodes, now)
+        if len(decodes.rows) or prefills.rows:
+            return self._launch(decodes, prefills)
+        return None
 
     def halve_steps(self) -> int:
         """Has steps take half as many tokens from now on, and no fewer than rows may need at once; returns how many."""
         limits = self._limits
-        least = limits.max_num_seqs * limits.least_row_tokens + limits.max_item_tokens
+        least = limits.max_num_seqs + limits.max_item_tokens
         self._max_step_tokens = min(self._max_step_tokens, max(self._max_step_tokens // 2, least))
         return self._max_step_tokens
 
@@ -398,89 +374,97 @@ class Scheduler:
 
     # Building a step
 
-    def _draws(self, rows: Int32Array, *, takes_drafts: bool) -> Int32Array | None:
-        """[len(rows)] how many tokens each of the ready `rows` may bring; None: drafts are worth a wait."""
-        if self._drafter is None:
-            return self._rows.max_draws(rows, self._limits.max_row_tokens)
-        if not takes_drafts:
-            return np.ones(len(rows), np.int32)
-        return self._drafter.choose(rows, self._max_step_tokens)
+    def _plan_decodes(self, now: float) -> Decodes | None:
+        """The rows that decode, with their pages; possibly none. Preempts requests where pages have run out. None:
+        nothing may be launched before a step in flight retires."""
+        # A step with prompts is long already, and may be none of those that were captured for drafts.
+        takes_drafts = self._drafter is not None and not self._queue.is_busy
+        while True:
+            rows = np.flatnonzero(self._rows.ready).astype(np.int32)
+            decodes: Decodes | None = Decodes.plain(rows)
+            if self._drafter is not None and takes_drafts:
+                decodes = self._drafter.choose(rows, self._max_step_tokens)
+            if decodes is None or self._take_pages(decodes):
+                return decodes
+            if takes_drafts:
+                takes_drafts = False  # no request has to go for what may be wrong
+            elif self._in_flight:
+                return None  # a retire may free pages; and only a row that no step names can be preempted
+            else:
+                self._preempt_one(now)
 
-    def _launch(self, decodes: Int32Array, draws: Int32Array, plan: PrefillPlan, num_asked: int) -> StepFrame:
-        """Builds the frame of `decodes`, with as many inputs as `draws` each, and of `plan`; takes the snapshot for its
-        retirement.
+    def _take_pages(self, decodes: Decodes) -> bool:
+        """Takes the pages that the rows' inputs need; False, with nothing done, if there are too few."""
+        table, rows = self._rows, decodes.rows
+        ends = table.num_computed[rows] + table.slack[rows] + decodes.draws
+        if decodes.num_wanted > 1:  # ranks go on from their drafts
+            ends = np.maximum(ends, np.minimum(ends + decodes.num_wanted - 1, table.max_total[rows] - 1))
+        decodes.deltas = self._pages.grow_rows(rows, ends)
+        return decodes.deltas is not None
 
-        Args:
-            num_asked: drafts that the ranks make of each row that is sampled.
-        """
-        table = self._rows
+    def _plan_prefills(self, decodes: Decodes, now: float) -> PrefillPlan:
+        """The chunks of prompts beside `decodes`, with their pages. Preempts requests where every running request is a
+        prefill that lacks pages."""
+        budget = self._max_step_tokens - decodes.num_tokens
+        plan = self._queue.plan(budget, now)
+        while not (plan.rows or len(decodes.rows) or self._in_flight or self._guided.num_awaiting):
+            if not self._queue.prefilling:
+                break
+            self._preempt_one(now)
+            plan = self._queue.plan(budget, now)
+        return plan
+
+    def _launch(self, decodes: Decodes, prefills: PrefillPlan) -> StepFrame:
+        """Builds the step's frame, and keeps what its retirement needs to know."""
+        table, builder = self._rows, FrameBuilder()
         self.last_step += 1
-        builder = FrameBuilder()
-        has_drafts = bool((draws > 1).any())
-        starts, slack = table.num_computed[decodes], table.slack[decodes]
-        if len(decodes):
-            flags = np.full(len(decodes), _SAMPLE, np.int32)
-            if has_drafts and self._drafter is not None:
-                drafted = (draws > 1) & ~self._drafter.has_ahead(decodes)
-                flags[drafted] |= _HAS_TOKENS
-                if drafted.any():
-                    builder.add(token_ids=self._drafter.tokens(decodes[drafted], draws[drafted]))
-            builder.add(rows=decodes, starts=starts + slack, lens=draws, flags=flags)
-        sampled = decodes
-        table.num_computed[decodes] = starts + 1
-        table.slack[decodes] = slack + draws - 1
-        for deltas in plan.deltas:
-            builder.add(page_deltas=deltas)
-        ending = self._queue.commit(plan, builder) if plan.rows else []
-        if ending:
-            sampled = np.concatenate((decodes, np.array(ending, np.int32)))
-            table.ready[ending] = True
-        all_draws = np.concatenate((draws, np.ones(len(ending), np.int32))) if has_drafts or num_asked else draws
-        table.num_drafts[sampled] = 0
-        if num_asked and len(sampled):
-            # No more than may be verified, nor than there are pages for.
-            ends = table.num_computed[sampled] + table.slack[sampled]
-            room = np.minimum(table.max_total[sampled] - ends - 2, self._pages.capacity(sampled) - ends + 1)
-            wanted = np.clip(room, 0, num_asked)
-            builder.add(num_wanted=wanted)
-            table.num_drafts[sampled] = wanted
-        if has_drafts:
-            builder.add(num_draws=all_draws)
-            # The place where such a row goes on is known when the step retires, or to the ranks.
-            table.ready[decodes[(draws > 1) & ~table.goes_ahead[decodes]]] = False
+        starts = table.num_computed[decodes.rows]
+        self._add_decodes(decodes, builder)
+        builder.add_page_deltas(decodes.deltas, *prefills.deltas)
+        ending = self._queue.commit(prefills, builder)
+        table.ready[ending] = True
+        sampled = np.concatenate((decodes.rows, ending))
+        if self._drafter is not None:
+            self._drafter.add(decodes, sampled, self._pages.capacity(sampled), builder)
         if table.num_guided:
-            table.ready[sampled[table.guided[sampled]]] = False
-            builder.add_masks(self._guided.take_masks(dict(zip(decodes.tolist(), draws.tolist(), strict=True))))
-        if plan.admitted:
-            builder.start_rows(plan.admitted)
-        if len(window_pages := self._pages.take_window_changes()):
-            builder.add(window_pages=window_pages)
-        kind = FrameKind.STEP
-        if self._drafter is not None and not plan.rows:
-            if self._drafter.rests and not has_drafts:
-                kind = FrameKind.RESTING_STEP
-            self._drafter.launched(len(decodes), has_drafts=has_drafts)
+            self._guided.add_masks(decodes, sampled, builder)
+        builder.start_rows(prefills.admitted)
+        self._pages.add_window_changes(builder)
+        is_timed = self._drafter is not None and not prefills.rows
+        kind = self._drafter.launch(decodes) if self._drafter is not None and is_timed else FrameKind.STEP
         frame = builder.build(self.generation, self.last_step, kind)
         # The next step's rows may take what this one is the last to read.
         self._pages.advance_windows(frame.rows, table.num_computed[frame.rows])
         table.in_flight[frame.rows] += 1
         table.ready[sampled[table.may_end(sampled)]] = False
-        lower = frame.starts.copy()
-        lower[: len(decodes)] = starts
+        known = frame.starts.copy()
+        known[: len(starts)] = starts
         self._in_flight.append(
             Launched(
-                self.last_step,
-                frame.rows,
-                lower,
-                sampled,
-                frame.num_draws,
-                ending,
-                plan.prompt_runs,
-                frame.items["row"],
-                self._clock() if self._drafter is not None and not plan.rows else None,
+                step=self.last_step,
+                rows=frame.rows,
+                starts=known,
+                sampled=sampled,
+                num_draws=frame.num_draws,
+                prefilled=ending.tolist(),
+                prompt_runs=prefills.prompt_runs,
+                item_rows=frame.items["row"],
+                launched_s=self._clock() if is_timed else None,
             )
         )
         return frame
+
+    def _add_decodes(self, decodes: Decodes, builder: FrameBuilder) -> None:
+        """Adds the rows that decode to the frame, and moves them on."""
+        table, rows = self._rows, decodes.rows
+        if not len(rows):
+            return
+        flags = np.full(len(rows), _SAMPLE, np.int32)
+        if self._drafter is not None and decodes.has_drafts:
+            flags |= self._drafter.add_tokens(decodes, builder)
+        builder.add(rows=rows, starts=table.num_computed[rows] + table.slack[rows], lens=decodes.draws, flags=flags)
+        table.num_computed[rows] += 1
+        table.slack[rows] += decodes.draws - 1
 
     def _preempt_one(self, now: float) -> None:
         """Preempts the request that `Shares.victim` names, since pages have run out. No step may be in flight."""
@@ -494,6 +478,8 @@ class Scheduler:
         """Preempts a request of a client over its share, if another client has waited for `_PATIENCE_S`. It preempts
         one request at a time, since answers end and free rows meanwhile. The row is free once the steps in flight have
         retired."""
+        if now < self._next_look_s or not self._queue.is_kept_waiting or self._life.num_draining:
+            return
         self._next_look_s = now + _LOOK_EVERY_S
         shares, queue = self._queue.shares(), self._queue
         waiting = queue.waiting.first(shares.has_its_share)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from worker.protocol import Int32Array, StepFrame
+from worker.protocol import Int32Array
 from worker.upload import upload
 
 _NO_DRAFT = -2
@@ -31,15 +31,14 @@ class StepDrafts:
     """[num_sampled] int64, device: the draft that the token sampled there has to equal; none behind a row's last."""
 
     @classmethod
-    def of(cls, frame: StepFrame, following: torch.Tensor) -> StepDrafts | None:
-        """The drafts of a checked frame; None where no row has any.
+    def of(cls, draws: Int32Array, following: torch.Tensor) -> StepDrafts:
+        """The drafts of a step's rows.
 
         Args:
+            draws: [num_rows]: how many inputs of each row are sampled.
             following: [num_sampled] int64, device: the step's input behind each sampled one.
         """
-        if not len(frame.num_draws):
-            return None
-        draws, device = frame.draws, following.device
+        device = following.device
         firsts = np.repeat(np.cumsum(draws) - draws, draws)
         places = np.arange(len(firsts)) - firsts
         # A row's drafts are the last of its inputs.

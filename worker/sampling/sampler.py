@@ -60,6 +60,9 @@ class ResampledRows(NamedTuple):
         return ResampledRows(indices, is_redrawn, num_logprobs, self.num_asked, self.are_adjusted), ends
 
 
+NONE_RESAMPLED = ResampledRows(np.empty(0, np.int64), np.empty(0, np.bool_), np.empty(0, np.int32), 0, False)
+
+
 class SamplingKernels(Protocol):
     """The arithmetic: kernels/sampling.py, whose docstrings are the contract, or torch_sampling.py."""
 

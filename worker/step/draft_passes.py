@@ -24,12 +24,12 @@ from attention.forward_batch import ForwardBatch
 from attention.step_shape import FEW_ROWS, StepShape
 from worker.models.decoder import Decoder
 from worker.models.draft_head import DraftModel
-from worker.protocol import FrameKind, Int32Array, RowFlag, StepFrame
+from worker.protocol import Int32Array, RowFlag, StepFrame
 from worker.sampling.sampler import Sampler
 from worker.step.cuda_graph_runner import CudaGraphRunner
 from worker.step.preparing import preparing
+from worker.step.step import Step, StepOutput
 from worker.step.step_inputs import StepInputs
-from worker.step.step_layout import shape_of
 from worker.upload import upload
 
 _FEW_TOKENS = 2 * FEW_ROWS  # larger shapes that sample less than half of their tokens are those of prompts
@@ -107,54 +107,46 @@ class DraftPasses:
                 if self._num_drafts > 1:
                     self._capture(_NEXT, shape)
 
-    def prepare(self, frame: StepFrame) -> None:
-        """Captures what `frame` needs after its first pass, before anything of it is on the device."""
-        if self._states is not None and frame.num_wanted.max(initial=0) > 1:
-            shape = self._rows_of(frame)
+    def prepare(self, step: Step) -> None:
+        """Captures what the step needs after its first pass, before anything of the step is on the device."""
+        if self._states is not None and step.frame.num_wanted.max(initial=0) > 1:
+            shape = self._rows_of(step.frame)
             if not self._graphs.has_pass(_NEXT, shape):
                 with preparing():
                     self._capture(_NEXT, shape)
 
-    def run(
-        self,
-        frame: StepFrame,
-        captured: StepShape | None,
-        states: torch.Tensor | None,
-        tokens: torch.Tensor,
-        kept: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """[num_sampled_rows, most wanted] int64, device: drafts of what follows each sampled row's last token, as many
-        of each as the frame wants; None where it wants none.
+    def is_needed(self, step: Step) -> bool:
+        """Whether there is a head that reads the step's tokens."""
+        return self._decoder.draft_model is not None and step.makes_drafts
 
-        Args:
-            frame: was uploaded, and nothing after it.
-            captured: the shape of the graph that it replayed; None: it ran eagerly.
-            states: `new_states` of its tokens or more, filled.
-            tokens: [num_sampled] int64, as they were sampled at last; -1 for a NaN.
-            kept: which of them count, where the step verified drafts; None: all.
-        """
-        if states is None or frame.kind is FrameKind.RESTING_STEP:
-            return None
-        shape, is_sampled, wanted = shape_of(frame), frame.draws > 0, np.zeros(len(frame.rows), np.int32)
+    def add(self, step: Step, output: StepOutput) -> None:
+        """Makes drafts of what follows each sampled row's last token, as many as the frame wants of the row, and keeps
+        them for the next step. The step was uploaded, and nothing after it; its tokens are final."""
+        frame, captured, states = step.frame, output.captured, output.states
+        assert states is not None, "a step beside a head leaves no states"
+        is_sampled, wanted = step.draws > 0, np.zeros(len(frame.rows), np.int32)
         if len(frame.num_wanted):
             wanted[is_sampled] = frame.num_wanted
         most = int(wanted.max())
         self._num_dropped.zero_()
-        if kept is not None:
-            self._num_dropped.index_add_(0, self._inputs.rows_of_samples(shape), (~kept).int())
+        if output.kept is not None:
+            self._num_dropped.index_add_(0, self._inputs.rows_of_samples(step.shape), (~output.kept).int())
         names = (_FIRST,) if most else (_READ, _FIRST)
         name = next((it for it in names if captured is not None and self._graphs.has_pass(it, captured)), None)
         if captured is not None and name is not None:
             self._graphs.replay_pass(name, captured)
         else:
-            self._inputs.settle(captured or shape)
-            batch = self._inputs.batch(frame, shape)
+            self._inputs.settle(captured or step.shape)
+            batch = self._inputs.batch(step)
             self._backend.init_forward_metadata(batch)
-            self._first(batch, _following(batch, tokens, batch.sample_indices), states, predicts=most > 0)
+            self._first(batch, _following(batch, output.tokens, batch.sample_indices), states, predicts=most > 0)
         if not most:
-            return None
-        found = torch.stack([self._ids[: len(wanted)].clone(), *self._more(frame, wanted)], 1)
-        return found if is_sampled.all() else found.index_select(0, upload(np.flatnonzero(is_sampled), found.device))
+            return
+        drafts = torch.stack([self._ids[: len(wanted)].clone(), *self._more(frame, wanted)], 1)
+        if not is_sampled.all():
+            drafts = drafts.index_select(0, upload(np.flatnonzero(is_sampled), drafts.device))
+        output.drafts = drafts
+        self._inputs.take_drafts(upload(frame.rows[is_sampled].astype(np.int64), drafts.device), drafts)
 
     def _more(self, frame: StepFrame, wanted: Int32Array) -> Iterator[torch.Tensor]:
         """[num_rows] int64 of each pass after the first: its drafts, of rows that want as many."""
@@ -174,7 +166,7 @@ class DraftPasses:
         else:
             # This waits for the device.
             placed = self._inputs.placed(_decodes(rows, np.zeros_like(rows)))
-            host_starts = (placed.starts - 1) * (rows > 0)
+            host_starts = (placed.frame.starts - 1) * (rows > 0)
             lasts = host_starts + more
         for _ in range(1, most):
             if self._states is not None:
@@ -182,8 +174,8 @@ class DraftPasses:
             else:
                 host_starts = np.minimum(host_starts + 1, lasts)
                 moved = _decodes(rows, host_starts)
-                self._inputs.upload(moved, shape_of(moved), knows_starts=True)
-                batch = self._inputs.batch(moved, shape_of(moved))
+                self._inputs.upload(moved, moved.shape, knows_starts=True)
+                batch = self._inputs.batch(moved)
                 self._backend.init_forward_metadata(batch)
                 self._next(batch)
             yield self._ids[:num_rows].clone()
@@ -196,7 +188,7 @@ class DraftPasses:
         return shape
 
     def _capture(self, name: str, shape: StepShape) -> None:
-        self._inputs.upload(StepFrame(generation=0, step=0), shape)
+        self._inputs.upload(Step.of(StepFrame(generation=0, step=0)), shape)
         self._inputs.graph_batch(shape)  # the step in front of it
         self._num_dropped.zero_()
         self._lasts.zero_()
@@ -262,7 +254,7 @@ def _following(batch: ForwardBatch, tokens: torch.Tensor, at: torch.Tensor) -> t
     return following.index_copy_(0, at.long(), tokens.clamp(min=0))[:-1]
 
 
-def _decodes(rows: Int32Array, starts: Int32Array) -> StepFrame:
+def _decodes(rows: Int32Array, starts: Int32Array) -> Step:
     """A step of one input of each of `rows` at positions `starts`."""
     ones = np.ones_like(rows)
-    return StepFrame(0, 0, rows=rows, starts=starts, lens=ones, flags=ones * int(RowFlag.SAMPLE))
+    return Step.of(StepFrame(0, 0, rows=rows, starts=starts, lens=ones, flags=ones * int(RowFlag.SAMPLE)))

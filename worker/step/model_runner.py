@@ -22,20 +22,19 @@ from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.step_shape import StepShape
 from configs.errors import EngineError
 from parallel.collectives.group import TensorParallelGroup
+from worker.frame_checks import FrameLimits, check_frame
 from worker.models.decoder import Decoder
-from worker.protocol import FrameLimits, StepFrame
-from worker.sampling.drafts import StepDrafts
-from worker.sampling.logprobs import LogprobTensors
+from worker.protocol import StepFrame
 from worker.sampling.sampler import Sampler
 from worker.step.cuda_graph_runner import CudaGraphRunner, DeviceOutput
 from worker.step.draft_passes import DraftPasses
-from worker.step.items import Items
 from worker.step.pending_step import PendingStep
 from worker.step.preparing import preparing
-from worker.step.prompt_logprobs import CHUNK_ROWS, WantedTokens
+from worker.step.resampling import Resampling
+from worker.step.scoring import Scoring
+from worker.step.step import Extra, Step, StepOutput
 from worker.step.step_inputs import StepInputs
-from worker.step.step_layout import decode_shapes, prompt_shapes, sampled_inputs, shape_of
-from worker.upload import upload
+from worker.step.step_layout import decode_shapes, prompt_shapes
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class ModelRunner:
             num_drafts=0 if decoder.draft_model is None else limits.max_draws - 1,
         )
         self._graphs = CudaGraphRunner(group)
-        # All graphs write theirs here, and what the draft head reads.
+        # All graphs write their logits here, and what the draft head reads.
         self._logits: torch.Tensor | None = None
         self._states: torch.Tensor | None = None
         self._draft_passes = DraftPasses(
@@ -99,6 +98,10 @@ class ModelRunner:
             num_sampled=max_sampled,
             num_drafts=limits.max_draws - 1,
         )
+        self._scoring = Scoring(decoder, sampler, max_rows)
+        self._extras: tuple[Extra, ...] = (Resampling(sampler, self._inputs), self._draft_passes)
+        nothing = torch.empty(0, dtype=torch.int64, device=group.device)
+        self._nothing = DeviceOutput(nothing, nothing.float())  # of a step that samples no row
 
     @property
     def table_bytes(self) -> int:
@@ -150,9 +153,9 @@ class ModelRunner:
 
     def hidden_of(self, frame: StepFrame) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] of all inputs of a step, which runs eagerly and samples nothing."""
-        shape = shape_of(frame)
-        self._inputs.upload(frame, shape)
-        batch = self._inputs.batch(frame, shape)
+        step = Step.of(frame)
+        self._inputs.upload(step, step.shape)
+        batch = self._inputs.batch(step)
         every = torch.arange(batch.num_tokens, device=self._group.device)
         return self._forward(replace(batch, sample_indices=every))
 
@@ -162,60 +165,32 @@ class ModelRunner:
         Raises:
             EngineError: the frame does not fit this rank's tables. Nothing has changed then.
         """
-        frame.check(self._limits)
+        step = Step.of(frame)
+        self._check(step)
+        graph = self._graph_for(step)
+        step = self._upload(step, graph)
+        output = self._run(step) if graph is None else self._replay(step, graph)
+        for extra in self._extras:
+            if extra.is_needed(step):
+                extra.add(step, output)
+        return PendingStep(self._group, step, output)
+
+    def _check(self, step: Step) -> None:
+        """Raises EngineError where the frame does not fit this rank's tables."""
+        frame = step.frame
+        check_frame(frame, self._limits)
         self._req_to_token_pool.check(frame.page_deltas, self._num_pages)
         self._req_to_token_pool.check_places(frame.window_pages, self._num_window_pages)
-        which, num_after = sampled_inputs(frame)
-        step, sampled = shape_of(frame), frame.rows[which]
-        lacks_drafts = self._decoder.draft_model is None and (frame.draws[~frame.has_tokens] > 1).any()
-        if step.num_sampled > self._max_sampled or lacks_drafts:
+        lacks_drafts = self._decoder.draft_model is None and (step.draws[~frame.has_tokens] > 1).any()
+        if step.shape.num_sampled > self._max_sampled or lacks_drafts:
             raise EngineError(
-                f"step {frame.step} samples {step.num_sampled} inputs, at most {self._max_sampled}, or drafts that it "
-                "does not bring"
+                f"step {frame.step} samples {step.shape.num_sampled} inputs, at most {self._max_sampled}, or drafts "
+                "that it does not bring"
             )
-        shape = None if len(frame.prompt_targets) or len(frame.items) else self._graph_for(step)
-        if shape is None or self._backend.plans_on_host:
-            frame = self._inputs.placed(frame)
-            step = shape_of(frame)
-        self._draft_passes.prepare(frame)
-        self._inputs.upload(frame, shape or step)
-        self._sampler.update(frame)
-        hidden, prompt_logprobs, states = None, None, self._states
-        if shape is not None:
-            self._backend.prepare_replay(shape, frame.starts, frame.lens)
-            output = self._graphs.replay(shape)
-            output = DeviceOutput(output.tokens[: len(sampled)], output.logits[: len(sampled)])
-        else:
-            states = self._draft_passes.new_states(step.num_tokens)
-            hidden, prompt_logprobs = self._forward_with_logprobs(frame, self._inputs.batch(frame, step), states)
-        if len(sampled) == 0:
-            self._draft_passes.run(frame, shape, states, torch.empty(0, dtype=torch.int64, device=self._group.device))
-            return PendingStep(self._group, frame, None, sampled, None, prompt_logprobs)
-        resampled = self._sampler.find_resampled(sampled, (frame.starts + frame.lens)[which] - num_after)
-        if hidden is not None:
-            output = self._sample(hidden, step, left_out=resampled.indices[resampled.is_redrawn])
-        logprobs, kept = None, None
-        drafts = StepDrafts.of(frame, self._inputs.inputs_after_samples(step)) if len(frame.num_draws) else None
-        if len(resampled.indices) or drafts is not None:
-            rows, positions = self._inputs.sampled_rows(step)
-            if len(resampled.indices):
-                logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, resampled, drafts)
-            rows = rows.long()
-            if drafts is not None:
-                kept = drafts.kept(output.tokens)
-                # Its logprobs are in this order too.
-                resampled, _ = resampled.by_place(drafts)
-                rows = rows * drafts.lasts(output.tokens, kept)  # row 0, which is padding, takes the others
-            self._inputs.take(rows, output.tokens, positions)
-        asked = resampled.indices[resampled.num_logprobs >= 0].astype(np.int32)
-        new = self._draft_passes.run(frame, shape, states, output.tokens, kept)
-        if new is not None:
-            self._inputs.take_drafts(upload(frame.rows[frame.draws > 0].astype(np.int64), self._group.device), new)
-        return PendingStep(self._group, frame, output.tokens, asked, logprobs, prompt_logprobs, kept, new)
 
-    def _graph_for(self, step: StepShape) -> StepShape | None:
-        """The shape of the graph that is replayed for `step`, captured here if that is due; None: it runs eagerly."""
-        shape = self._graphs.smallest(step)
+    def _graph_for(self, step: Step) -> StepShape | None:
+        """The shape of the graph that is replayed for the step, captured here if that is due; None: it runs eagerly."""
+        shape = None if step.is_scored else self._graphs.smallest(step.shape)
         if shape is None or self._graphs.is_captured(shape):
             return shape
         if not self._graphs.is_due(shape):
@@ -223,54 +198,40 @@ class ModelRunner:
         self._capture_one(shape)
         return shape
 
-    def _capture_one(self, shape: StepShape) -> None:
-        with preparing():
-            self._graphs.capture_one(self._step, shape, prepare=self._prepare)
-            self._draft_passes.capture([shape])
+    def _upload(self, step: Step, graph: StepShape | None) -> Step:
+        """Queues the copy of the step's inputs and parameters, padded to the shape `graph` where that is given. Returns
+        the step with its true starts."""
+        if graph is None or self._backend.plans_on_host:
+            step = self._inputs.placed(step)
+        self._draft_passes.prepare(step)
+        self._inputs.upload(step, graph or step.shape)
+        self._sampler.update(step.frame)
+        return step
 
-    def _prepare(self, shape: StepShape) -> None:
-        self._inputs.upload(StepFrame(generation=0, step=0), shape)
+    def _replay(self, step: Step, graph: StepShape) -> StepOutput:
+        """Runs the step by a captured graph."""
+        self._backend.prepare_replay(graph, step.frame.starts, step.frame.lens)
+        padded, num_sampled = self._graphs.replay(graph), len(step.sampled)
+        step.resampled = self._sampler.find_resampled(step.sampled_rows, step.sampled_positions)
+        return StepOutput(padded.tokens[:num_sampled], padded.logits[:num_sampled], graph, self._states)
 
-    def _step(self, shape: StepShape) -> DeviceOutput:
-        """A step of that shape over static buffers, its logits among them: what a graph captures."""
-        assert self._logits is not None, "a graph's step before capture"
-        logits = self._logits[: shape.num_sampled]
-        batch = self._inputs.graph_batch(shape)
-        self._backend.prepare_capture(batch, shape)
-        states = None if self._states is None else self._states[: shape.num_tokens]
-        output = self._sample(self._decoder.forward(batch, self._backend, states), shape, out=logits)
-        return replace(output, tokens=self._draft_passes.leave(output.tokens))
+    def _run(self, step: Step) -> StepOutput:
+        """Runs the step eagerly."""
+        batch, prompt_logprobs = self._inputs.batch(step), None
+        states = self._draft_passes.new_states(step.shape.num_tokens)
+        if step.is_scored:
+            hidden, prompt_logprobs = self._scoring.run(step, batch, lambda batch: self._forward(batch, states))
+        else:
+            hidden = self._forward(batch, states)
+        plain = self._nothing
+        if len(step.sampled):
+            step.resampled = resampled = self._sampler.find_resampled(step.sampled_rows, step.sampled_positions)
+            plain = self._sample(hidden, step.shape, left_out=resampled.indices[resampled.is_redrawn])
+        return StepOutput(plain.tokens, plain.logits, None, states, prompt_logprobs=prompt_logprobs)
 
     def _forward(self, batch: ForwardBatch, states: torch.Tensor | None = None) -> torch.Tensor:
         self._backend.init_forward_metadata(batch)
         return self._decoder.forward(batch, self._backend, states)
-
-    def _forward_with_logprobs(
-        self, frame: StepFrame, batch: ForwardBatch, states: torch.Tensor | None
-    ) -> tuple[torch.Tensor, LogprobTensors | None]:
-        """Hidden states of the rows that are sampled, and log probabilities: of the frame's prompt targets, and then
-        of what its items' rows asked for."""
-        num_targets, num_items = len(frame.prompt_targets), len(frame.items)
-        if num_targets + num_items == 0:
-            return self._forward(batch, states), None
-        items, device = Items.of(frame), self._group.device
-        if num_items:
-            batch = items.seen_in(batch)
-        wanted = WantedTokens.of(frame, items.lasts)
-        hidden = self._forward(replace(batch, sample_indices=upload(wanted.tokens, device)), states)
-        scored = hidden.index_select(0, upload(wanted.scored, device))
-        # An item has no one token as its target.
-        targets = upload(np.concatenate((frame.prompt_targets, np.zeros(num_items, np.int64))), device)
-        asked = self._sampler.asked_by(np.concatenate((np.zeros(num_targets, np.int32), frame.items["row"])))
-        k = int(frame.prompt_runs["k"].max(initial=0))
-        num_rows = min(CHUNK_ROWS, self._max_rows)  # whole rows of logits: no more than a decode has
-        chunks = [
-            self._sampler.logprobs_of(self._decoder.local_logits(states), ids, k, asked_ids)
-            for states, ids, asked_ids in zip(
-                *(torch.split(rows, num_rows) for rows in (scored, targets, asked)), strict=True
-            )
-        ]
-        return hidden.index_select(0, upload(wanted.sampled, device)), LogprobTensors.joined(chunks)
 
     def _sample(
         self,
@@ -292,3 +253,21 @@ class ModelRunner:
         tokens = self._sampler.sample(logits, rows, positions, left_out)
         self._inputs.take(rows.long(), tokens, positions)
         return DeviceOutput(tokens, logits)
+
+    def _capture_one(self, shape: StepShape) -> None:
+        with preparing():
+            self._graphs.capture_one(self._step, shape, prepare=self._prepare)
+            self._draft_passes.capture([shape])
+
+    def _prepare(self, shape: StepShape) -> None:
+        self._inputs.upload(Step.of(StepFrame(generation=0, step=0)), shape)
+
+    def _step(self, shape: StepShape) -> DeviceOutput:
+        """A step of that shape over static buffers, its logits among them: what a graph captures."""
+        assert self._logits is not None, "a graph's step before capture"
+        logits = self._logits[: shape.num_sampled]
+        batch = self._inputs.graph_batch(shape)
+        self._backend.prepare_capture(batch, shape)
+        states = None if self._states is None else self._states[: shape.num_tokens]
+        output = self._sample(self._decoder.forward(batch, self._backend, states), shape, out=logits)
+        return replace(output, tokens=self._draft_passes.leave(output.tokens))

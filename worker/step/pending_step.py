@@ -9,44 +9,31 @@ import numpy.typing as npt
 import torch
 
 from parallel.collectives.group import TensorParallelGroup
-from worker.protocol import Int32Array, StepFrame, StepResult
-from worker.sampling.logprobs import LogprobTensors
+from worker.protocol import Int32Array, StepResult
+from worker.step.step import Step, StepOutput
 
 
 class PendingStep:
     """The results of a step, on their way to the host. Made behind the step's launches, on their stream.
 
     Args:
-        tokens: [num_sampled] int64, device; None when nothing was sampled.
-        logprob_rows: indices of the tokens whose rows asked for logprobs.
-        logprobs: theirs; None when there are none.
-        prompt_logprobs: of the frame's prompt targets and then of its items; None when it has neither.
-        kept: [num_sampled] bool, device: the tokens that count, where rows have drafts; None: all.
-        drafts: [num_sampled_rows, most wanted] int64, device: of what follows; None: none were wanted.
+        step: as it was launched.
+        output: all that the step found, still on the device.
     """
 
-    def __init__(
-        self,
-        group: TensorParallelGroup,
-        frame: StepFrame,
-        tokens: torch.Tensor | None,
-        logprob_rows: Int32Array,
-        logprobs: LogprobTensors | None,
-        prompt_logprobs: LogprobTensors | None,
-        kept: torch.Tensor | None = None,
-        drafts: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, group: TensorParallelGroup, step: Step, output: StepOutput) -> None:
+        frame = step.frame
         self._group = group
         self._generation, self._step = frame.generation, frame.step
         self._num_targets = len(frame.prompt_targets)
         # A non-blocking copy to the host lands in pinned memory, which the event says is filled.
-        self._tokens = None if tokens is None else tokens.to("cpu", non_blocking=True)
-        self._kept = None if kept is None else kept.to("cpu", non_blocking=True)
-        self._drafts = None if drafts is None else drafts.to("cpu", non_blocking=True)
+        self._tokens = output.tokens.to("cpu", non_blocking=True)
+        self._kept = None if output.kept is None else output.kept.to("cpu", non_blocking=True)
+        self._drafts = None if output.drafts is None else output.drafts.to("cpu", non_blocking=True)
         self._num_draws, self._num_wanted = frame.num_draws, frame.num_wanted
-        self._logprob_rows = logprob_rows
-        self._logprobs = None if logprobs is None else logprobs.to_host()
-        self._prompt_logprobs = None if prompt_logprobs is None else prompt_logprobs.to_host()
+        self._logprob_tokens = output.logprob_tokens
+        self._logprobs = None if output.logprobs is None else output.logprobs.to_host()
+        self._prompt_logprobs = None if output.prompt_logprobs is None else output.prompt_logprobs.to_host()
         self._done: Any = None  # torch does not annotate its event; None: all of it is there
         if group.device.type == "cuda":
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -66,13 +53,12 @@ class PendingStep:
             self._done.synchronize()
             # A sum whose wait was ended goes on with what there is: those tokens must not get out.
             self._group.check_alive()
-        tokens = np.empty(0, np.int32) if self._tokens is None else self._tokens.numpy().astype(np.int32)
-        result = StepResult(self._generation, self._step, tokens=tokens)
+        result = StepResult(self._generation, self._step, tokens=self._tokens.numpy().astype(np.int32))
         if self._drafts is not None:
             is_wanted = np.arange(self._drafts.shape[1]) < self._num_wanted[:, None]
             result.drafts = np.where(is_wanted, self._drafts.numpy(), -1).astype(np.int32)
         if self._logprobs is not None:
-            result.logprob_rows = self._logprob_rows
+            result.logprob_rows = self._logprob_tokens
             result.logprobs = self._logprobs.logprobs.numpy()
             result.top_ids = self._logprobs.top_ids.numpy().astype(np.int32)
             result.top_logprobs = self._logprobs.top_logprobs.numpy()

@@ -15,6 +15,7 @@ from attention.step_metadata import StepTensors
 from attention.step_shape import StepShape
 from configs.errors import EngineError
 from worker.protocol import StepFrame
+from worker.step.step import Step
 from worker.step.step_layout import StepLayout
 from worker.upload import upload
 
@@ -90,13 +91,14 @@ class StepInputs:
         """Keeps `drafts` [n, most] of what follows the last tokens of `rows` [n], all int64."""
         self._last_tokens[:, 1 : 1 + drafts.shape[1]].index_copy_(0, rows, drafts)
 
-    def placed(self, frame: StepFrame) -> StepFrame:
-        """`frame` with the true starts of rows whose tokens it does not have, where the ranks know better. This waits
-        for the device."""
+    def placed(self, step: Step) -> Step:
+        """The step with the true starts of rows whose tokens are only on the device. Where ranks make drafts, the
+        scheduler does not know those starts; this waits for the device then."""
+        frame = step.frame
         if self._next_starts is None or (given := frame.has_tokens).all():
-            return frame
+            return step
         starts = np.where(given, frame.starts, self._next_starts.cpu().numpy()[frame.rows])
-        return StepFrame(frame.generation, frame.step, frame.kind, **(frame.arrays | {"starts": starts}))
+        return Step.of(StepFrame(frame.generation, frame.step, frame.kind, **(frame.arrays | {"starts": starts})))
 
     def next_starts(self, num_rows: int) -> torch.Tensor:
         """[num_rows] int32, device: position of the next input of each row of the last upload; of padding 0."""
@@ -111,14 +113,15 @@ class StepInputs:
         seq_lens = self._tensors.cache_seqlens[: shape.num_rows]
         self.starts(shape.num_rows).copy_(seq_lens - bounds.diff())
 
-    def upload(self, frame: StepFrame, shape: StepShape, *, knows_starts: bool = False) -> None:
-        """Queues the copy of `frame`, padded to `shape`, and the page table's update.
+    def upload(self, step: Step, shape: StepShape, *, knows_starts: bool = False) -> None:
+        """Queues the copy of the step's frame, padded to `shape`, and the page table's update.
 
         Args:
             knows_starts: whether rows whose tokens the frame does not have begin where it says, in any case.
 
         Raises EngineError, before anything is written, if the step is larger than these tensors.
         """
+        frame = step.frame
         if shape.num_rows > self._max_rows or shape.num_tokens > self._max_tokens:
             raise EngineError(
                 f"step {frame.step} of generation {frame.generation} has {shape.num_rows} rows and {shape.num_tokens} "
@@ -127,7 +130,7 @@ class StepInputs:
         stage = self._stages[self._next_stage]
         self._next_stage = (self._next_stage + 1) % _NUM_STAGES
         stage.wait()
-        begin = self._layout.pack(stage.array, frame, shape)
+        begin = self._layout.pack(stage.array, step, shape)
         if self._next_starts is not None and not knows_starts:
             stage.array[self._layout.starts(len(frame.rows))][~frame.has_tokens] = -1
         deltas, num_page_deltas = frame.page_deltas, len(frame.page_deltas)
@@ -158,13 +161,13 @@ class StepInputs:
             lens[:-1], lens[-1] = 0, shape.num_tokens
         return self._batch(shape, np.zeros(shape.num_rows, np.int64), lens)
 
-    def batch(self, frame: StepFrame, shape: StepShape) -> ForwardBatch:
-        """The batch of any frame, of its own shape.
+    def batch(self, step: Step) -> ForwardBatch:
+        """The batch of any step, of its own shape.
 
-        Queues the kernel that fills it from the last upload, which was this frame's.
+        Queues the kernel that fills it from the last upload, which was this step's.
         """
-        starts, lens = frame.starts.astype(np.int64), frame.lens.astype(np.int64)
-        return self._batch(shape, starts, lens)
+        starts, lens = step.frame.starts.astype(np.int64), step.frame.lens.astype(np.int64)
+        return self._batch(step.shape, starts, lens)
 
     def starts(self, num_rows: int) -> torch.Tensor:
         """[num_rows] int32, device: the position of each row's first input, as uploaded; may be changed."""

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from attention.step_shape import FEW_ROWS, StepShape
-from worker.protocol import Int32Array, RowFlag, StepFrame
+from worker.protocol import Int32Array, StepFrame
+from worker.step.step import Step
 
 LAST_TOKEN = -1
 """In place of a token id: the row's own last sampled token; -2 and so on are the drafts of what follows it."""
@@ -29,25 +30,6 @@ _FEW_ROWS_TOKENS = 2048  # above, rows that are not there, and their logits, are
 _LEAST_GRAPH_TOKENS = 2048
 # Per layer and rank: 1.2 ms of an H200, which eager steps launch in 0.4 to 0.9 ms, or in over 2 on a busy host.
 _LAUNCH_BOUND_FLOPS = 0.8e12
-
-
-def shape_of(frame: StepFrame) -> StepShape:
-    """The shape of the frame as it is."""
-    return StepShape(
-        num_tokens=int(frame.lens.sum()),
-        num_rows=len(frame.rows),
-        num_sampled=int(frame.draws.sum()),
-        max_seq_len=int((frame.starts + frame.lens).max(initial=0)),
-    )
-
-
-def sampled_inputs(frame: StepFrame) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | int]:
-    """[num_sampled] of each sampled input: the index of its row in the frame, and how many inputs of the row follow."""
-    if not len(frame.num_draws):
-        return np.flatnonzero(frame.flags & RowFlag.SAMPLE), 0
-    draws = frame.draws
-    rows = np.repeat(np.arange(len(draws)), draws)
-    return rows, np.repeat(np.cumsum(draws, dtype=np.int64), draws) - 1 - np.arange(len(rows))
 
 
 def smallest(ladder: Sequence[StepShape], step: StepShape) -> StepShape | None:
@@ -133,13 +115,13 @@ class StepLayout:
     def token_ids(self, num_tokens: int) -> slice:
         return slice(self._token_ids, self._token_ids + num_tokens)
 
-    def pack(self, out: Int32Array, frame: StepFrame, shape: StepShape) -> int:
+    def pack(self, out: Int32Array, step: Step, shape: StepShape) -> int:
         """Writes all but the page deltas, padded to `shape`; returns where the deltas would begin.
 
         Args:
             out: [capacity] int32.
         """
-        num_rows = len(frame.rows)
+        frame, num_rows = step.frame, len(step.frame.rows)
         rows, starts = out[self.rows(shape.num_rows)], out[self.starts(shape.num_rows)]
         rows[:num_rows], rows[num_rows:] = frame.rows, 0
         starts[:num_rows], starts[num_rows:] = frame.starts, 0
@@ -151,10 +133,10 @@ class StepLayout:
         else:
             cu_seqlens_q[num_rows + 1 :] = cu_seqlens_q[num_rows]
             cu_seqlens_q[-1] = shape.num_tokens
-        which, num_after = sampled_inputs(frame)
+        num_sampled = len(step.sampled)
         sampled, tokens = out[self.sampled(shape.num_sampled)], out[self.sample_tokens(shape.num_sampled)]
-        sampled[: len(which)], sampled[len(which) :] = which, shape.num_rows - 1
-        tokens[: len(which)], tokens[len(which) :] = cu_seqlens_q[1:][which] - 1 - num_after, shape.num_tokens - 1
+        sampled[:num_sampled], sampled[num_sampled:] = step.sampled, shape.num_rows - 1
+        tokens[:num_sampled], tokens[num_sampled:] = step.sampled_tokens, shape.num_tokens - 1
         token_ids = self.token_ids(shape.num_tokens)
         _put_token_ids(out[token_ids], frame)
         return token_ids.stop

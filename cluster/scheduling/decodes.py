@@ -1,0 +1,37 @@
+"""The rows that decode in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from worker.protocol import Int32Array
+
+
+@dataclass(slots=True, eq=False)
+class Decodes:
+    """Rows that decode in the next step, each with the inputs that it has there."""
+
+    rows: Int32Array
+    draws: Int32Array
+    """[num_rows]: inputs of each row, all of which are sampled: its last token, and the drafts that it verifies."""
+    num_wanted: int = 0
+    """Drafts that the ranks are to make of each row that the step samples."""
+    deltas: Int32Array | None = None
+    """[n, 3] page deltas that the rows need; None before they have got their pages."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Inputs of all rows."""
+        return int(self.draws.sum())
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether some row verifies drafts."""
+        return bool((self.draws > 1).any())
+
+    @classmethod
+    def plain(cls, rows: Int32Array) -> Decodes:
+        """Each of `rows` decodes one token."""
+        return cls(rows, np.ones(len(rows), np.int32))

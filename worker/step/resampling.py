@@ -1,0 +1,38 @@
+"""Rows whose plain token is not enough: with filters, adjustments or log probabilities, or with drafts to verify."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from worker.sampling.drafts import StepDrafts
+from worker.sampling.sampler import Sampler
+from worker.step.step import Step, StepOutput
+from worker.step.step_inputs import StepInputs
+
+
+class Resampling:
+    """Looks at such rows again, behind the step and before the next step reads their tokens."""
+
+    def __init__(self, sampler: Sampler, inputs: StepInputs) -> None:
+        self._sampler = sampler
+        self._inputs = inputs
+
+    def is_needed(self, step: Step) -> bool:
+        """Whether the step has such rows."""
+        return bool(len(step.sampled)) and (bool(len(step.resampled.indices)) or step.verifies_drafts)
+
+    def add(self, step: Step, output: StepOutput) -> None:
+        """Draws tokens again where that is due, finds log probabilities, and finds which drafts were right."""
+        rows, positions = self._inputs.sampled_rows(step.shape)
+        resampled, drafts = step.resampled, None
+        if step.verifies_drafts:
+            drafts = StepDrafts.of(step.draws, self._inputs.inputs_after_samples(step.shape))
+        if len(resampled.indices):
+            output.logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, resampled, drafts)
+        rows = rows.long()
+        if drafts is not None:
+            output.kept = drafts.kept(output.tokens)
+            resampled, _ = resampled.by_place(drafts)  # the order that the log probabilities have
+            rows = rows * drafts.lasts(output.tokens, output.kept)  # row 0, which is padding, takes all other tokens
+        output.logprob_tokens = resampled.indices[resampled.num_logprobs >= 0].astype(np.int32)
+        self._inputs.take(rows, output.tokens, positions)

@@ -1,0 +1,157 @@
+"""Log probabilities of prompt tokens, and of what follows the items of a row, beside the tokens that a step samples.
+
+A prompt's targets are the tokens after some of its inputs (`StepFrame.prompt_runs`). Items are texts that follow one
+query and do not see each other (`StepFrame.items`). Their keys and values lie one behind the other, as those of a
+prompt do. Two things make each item the only one behind its query: its positions, which rotary embeddings and windows
+read, and a mask of the new tokens that it sees.
+
+The hidden states before targets and at the ends of items run through the last layer beside the sampled ones. Then the
+LM head takes them a chunk of rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attention.forward_batch import ForwardBatch, NewTokenMask
+from worker.models.decoder import Decoder
+from worker.protocol import StepFrame
+from worker.sampling.logprobs import LogprobTensors
+from worker.sampling.sampler import Sampler
+from worker.step.step import Step
+from worker.upload import upload
+
+Int64Array = npt.NDArray[np.int64]
+
+_CHUNK_ROWS = 128
+"""Most rows of logits that exist at a time."""
+
+
+class Scoring:
+    """Finds the log probabilities that a scored step wants.
+
+    Args:
+        max_rows: most rows of logits at a time: as many as a decode has, which memory is planned for.
+    """
+
+    def __init__(self, decoder: Decoder, sampler: Sampler, max_rows: int) -> None:
+        self._decoder = decoder
+        self._sampler = sampler
+        self._num_rows = min(_CHUNK_ROWS, max_rows)
+
+    def run(
+        self, step: Step, batch: ForwardBatch, forward: Callable[[ForwardBatch], torch.Tensor]
+    ) -> tuple[torch.Tensor, LogprobTensors]:
+        """Runs the step.
+
+        Args:
+            forward: the model: hidden states of the batch's `sample_indices`.
+
+        Returns:
+            Hidden states [num_sampled, hidden_size] of the sampled inputs; and log probabilities of the frame's prompt
+            targets and then of what its items' rows asked for.
+        """
+        frame, device = step.frame, batch.positions.device
+        num_targets, num_items = len(frame.prompt_targets), len(frame.items)
+        items = Items.of(frame)
+        if num_items:
+            batch = items.seen_in(batch)
+        wanted = WantedTokens.of(step, items.lasts)
+        hidden = forward(replace(batch, sample_indices=upload(wanted.tokens, device)))
+        scored = hidden.index_select(0, upload(wanted.scored, device))
+        # An item has no one token as its target.
+        targets = upload(np.concatenate((frame.prompt_targets, np.zeros(num_items, np.int64))), device)
+        asked = self._sampler.asked_by(np.concatenate((np.zeros(num_targets, np.int32), frame.items["row"])))
+        k = int(frame.prompt_runs["k"].max(initial=0))
+        chunks = [
+            self._sampler.logprobs_of(self._decoder.local_logits(states), ids, k, asked_ids)
+            for states, ids, asked_ids in zip(
+                *(torch.split(rows, self._num_rows) for rows in (scored, targets, asked)), strict=True
+            )
+        ]
+        return hidden.index_select(0, upload(wanted.sampled, device)), LogprobTensors.joined(chunks)
+
+
+class WantedTokens(NamedTuple):
+    """Inputs of a step whose hidden states are wanted. [n] int64 each, on the host."""
+
+    tokens: Int64Array
+    """Indices among the step's tokens, ascending."""
+    sampled: Int64Array
+    """[num_sampled]: index into `tokens` of each sampled input, in row order."""
+    scored: Int64Array
+    """[num_prompt_logprobs + num_items]: index into `tokens` of the input before each target, and of each item's last.
+    """
+
+    @classmethod
+    def of(cls, step: Step, item_lasts: Int64Array) -> WantedTokens:
+        """The tokens that a checked step wants, whose items end with `item_lasts`."""
+        frame = step.frame
+        ends = np.cumsum(frame.lens, dtype=np.int64)
+        at = np.flatnonzero(np.isin(frame.rows, frame.prompt_runs["row"]))  # records are in the order of rows
+        counts = frame.prompt_runs["num"].astype(np.int64)
+        first_inputs = (ends - frame.lens)[at] + frame.prompt_runs["start"] - frame.starts[at]
+        scored = np.repeat(first_inputs - (np.cumsum(counts) - counts), counts) + np.arange(len(frame.prompt_targets))
+        scored = np.concatenate((scored, item_lasts))
+        tokens = np.union1d(step.sampled_tokens, scored)
+        return cls(tokens, np.searchsorted(tokens, step.sampled_tokens), np.searchsorted(tokens, scored))
+
+
+class Items(NamedTuple):
+    """The items of a step, on the host."""
+
+    lasts: Int64Array
+    """[num_items]: indices among the step's tokens of the items' last tokens."""
+    positions: Int64Array
+    """[num_tokens]: position of each of the step's tokens in its sequence."""
+    item_of: npt.NDArray[np.int32]
+    """[num_tokens]: which item of its row a token belongs to, from 1; 0: to none."""
+    rows: tuple[slice | None, ...]
+    """[num_rows]: tokens of each row that has items; None for other rows."""
+
+    @classmethod
+    def of(cls, frame: StepFrame) -> Items:
+        """The items of a checked frame."""
+        ends = np.cumsum(frame.lens, dtype=np.int64)
+        firsts = ends - frame.lens
+        positions = np.arange(ends[-1]) - np.repeat(firsts - frame.starts, frame.lens)
+        item_of = np.zeros(ends[-1], np.int32)
+        lasts: list[Int64Array] = []
+        rows: list[slice | None] = [None] * len(frame.rows)
+        for i in np.flatnonzero(np.isin(frame.rows, frame.items["row"])):
+            lens = frame.items["len"][frame.items["row"] == frame.rows[i]].astype(np.int64)
+            bounds = np.concatenate(([0], np.cumsum(lens)))
+            begin = ends[i] - bounds[-1]
+            positions[begin : ends[i]] -= np.repeat(bounds[:-1], lens)
+            item_of[begin : ends[i]] = np.repeat(np.arange(1, len(lens) + 1), lens)
+            lasts.append(begin + bounds[1:] - 1)
+            rows[i] = slice(int(firsts[i]), int(ends[i]))
+        return cls(np.concatenate([np.empty(0, np.int64), *lasts]), positions, item_of, tuple(rows))
+
+    def seen_in(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch of the same frame with the items' positions and mask. Queues kernels only."""
+        device = batch.positions.device
+        positions, item_of = upload(self.positions, device), upload(self.item_of, device)
+        parts = [None if row is None else _visible(item_of[row]) for row in self.rows]
+        sizes = np.array([0 if part is None else part.numel() for part in parts])
+        starts = np.where(sizes > 0, np.cumsum(sizes) - sizes, -1)
+        mask = NewTokenMask(
+            visible=torch.cat([part.view(-1) for part in parts if part is not None]),
+            starts=upload(starts, device),
+            positions=positions,
+        )
+        windowed = batch.in_window_pool
+        if windowed is not None:
+            windowed = replace(windowed, positions=positions, mask=mask)
+        return replace(batch, positions=positions, mask=mask, in_window_pool=windowed)
+
+
+def _visible(item_of: torch.Tensor) -> torch.Tensor:
+    """[n, n] bool: which of a row's n inputs each sees."""
+    return ((item_of == 0) | (item_of == item_of[:, None])).tril_()

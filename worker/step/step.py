@@ -1,0 +1,118 @@
+"""What a frame asks of a rank, worked out once, and what the step leaves on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attention.step_shape import StepShape
+from worker.protocol import FrameKind, Int32Array, StepFrame
+from worker.sampling.logprobs import LogprobTensors
+from worker.sampling.sampler import NONE_RESAMPLED, ResampledRows
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One step of a rank. All arrays are on the host."""
+
+    frame: StepFrame
+    draws: Int32Array
+    """[num_rows]: how many inputs of each row are sampled."""
+    sampled: Int64Array
+    """[num_sampled]: index in the frame of the row of each sampled input."""
+    num_after: Int64Array | int
+    """[num_sampled]: how many inputs of the same row follow each sampled one; 0 where it is 0 for all."""
+    shape: StepShape
+    """The step's own shape, without padding."""
+    resampled: ResampledRows = NONE_RESAMPLED
+    """Sampled inputs whose plain token is not enough. The sampler finds them once it has the frame's parameters."""
+
+    @classmethod
+    def of(cls, frame: StepFrame) -> Step:
+        """The step of a frame, which need not have been checked."""
+        draws = frame.draws
+        sampled: Int64Array = np.flatnonzero(draws)
+        num_after: Int64Array | int = 0
+        if len(frame.num_draws):
+            sampled = np.repeat(np.arange(len(draws)), draws)
+            num_after = np.repeat(np.cumsum(draws, dtype=np.int64), draws) - 1 - np.arange(len(sampled))
+        shape = StepShape(
+            num_tokens=int(frame.lens.sum()),
+            num_rows=len(frame.rows),
+            num_sampled=len(sampled),
+            max_seq_len=int((frame.starts + frame.lens).max(initial=0)),
+        )
+        return cls(frame, draws, sampled, num_after, shape)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log probabilities of prompt tokens or of items are wanted."""
+        return bool(len(self.frame.prompt_targets) or len(self.frame.items))
+
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether some row may bring several tokens."""
+        return bool(len(self.frame.num_draws))
+
+    @property
+    def makes_drafts(self) -> bool:
+        """Whether the draft head reads the step's tokens."""
+        return self.frame.kind is not FrameKind.RESTING_STEP
+
+    @property
+    def sampled_rows(self) -> Int32Array:
+        """[num_sampled]: row of the request table of each sampled input."""
+        rows: Int32Array = self.frame.rows[self.sampled]
+        return rows
+
+    @property
+    def sampled_positions(self) -> npt.NDArray[np.integer]:
+        """[num_sampled]: position, in its sequence, of the token that is sampled after each."""
+        positions: npt.NDArray[np.integer] = (self.frame.starts + self.frame.lens)[self.sampled] - self.num_after
+        return positions
+
+    @property
+    def sampled_tokens(self) -> Int64Array:
+        """[num_sampled]: index of each sampled input among the step's tokens."""
+        tokens: Int64Array = np.cumsum(self.frame.lens, dtype=np.int64)[self.sampled] - 1 - self.num_after
+        return tokens
+
+
+@dataclass(slots=True, eq=False)
+class StepOutput:
+    """What a step has found so far. Tensors are on the device."""
+
+    tokens: torch.Tensor
+    """[num_sampled] int64; -1 where the logits hold a NaN."""
+    logits: torch.Tensor
+    """[num_sampled, this rank's columns] fp32."""
+    captured: StepShape | None
+    """Shape of the CUDA graph that the step replayed; None: the step ran eagerly."""
+    states: torch.Tensor | None
+    """What the draft head reads of the step's tokens; None without a head."""
+    logprob_tokens: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    """Indices of the tokens whose rows asked for log probabilities; on the host."""
+    logprobs: LogprobTensors | None = None
+    """Those of `logprob_tokens`; None where nothing was asked for."""
+    prompt_logprobs: LogprobTensors | None = None
+    """Of the frame's prompt targets and then of its items; None where the frame has neither."""
+    kept: torch.Tensor | None = None
+    """[num_sampled] bool: tokens that follow drafts that were right. None: all tokens count."""
+    drafts: torch.Tensor | None = None
+    """[num_sampled_rows, most wanted] int64: drafts of what follows each row. None: none were wanted."""
+
+
+class Extra(Protocol):
+    """Something that only some steps need behind their plain tokens."""
+
+    def is_needed(self, step: Step) -> bool:
+        """Whether `add` is to be called for the step."""
+
+    def add(self, step: Step, output: StepOutput) -> None:
+        """Queues the work behind the step, and writes what it finds to `output`."""
