@@ -187,4 +187,4 @@ _FAULTS: dict[str, Callable[[Any, StepFrame, FrameLimits], str | None]] = {
     "prompt_targets": _check_prompt_targets,
     "items": _check_items,
 }
-"""By section: the fault of an array that is not empty, which completes "step 3 of generation 1 ..."; None: no fault."""
+"""The fault of each section that is not empty. It completes "step 3 of generation 1 ..."; None: no fault."""

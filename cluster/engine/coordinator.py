@@ -259,7 +259,7 @@ class Coordinator:
         done.set_result(time.monotonic() - began)
         change.hold(self)
 
-    # What changes and rebuilds are made of, on the loop's thread
+    # Parts of changes and rebuilds, called on the loop's thread
 
     def requeue(self, *, keeps_kv: bool = False) -> frozenset[tuple[int, int]]:
         """Begins a generation in which all requests wait. Returns what the steps in flight were about."""

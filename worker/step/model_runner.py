@@ -101,7 +101,7 @@ class ModelRunner:
         self._scoring = Scoring(decoder, sampler, max_rows)
         self._extras: tuple[Extra, ...] = (Resampling(sampler, self._inputs), self._draft_passes)
         nothing = torch.empty(0, dtype=torch.int64, device=group.device)
-        self._nothing = DeviceOutput(nothing, nothing.float())  # of a step that samples no row
+        self._nothing = DeviceOutput(nothing, nothing.float())  # the output of a step that samples no row
 
     @property
     def table_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What a frame asks of a rank, worked out once, and what the step leaves on the device."""
+"""A step as its frame asks for it, worked out once, and the output that it leaves on the device."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Step:
 
 @dataclass(slots=True, eq=False)
 class StepOutput:
-    """What a step has found so far. Tensors are on the device."""
+    """The output of a step so far. Tensors are on the device."""
 
     tokens: torch.Tensor
     """[num_sampled] int64; -1 where the logits hold a NaN."""
@@ -95,13 +95,13 @@ class StepOutput:
     captured: StepShape | None
     """Shape of the CUDA graph that the step replayed; None: the step ran eagerly."""
     states: torch.Tensor | None
-    """What the draft head reads of the step's tokens; None without a head."""
+    """The draft head's input from the step's tokens; None without a head."""
     logprob_tokens: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     """Indices of the tokens whose rows asked for log probabilities; on the host."""
     logprobs: LogprobTensors | None = None
-    """Those of `logprob_tokens`; None where nothing was asked for."""
+    """Log probabilities of `logprob_tokens`; None where nothing was asked for."""
     prompt_logprobs: LogprobTensors | None = None
-    """Of the frame's prompt targets and then of its items; None where the frame has neither."""
+    """Log probabilities of the frame's prompt targets and then of its items; None where the frame has neither."""
     kept: torch.Tensor | None = None
     """[num_sampled] bool: tokens that follow drafts that were right. None: all tokens count."""
     drafts: torch.Tensor | None = None
