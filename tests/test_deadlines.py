@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.messages.engine import FinishReason
-from cluster.scheduling.prefill import RecentRate
+from cluster.scheduling.recent_rate import RecentRate
 from tests.fake_engine import LIMITS, Engine, prompt_of
 
 

@@ -18,11 +18,12 @@ from cluster.messages.engine import GenerateRequest, SamplingParams
 from cluster.scheduling import drafter as drafter_module
 from cluster.scheduling.decodes import Decodes
 from cluster.scheduling.draft_history import DraftHistory
-from cluster.scheduling.drafter import Drafter, StepTimes
+from cluster.scheduling.drafter import DraftCounts, Drafter, StepTimes
 from cluster.scheduling.guided_rows import GuidedRows
+from cluster.scheduling.launcher import Launcher
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_table import RowTable
-from cluster.scheduling.scheduler import Scheduler
+from cluster.scheduling.step_results import Launched
 from configs.errors import CheckpointError, ConfigError
 from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
@@ -190,16 +191,17 @@ def test_answers_with_drafts_of_a_head_that_rests_now_and_then_equal_those_witho
     group: LocalGroup, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of twenty steps, ten are taken to be none that drafts are worth it in."""
-    kinds, launch, choose = list[FrameKind](), Scheduler._launch, Drafter._draws
+    kinds, launch, choose = list[FrameKind](), Launcher.launch, Drafter._draws
 
     def chosen(drafter: Drafter, rows: Int32Array, budget: int) -> Int32Array | None:
         return np.ones(len(rows), np.int32) if len(kinds) % 20 < 10 else choose(drafter, rows, budget)
 
-    def launched(scheduler: Scheduler, *plan: Any) -> StepFrame:
-        kinds.append((frame := launch(scheduler, *plan)).kind)
-        return frame
+    def launched(launcher: Launcher, *plan: Any) -> tuple[StepFrame, Launched]:
+        frame, snapshot = launch(launcher, *plan)
+        kinds.append(frame.kind)
+        return frame, snapshot
 
-    monkeypatch.setattr(Scheduler, "_launch", launched)
+    monkeypatch.setattr(Launcher, "launch", launched)
     monkeypatch.setattr(Drafter, "_draws", chosen)
     monkeypatch.setattr(drafter_module, "_MOST_VAIN", 2)
     monkeypatch.setattr(drafter_module, "_FIRST_REST", 3)
@@ -363,7 +365,7 @@ def test_ranks_draft_as_many_as_are_taken_and_one_more_and_now_and_then_all() ->
         speculation=SpeculationConfig(method="eagle3", model="head", num_speculative_tokens=5),
     )
     table = RowTable(limits)
-    drafter = Drafter(limits, table, GuidedRows(limits, table))
+    drafter = Drafter(limits, table, GuidedRows(limits, table), DraftCounts())
     request = GenerateRequest(id=1, prompt=bytes(40), sampling=SamplingParams(max_tokens=40))
     row = table.take(Request.create(request, limits))
     rows = np.array([row], np.int32)
@@ -435,7 +437,7 @@ def test_the_head_rests_where_drafts_are_seldom_worth_it_until_there_are_half_as
     """Eight rows, of which each so-manieth step verifies drafts; one of `num_rows` follows."""
     limits = replace(LIMITS, speculation=SpeculationConfig(method="eagle3", model="head"))
     table = RowTable(limits)
-    drafter = Drafter(limits, table, GuidedRows(limits, table))
+    drafter = Drafter(limits, table, GuidedRows(limits, table), DraftCounts())
     rows = np.arange(1, 9, dtype=np.int32)
     for step in range(1, 200):
         drafter.launch(Decodes(rows, np.full(8, 2 if step % every == 0 else 1, np.int32)))

@@ -16,7 +16,7 @@ import torch
 
 from cluster.messages.engine import FinishReason, SamplingParams
 from cluster.native.score import Group, grouped
-from cluster.scheduling import prefill
+from cluster.scheduling import chunks
 from cluster.scheduling.limits import max_item_tokens
 from configs.attention import Feature
 from configs.errors import EngineError
@@ -77,7 +77,7 @@ def test_nobody_finds_an_item_in_the_cache() -> None:
 
 
 def test_a_step_takes_no_more_items_than_its_result_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "MAX_ITEMS", 3)
+    monkeypatch.setattr(chunks, "MAX_ITEMS", 3)
     engine = Engine(WITH_ITEMS)
     for seed in range(3):
         add(engine, prompt_of(1, seed), [1, 1], seed)

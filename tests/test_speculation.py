@@ -19,7 +19,7 @@ import torch
 
 from attention import registry
 from cluster.messages.engine import GenerateRequest, SamplingParams
-from cluster.scheduling.drafter import Drafter, StepTimes
+from cluster.scheduling.drafter import DraftCounts, Drafter, StepTimes
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.ngrams import NgramHistory
 from cluster.scheduling.request import Request, mask_of
@@ -412,7 +412,7 @@ class Chooser:
     def __init__(self, chances: list[tuple[float, float] | None], token_s: float, extra_s: float = 0.0) -> None:
         limits = replace(LIMITS, speculation=SEVEN, max_num_batched_tokens=64, max_model_len=48)
         self.table = RowTable(limits)
-        self.drafter = Drafter(limits, self.table, GuidedRows(limits, self.table))
+        self.drafter = Drafter(limits, self.table, GuidedRows(limits, self.table), DraftCounts())
         self.rows = np.arange(1, len(chances) + 1, dtype=np.int32)
         for index, of_row in enumerate(chances):
             request = GenerateRequest(id=index, prompt=bytes(8), sampling=SamplingParams(max_tokens=40))

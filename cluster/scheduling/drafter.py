@@ -11,9 +11,12 @@ which they never are where nothing is predicted, steps overlap as without drafts
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
+from cluster.messages.engine import Drafted
 from cluster.scheduling.decodes import Decodes
 from cluster.scheduling.draft_history import FIRST_RATES, DraftHistory
 from cluster.scheduling.frame_builder import FrameBuilder
@@ -21,7 +24,8 @@ from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.ngrams import NgramHistory
 from cluster.scheduling.row_table import RowTable
-from worker.protocol import FrameKind, Int32Array, RowFlag
+from cluster.scheduling.step_results import Launched
+from worker.protocol import FrameKind, Int32Array, RowFlag, StepResult
 
 _FORGET = 0.98
 # Until steps of several sizes were seen, each token of one is taken to add this share of what an empty one takes. It is
@@ -98,13 +102,24 @@ class StepTimes:
         return max(0.0, (covariance + _PRIOR_WEIGHT * prior) / (variance + _PRIOR_WEIGHT))
 
 
+@dataclass(slots=True)
+class DraftCounts:
+    """Drafts that steps verified, since the start."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Drafts among them that were right."""
+
+
 class Drafter:
     """The drafts of running requests. Writes `RowTable.predicted`, and keeps a history with each request."""
 
-    def __init__(self, limits: SchedulerLimits, rows: RowTable, guided: GuidedRows) -> None:
+    def __init__(self, limits: SchedulerLimits, rows: RowTable, guided: GuidedRows, counts: DraftCounts) -> None:
         self._limits = limits
         self._rows = rows
         self._guided = guided
+        self._counts = counts
+        self._retired_s = 0.0  # when the last step retired
         self._most = limits.speculation.max_sampled(limits.max_num_seqs) - limits.max_num_seqs
         self.times = StepTimes()
         self._asks = limits.speculation.is_by_ranks
@@ -113,6 +128,37 @@ class Drafter:
         self._num_vain = 0  # steps without drafts that none with them made up for, since the end of the last rest
         self._rest = _FIRST_REST  # steps of the next rest, or of this one
         self._resting_rows = 0  # rows of the step before this rest
+
+    def learn(self, launched: Launched, result: StepResult, rows: Int32Array, now: float) -> list[Drafted]:
+        """Takes in how long a step took and what became of its drafts.
+
+        Args:
+            rows: live rows that got tokens from it, one entry for each token.
+            now: when it retired.
+
+        Returns:
+            The drafts of live rows, and how many were right.
+        """
+        table, began = self._rows, launched.launched_s
+        num_kept = np.bincount(rows, minlength=len(table.live))
+        at = np.flatnonzero(launched.num_draws > 1)
+        if began is not None:
+            began = self._retired_s if len(at) else max(began, self._retired_s)
+            self.times.took(launched.num_inputs, now - began, has_drafts=bool(len(at)))
+        self._retired_s = now
+        self.take(np.flatnonzero(num_kept).astype(np.int32))
+        if len(result.drafts):
+            is_going = num_kept[launched.sampled] > 0
+            self.bring(launched.sampled[is_going], result.drafts[is_going])
+        if not len(at):
+            return []
+        at = at[table.live[launched.sampled[at]]]
+        of = launched.sampled[at]
+        # A stop may have left out some that were right.
+        columns = table.ids[of], launched.num_draws[at] - 1, np.minimum(result.num_tokens[at] - 1, num_kept[of])
+        self._counts.num_drafted += int(columns[1].sum())
+        self._counts.num_accepted += int(columns[2].sum())
+        return [Drafted(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
 
     def take(self, rows: Int32Array) -> None:
         """The live `rows`, distinct, have got tokens."""

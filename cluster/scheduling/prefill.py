@@ -9,30 +9,26 @@ two exceptions, so that one huge prompt does not hold up all others:
 Clients share prefills too. While a client's prompt is in progress, another client's shorter prompt may begin with half
 of what decodes leave, even if it does not fit as a whole. Clients with prompts in progress then share each step evenly.
 Of the requests that wait, those of clients that hold their share of rows and pages come last (`Shares`).
-
-A prompt of which another row computes the same part in the same step waits for that row: a step later the prefix cache
-has it. A prompt whose log probabilities are wanted reads no cache, and takes no more tokens of a step than may
-have them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
 
 import numpy as np
 
+from cluster.scheduling.chunks import Chunks
 from cluster.scheduling.fair_queue import FairQueue
 from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.limits import MAX_PREFIX_DELTAS, SchedulerLimits
-from cluster.scheduling.pages import Prefix, RowPages
-from cluster.scheduling.prefix_cache import Node
+from cluster.scheduling.pages import RowPages
+from cluster.scheduling.prefill_plan import PrefillPlan
+from cluster.scheduling.recent_rate import RecentRate
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_table import RowTable
 from cluster.scheduling.shares import Shares
-from worker.protocol import ITEM_DTYPE, MAX_ITEMS, PROMPT_LOGPROBS_DTYPE, Int32Array, RowFlag
+from worker.protocol import ITEM_DTYPE, PROMPT_LOGPROBS_DTYPE, Int32Array, RowFlag
 
 # Plain integers: operations of enumerations take a microsecond each.
 _CHUNK = int(RowFlag.HAS_TOKENS)
@@ -43,49 +39,6 @@ MAX_OVERTAKEN = 16
 _LOOKAHEAD = 4
 # How long a client with most rows leaves the last one to others after there was another client.
 _LAST_ROW_S = 10.0
-_RATE_WINDOW_S = 10.0
-# Less is too short to tell a rate.
-_MIN_SPAN_S = 0.5
-
-PageKey = tuple[Node, bytes]
-"""An end of the cached prefixes, and the tokens of the page after it."""
-
-
-class PromptRun(NamedTuple):
-    """Prompt tokens whose log probability a step finds."""
-
-    row: int
-    first: int
-    """Position of the first of them; the step has the one before as an input."""
-    num: int
-    k: int
-    """How many of the likeliest tokens are wanted too."""
-
-
-@dataclass(slots=True, eq=False)
-class PrefillPlan:
-    """The prefill chunks of one step. Pages are taken already: a plan with rows must be launched."""
-
-    budget: int
-    """Tokens left."""
-    now: float
-    rows: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    lens: list[int] = field(default_factory=list)
-    deltas: list[Int32Array] = field(default_factory=list)
-    """Page deltas, each [n, 3]."""
-    admitted: list[Request] = field(default_factory=list)
-    num_adjustment_bytes: int = 0
-    """Bytes that the rows of `admitted` start with, besides parameters."""
-    num_prefix_deltas: int = 0
-    """Page deltas of pages that came from the prefix cache."""
-    prompt_runs: list[PromptRun] = field(default_factory=list)
-    num_prompt_logprobs: int = 0
-    """Prompt tokens of `prompt_runs`."""
-    num_items: int = 0
-    """Items of the rows whose prefill ends."""
-    computing: dict[PageKey, int] = field(default_factory=dict)
-    """Index into `rows` of the chunk that begins at this end of the cached prefixes with this page."""
 
 
 class _Outcome(Enum):
@@ -97,34 +50,6 @@ class _Outcome(Enum):
     """Till the next step: for what another row computes in this one, or for room in the frame."""
 
 
-class RecentRate:
-    """Units a second over the last one to two windows."""
-
-    def __init__(self) -> None:
-        self._began: float | None = None  # when the current window did
-        self._num = 0
-        self._before_began = 0.0  # when the window before it did
-        self._num_before = 0
-
-    def add(self, num: int, now: float) -> None:
-        """Counts `num` units at the time `now`, which never goes back."""
-        if self._began is None or now - self._began >= 2 * _RATE_WINDOW_S:
-            # Nothing for a whole window: what was before says nothing about what comes.
-            self._began = self._before_began = now
-            self._num = self._num_before = 0
-        elif now - self._began >= _RATE_WINDOW_S:
-            self._before_began, self._num_before = self._began, self._num
-            self._began, self._num = now, 0
-        self._num += num
-
-    def per_second(self, now: float) -> float | None:
-        """The rate at `now`; None: too little is known."""
-        span = now - self._before_began
-        if self._began is None or span < _MIN_SPAN_S:
-            return None
-        return (self._num_before + self._num) / span
-
-
 class PrefillQueue:
     """Waiting requests, and rows in prefill, from their admission to the end of their prompts. Writes
     `RowTable.num_computed` of these."""
@@ -133,6 +58,8 @@ class PrefillQueue:
         self._limits = limits
         self._rows = rows
         self._pages = pages
+        self.chunks = Chunks(limits, rows, pages)
+        """It adds the chunks of rows in prefill to plans."""
         self.waiting = FairQueue()
         self.admits_new = True
         """Whether requests are admitted that have not been before."""
@@ -140,8 +67,6 @@ class PrefillQueue:
         """How many waiting tokens were admitted lately."""
         self.prefilling: list[int] = []
         """Rows in prefill, in order of admission."""
-        self.total_prefix_hit_tokens = 0
-        """Tokens that rows took from the prefix cache."""
         self.total_prompt_tokens = 0
         """Tokens of admitted requests."""
         # All that were tried lacked pages, and nothing has happened since that could change it: spares their matches.
@@ -212,7 +137,7 @@ class PrefillQueue:
                 break
             for_others = plan.budget - max(plan.budget // num_clients, 1)
             plan.budget -= for_others
-            self._go_on(row, plan)
+            self.chunks.go_on(row, plan)
             plan.budget += for_others
         self._admit(plan, shares)
         return plan
@@ -361,23 +286,23 @@ class PrefillQueue:
         limits, pages, num_running = self._limits, self._pages, self._rows.num_taken
         if plan.num_adjustment_bytes + request.num_adjustment_bytes > limits.max_adjustment_bytes:
             return _Outcome.WAITS
-        if not self._has_room(request, plan):
+        if not self.chunks.has_room(request, plan):
             return _Outcome.WAITS
         row = self._rows.take(request)
         pages.open(row, request.cache_salt)
         request.num_cached_tokens = 0
         num_deltas, num_prefix_deltas = len(plan.deltas), plan.num_prefix_deltas
-        prefix = self._find_prefix(row, plan)
-        key = self._next_page_key(row, prefix)
-        if self._is_computed_by_another(row, prefix, key, plan):
+        prefix = self.chunks.find_prefix(row, plan)
+        key = self.chunks.next_page_key(row, prefix)
+        if self.chunks.is_computed_by_another(row, prefix, key, plan):
             self._give_back(row)
             return _Outcome.WAITS
-        self._adopt_prefix(row, prefix, plan)
+        self.chunks.adopt_prefix(row, prefix, plan)
         # Pages that rows in prefill still need, and a page for each running request's next tokens. Alone a request
         # always fits: `Request.reason_never_fits`.
-        missing = [self._num_pages_missing(each) for each in (row, *self.prefilling)]
+        missing = [self.chunks.num_pages_missing(each) for each in (row, *self.prefilling)]
         if num_running > 0 and not pages.has_room(missing, num_running):
-            self.total_prefix_hit_tokens -= request.num_cached_tokens
+            self.chunks.total_prefix_hit_tokens -= request.num_cached_tokens
             del plan.deltas[num_deltas:]
             plan.num_prefix_deltas = num_prefix_deltas
             self._give_back(row)
@@ -389,133 +314,10 @@ class PrefillQueue:
         plan.admitted.append(request)
         plan.num_adjustment_bytes += request.num_adjustment_bytes
         self.prefilling.append(row)
-        has_chunk = self._add_chunk(row, key, plan)
+        has_chunk = self.chunks.add(row, key, plan)
         assert has_chunk, "a request was admitted without pages for its first chunk"
         return _Outcome.ADMITTED
 
     def _give_back(self, row: int) -> None:
         self._pages.release(row)
         self._rows.give_back(row)
-
-    # Chunks
-
-    def _go_on(self, row: int, plan: PrefillPlan) -> None:
-        """Adds the next chunk of a row in prefill, if there are pages for it and no other row computes the same."""
-        if not self._has_room(self._rows.request(row), plan):
-            return
-        # Others may have computed what comes next since the last chunk.
-        prefix = self._find_prefix(row, plan)
-        key = self._next_page_key(row, prefix)
-        if self._is_computed_by_another(row, prefix, key, plan):
-            return
-        if self._pages.has_room([self._num_pages_missing(row)]):
-            # Only then it is sure that the chunk gets its pages, and that the deltas of the prefix are sent.
-            self._adopt_prefix(row, prefix, plan)
-        elif len(prefix.pages):
-            key = self._next_page_key(row, self._pages.no_prefix(row))
-        self._add_chunk(row, key, plan)
-
-    def _has_room(self, request: Request, plan: PrefillPlan) -> bool:
-        """Whether the step finds another log probability, if the request needs one to go on, and takes its items."""
-        if request.item_lens:
-            return request.num_item_tokens <= plan.budget and plan.num_items + len(request.item_lens) <= MAX_ITEMS
-        return not request.wants_prompt_logprobs or plan.num_prompt_logprobs < self._limits.max_prompt_logprobs
-
-    def _find_prefix(self, row: int, plan: PrefillPlan) -> Prefix:
-        """Cached pages that go on where the row's own end. The last token is left: its logits are wanted."""
-        if plan.num_prefix_deltas >= MAX_PREFIX_DELTAS:
-            return self._pages.no_prefix(row)
-        table = self._rows
-        start, end = int(table.num_computed[row]), int(table.num_prefill[row])
-        request = table.request(row)
-        if request.wants_prompt_logprobs:
-            end = max(start + 1, request.next_prompt_logprob)  # The rest has to be computed.
-        return self._pages.find_prefix(row, table.tokens[row, start : min(end - 1, int(table.num_cacheable[row]))])
-
-    def _adopt_prefix(self, row: int, prefix: Prefix, plan: PrefillPlan) -> None:
-        """Gives the row the pages that `find_prefix` has just found."""
-        table = self._rows
-        deltas = self._pages.adopt_prefix(row, prefix)
-        if len(deltas):
-            num_tokens = len(deltas) * self._limits.page_size
-            table.num_computed[row] += num_tokens
-            table.request(row).num_cached_tokens += num_tokens
-            self.total_prefix_hit_tokens += num_tokens
-            plan.deltas.append(deltas)
-            plan.num_prefix_deltas += len(deltas)
-
-    def _next_page_key(self, row: int, prefix: Prefix) -> PageKey | None:
-        """The key of what a chunk after `prefix` begins with, which chunks that begin alike share; None if none can."""
-        table, page_size = self._rows, self._limits.page_size
-        start = int(table.num_computed[row]) + len(prefix.pages) * page_size
-        end = min(int(table.num_prefill[row]), int(table.num_cacheable[row]))
-        tokens = table.tokens[row, start : min(start + page_size, end)]
-        return self._pages.next_page_key(row, prefix, tokens)
-
-    def _is_computed_by_another(self, row: int, prefix: Prefix, key: PageKey | None, plan: PrefillPlan) -> bool:
-        """A chunk of the plan computes whole pages that hold at least half of what the row would compute now."""
-        if key is None or (index := plan.computing.get(key)) is None or self._rows.request(row).wants_prompt_logprobs:
-            return False
-        table, page_size = self._rows, self._limits.page_size
-        start = int(table.num_computed[row]) + len(prefix.pages) * page_size
-        length = self._chunk_length(row, start, plan)
-        cacheable = int(table.num_cacheable[[row, plan.rows[index]]].min())
-        shared = min(length, plan.lens[index], int(table.num_prefill[row]) - 1 - start, cacheable - start)
-        differ = table.tokens[row, start : start + shared] != table.tokens[plan.rows[index], start : start + shared]
-        num_same = int(differ.argmax()) if differ.any() else shared
-        num_shareable = num_same // page_size * page_size
-        return num_shareable > 0 and 2 * num_shareable >= length
-
-    def _num_pages_missing(self, row: int) -> int:
-        """Pages a row in prefill lacks for its tokens and the first one after them."""
-        request = self._rows.request(row)
-        num_positions = min(len(request.tokens) + 1, request.max_total_tokens - 1)
-        return self._limits.num_pages_for(num_positions) - self._pages.num_row_pages(row)
-
-    def _add_chunk(self, row: int, key: PageKey | None, plan: PrefillPlan) -> bool:
-        """Takes pages for the row's next chunk and adds it to the plan; False if there are too few."""
-        start = int(self._rows.num_computed[row])
-        length = self._chunk_length(row, start, plan)
-        deltas = self._pages.grow(row, start + length)
-        if deltas is None:
-            return False
-        if key is not None:
-            plan.computing.setdefault(key, len(plan.rows))
-        if len(deltas):
-            plan.deltas.append(deltas)
-        plan.rows.append(row)
-        plan.starts.append(start)
-        plan.lens.append(length)
-        plan.budget -= length
-        request = self._rows.request(row)
-        if request.wants_prompt_logprobs:
-            self._add_prompt_run(request, start, length, plan)
-        if start + length == self._rows.num_prefill[row]:
-            plan.num_items += len(request.item_lens)
-        return True
-
-    def _add_prompt_run(self, request: Request, start: int, length: int, plan: PrefillPlan) -> None:
-        first = max(start + 1, request.next_prompt_logprob)
-        num = min(start + length + 1, request.num_prompt_tokens) - first
-        if num > 0:
-            plan.prompt_runs.append(PromptRun(request.row, first, num, request.sampling.prompt_logprobs))
-            plan.num_prompt_logprobs += num
-
-    def _chunk_length(self, row: int, start: int, plan: PrefillPlan) -> int:
-        page_size, end = self._limits.page_size, int(self._rows.num_prefill[row])
-        length = min(end - start, self._limits.prefill_chunk_size, plan.budget)
-        request = self._rows.request(row)
-        if request.item_lens and end - start > min(length, self._limits.max_item_tokens):
-            length = min(length, int(self._rows.num_cacheable[row]) - start)  # items come all in one step
-        if request.wants_prompt_logprobs:
-            stop = (
-                max(start, request.next_prompt_logprob - 1)
-                + self._limits.max_prompt_logprobs
-                - plan.num_prompt_logprobs
-            )
-            if stop < request.num_prompt_tokens - 1:
-                length = min(length, stop - start)
-        last_boundary = (start + length) // page_size * page_size
-        if start + length < end and last_boundary > start:
-            return last_boundary - start  # Whole pages can be shared, partial ones cannot.
-        return length

@@ -17,20 +17,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from cluster.messages.engine import Drafted, Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
+from cluster.messages.engine import Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
 from cluster.scheduling.decodes import Decodes
-from cluster.scheduling.drafter import Drafter
-from cluster.scheduling.frame_builder import FrameBuilder
+from cluster.scheduling.drafter import DraftCounts, Drafter
 from cluster.scheduling.guided_rows import GuidedRows
+from cluster.scheduling.launcher import Launcher
 from cluster.scheduling.life_cycle import LifeCycle
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.pages import RowPages
-from cluster.scheduling.prefill import MAX_OVERTAKEN, PrefillPlan, PrefillQueue
+from cluster.scheduling.prefill import MAX_OVERTAKEN, PrefillQueue
+from cluster.scheduling.prefill_plan import PrefillPlan
 from cluster.scheduling.request import Guide
 from cluster.scheduling.row_table import RowTable
 from cluster.scheduling.step_results import Launched, StepTokens, prompt_logprobs, take_prefilled, token_logprobs
 from configs.errors import EngineError
-from worker.protocol import FrameKind, Int32Array, RowFlag, StepFrame, StepResult
+from worker.protocol import Int32Array, StepFrame, StepResult
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -38,8 +39,6 @@ __all__ = ["Scheduler", "SchedulerLimits"]
 _PATIENCE_S = 0.02
 # Shares are looked at no more often: that costs a walk over the rows.
 _LOOK_EVERY_S = 0.01
-# A plain integer: operations of enumerations take a microsecond each.
-_SAMPLE = int(RowFlag.SAMPLE)
 
 
 def _no_guide(request: GenerateRequest) -> None:
@@ -70,10 +69,11 @@ class Scheduler:
         self.last_step = 0
         """Id of the step launched last; ids count from 1."""
         self._clock = clock
+        self._drafts = DraftCounts()
         self._max_step_tokens = limits.max_num_batched_tokens
         self._total_preemptions = 0
-        self._total_answer_tokens = self._total_drafted = self._total_accepted = 0
-        self._retired_s = self._next_look_s = 0.0
+        self._total_answer_tokens = 0
+        self._next_look_s = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -83,7 +83,10 @@ class Scheduler:
         self._guided = GuidedRows(self._limits, self._rows)
         self._life = LifeCycle(self._limits, self._rows, self._pages, self._queue, self._guided, self._make_guide)
         self._in_flight: deque[Launched] = deque()
-        self._drafter = Drafter(self._limits, self._rows, self._guided) if self._limits.speculation.num_drafts else None
+        self._drafter = None
+        if self._limits.speculation.num_drafts:
+            self._drafter = Drafter(self._limits, self._rows, self._guided, self._drafts)
+        self._launcher = Launcher(self._rows, self._pages, self._queue, self._guided, self._drafter)
 
     # Requests in and out
 
@@ -206,9 +209,12 @@ class Scheduler:
         if (decodes := self._plan_decodes(now)) is None:
             return None
         prefills = self._plan_prefills(decodes, now)
-        if len(decodes.rows) or prefills.rows:
-            return self._launch(decodes, prefills)
-        return None
+        if not (len(decodes.rows) or prefills.rows):
+            return None
+        self.last_step += 1
+        frame, launched = self._launcher.launch(decodes, prefills, self.generation, self.last_step, self._clock())
+        self._in_flight.append(launched)
+        return frame
 
     def halve_steps(self) -> int:
         """Has steps take half as many tokens from now on, and no fewer than rows may need at once; returns how many."""
@@ -248,7 +254,7 @@ class Scheduler:
             # Ended since the launch, or by the token before: these were computed in vain.
             brought = brought.where(kept)
         brought.write(table, launched)
-        drafted = [] if self._drafter is None else self._learn(self._drafter, launched, result, brought.rows)
+        drafted = [] if self._drafter is None else self._drafter.learn(launched, result, brought.rows, self._clock())
         prefilled = take_prefilled(table, launched.prefilled, self._clock()) if launched.prefilled else []
         scored = prompt_logprobs(table, launched.prompt_runs, result) if launched.prompt_runs else []
         rows, _, tokens, stopped, is_last = brought
@@ -273,30 +279,6 @@ class Scheduler:
             drafted=drafted,
             finished=self._life.take_pending(),
         )
-
-    def _learn(self, drafter: Drafter, launched: Launched, result: StepResult, rows: Int32Array) -> list[Drafted]:
-        """Has the drafter know what a step took, and what its `rows` got, one entry for each token. Returns what became
-        of the drafts of live rows."""
-        now, began = self._clock(), launched.launched_s
-        num_kept = np.bincount(rows, minlength=len(self._rows.live))
-        at = np.flatnonzero(launched.num_draws > 1)
-        if began is not None:
-            began = self._retired_s if len(at) else max(began, self._retired_s)
-            drafter.times.took(launched.num_inputs, now - began, has_drafts=bool(len(at)))
-        self._retired_s = now
-        drafter.take(np.flatnonzero(num_kept).astype(np.int32))
-        if len(result.drafts):
-            is_going = num_kept[launched.sampled] > 0
-            drafter.bring(launched.sampled[is_going], result.drafts[is_going])
-        if not len(at):
-            return []
-        at = at[self._rows.live[launched.sampled[at]]]
-        of = launched.sampled[at]
-        # A stop may have left out some that were right.
-        columns = self._rows.ids[of], launched.num_draws[at] - 1, np.minimum(result.num_tokens[at] - 1, num_kept[of])
-        self._total_drafted += int(columns[1].sum())
-        self._total_accepted += int(columns[2].sum())
-        return [Drafted(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
 
     # State
 
@@ -341,12 +323,12 @@ class Scheduler:
             num_cached_pages=cache.num_pages,
             num_evictable_pages=cache.num_evictable_pages,
             num_owned_pages=allocator.num_pages - allocator.num_free - cache.num_pages,
-            total_prefix_hit_tokens=queue.total_prefix_hit_tokens,
+            total_prefix_hit_tokens=queue.chunks.total_prefix_hit_tokens,
             total_prompt_tokens=queue.total_prompt_tokens,
             total_preemptions=self._total_preemptions,
             total_answer_tokens=self._total_answer_tokens,
-            total_drafted=self._total_drafted,
-            total_accepted=self._total_accepted,
+            total_drafted=self._drafts.num_drafted,
+            total_accepted=self._drafts.num_accepted,
             total_refused=self._life.total_refused,
             total_expired=self._life.total_expired,
             longest_wait_s=0.0 if oldest is None else now - oldest.arrival_s,
@@ -413,58 +395,6 @@ class Scheduler:
             self._preempt_one(now)
             plan = self._queue.plan(budget, now)
         return plan
-
-    def _launch(self, decodes: Decodes, prefills: PrefillPlan) -> StepFrame:
-        """Builds the step's frame, and keeps what its retirement needs to know."""
-        table, builder = self._rows, FrameBuilder()
-        self.last_step += 1
-        starts = table.num_computed[decodes.rows]
-        self._add_decodes(decodes, builder)
-        builder.add_page_deltas(decodes.deltas, *prefills.deltas)
-        ending = self._queue.commit(prefills, builder)
-        table.ready[ending] = True
-        sampled = np.concatenate((decodes.rows, ending))
-        if self._drafter is not None:
-            self._drafter.add(decodes, sampled, self._pages.capacity(sampled), builder)
-        if table.num_guided:
-            self._guided.add_masks(decodes, sampled, builder)
-        builder.start_rows(prefills.admitted)
-        self._pages.add_window_changes(builder)
-        is_timed = self._drafter is not None and not prefills.rows
-        kind = self._drafter.launch(decodes) if self._drafter is not None and is_timed else FrameKind.STEP
-        frame = builder.build(self.generation, self.last_step, kind)
-        # The next step's rows may take what this one is the last to read.
-        self._pages.advance_windows(frame.rows, table.num_computed[frame.rows])
-        table.in_flight[frame.rows] += 1
-        table.ready[sampled[table.may_end(sampled)]] = False
-        known = frame.starts.copy()
-        known[: len(starts)] = starts
-        self._in_flight.append(
-            Launched(
-                step=self.last_step,
-                rows=frame.rows,
-                starts=known,
-                sampled=sampled,
-                num_draws=frame.num_draws,
-                prefilled=ending.tolist(),
-                prompt_runs=prefills.prompt_runs,
-                item_rows=frame.items["row"],
-                launched_s=self._clock() if is_timed else None,
-            )
-        )
-        return frame
-
-    def _add_decodes(self, decodes: Decodes, builder: FrameBuilder) -> None:
-        """Adds the rows that decode to the frame, and moves them on."""
-        table, rows = self._rows, decodes.rows
-        if not len(rows):
-            return
-        flags = np.full(len(rows), _SAMPLE, np.int32)
-        if self._drafter is not None and decodes.has_drafts:
-            flags |= self._drafter.add_tokens(decodes, builder)
-        builder.add(rows=rows, starts=table.num_computed[rows] + table.slack[rows], lens=decodes.draws, flags=flags)
-        table.num_computed[rows] += 1
-        table.slack[rows] += decodes.draws - 1
 
     def _preempt_one(self, now: float) -> None:
         """Preempts the request that `Shares.victim` names, since pages have run out. No step may be in flight."""

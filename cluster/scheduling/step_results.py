@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.messages.engine import Prefilled, PromptLogprobs, TokenLogprobs
-from cluster.scheduling.prefill import PromptRun
+from cluster.scheduling.prefill_plan import PromptRun
 from cluster.scheduling.row_table import RowTable
 from configs.errors import EngineError
 from worker.protocol import Int32Array, StepResult
