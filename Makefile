@@ -1,4 +1,4 @@
-# make serve | test | test-all | test-exhaustive | test-gpu | check | setup: the verbs of this project. CI calls
+# make serve | test | test-all | test-exhaustive | test-gpu | check | generate | setup: the verbs of this project. CI calls
 # `make test` and `make test-all`.
 PYTHON ?= python3.11
 BIN := .venv/bin
@@ -7,8 +7,10 @@ CONFIG ?= configs/smollm2-135m.yaml
 MODEL_DIR := $(HOME)/.cache/lockstep/smollm2-135m-instruct
 MODEL := $(MODEL_DIR)/SmolLM2-135M-Instruct.Q4_1.gguf
 export RAY_USAGE_STATS_ENABLED ?= 0
+# Threads of torch that wait for each other give their cores up: several test processes share them.
+export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: serve test test-all test-exhaustive test-gpu check setup agents clean
+.PHONY: serve test test-all test-exhaustive test-gpu check generate setup agents clean
 
 serve: setup
 	$(BIN)/python -m cluster serve $(CONFIG) $(ARGS)
@@ -54,6 +56,13 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/budget.py
+
+# Writes what is made from the code: the reference pages, the schema of config files, the OpenAPI document.
+generate: setup
+	$(BIN)/python docs/generate.py
+	$(BIN)/python -m cluster schema > configs/schema.json
+	$(BIN)/python -m cluster openapi > docs/openapi.json
 
 setup: .venv/.installed $(MODEL)
 

@@ -145,7 +145,7 @@ def _generator() -> ModuleType:
 
 def test_the_reference_is_that_of_the_code() -> None:
     for name, text in _generator().pages().items():
-        assert (ROOT / "docs" / "reference" / name).read_text() == text, "run `python docs/generate.py`"
+        assert (ROOT / "docs" / "reference" / name).read_text() == text, "run `make generate`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")

@@ -47,7 +47,7 @@ WRONG_TYPE = {"invalid_type", "missing_required_parameter", "invalid_json"}
 
 def test_the_committed_document_is_the_one_that_the_command_prints() -> None:
     printed = CliRunner().invoke(cli, ["openapi"]).output
-    hint = "make it anew: python -m cluster openapi > docs/openapi.json"
+    hint = "run `make generate`"
     assert COMMITTED.read_text("utf-8") == printed, hint
     assert json.loads(printed) == DOCUMENT
 
