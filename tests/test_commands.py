@@ -116,9 +116,7 @@ def test_every_setting_says_where_its_value_comes_from(smollm2_path: Path) -> No
 
 
 def test_the_committed_schema_is_that_of_the_settings() -> None:
-    assert json.loads((ROOT / "configs" / "schema.json").read_text()) == config_file_schema(), (
-        "run `make generate`"
-    )
+    assert json.loads((ROOT / "configs" / "schema.json").read_text()) == config_file_schema(), "run `make generate`"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
