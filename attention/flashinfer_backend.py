@@ -90,7 +90,7 @@ class FlashInferBackend(AttentionBackend):
         super().__init__(layers, token_to_kv_pool)
         device = token_to_kv_pool.device
         self._library = load_flashinfer(device)
-        from attention.kernels.flat_pages import flatten_pages  # a CPU install has no Triton
+        from attention.kernels.flat_pages import flatten_pages
         from attention.kernels.packed_mask import pack_mask
 
         self._flatten_pages, self._pack_mask = flatten_pages, pack_mask

@@ -71,7 +71,7 @@ class LatentHeads:
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor, width: int) -> torch.Tensor:
         """[num_tokens, tp_q_head_num * width]: what `head_products` writes."""
-        from attention.kernels.latent_heads import head_products  # a CPU install has no Triton
+        from attention.kernels.latent_heads import head_products
 
         out = x.new_empty(len(x), self._layer.tp_q_head_num, width)
         head_products(x, weight, out)

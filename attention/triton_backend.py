@@ -43,7 +43,7 @@ class TritonBackend(AttentionBackend):
         for layer in layers:
             for pages in token_to_kv_pool.pages(layer.layer_id):
                 assert pages.is_contiguous(), "the kernels read pages that are contiguous"
-        from attention.kernels.decode import paged_decode  # a CPU install has no Triton
+        from attention.kernels.decode import paged_decode
         from attention.kernels.exact import paged_exact
         from attention.kernels.extend import paged_extend
 

@@ -109,7 +109,7 @@ class TritonLatent:
     """The layers' attention by `paged_decode` and `paged_extend`, over a pool that holds the new tokens' latents."""
 
     def __init__(self, token_to_kv_pool: TokenToKVPool) -> None:
-        from attention.kernels.decode import paged_decode  # a CPU install has no Triton
+        from attention.kernels.decode import paged_decode
         from attention.kernels.extend import paged_extend
         from attention.kernels.merge import merge_states
 

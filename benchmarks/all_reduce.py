@@ -122,7 +122,7 @@ def cuda_rank_main(rank: int, size: int, sizes: list[int], port: int, pipe: Conn
 
 def prepared(group: TensorParallelGroup, method: str, nbytes: int) -> Callable[[], object] | None:
     """One call of `method` for `nbytes` bytes; None if it cannot do so many."""
-    from worker.kernels.norm import add_rms_norm  # a CPU install has no Triton
+    from worker.kernels.norm import add_rms_norm
 
     shape = (nbytes // 2 // ROW, ROW)
     residual = torch.zeros(shape, dtype=torch.bfloat16, device=group.device)

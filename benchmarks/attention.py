@@ -204,7 +204,7 @@ class Inputs:
 
     def exact_us(self, span: int) -> float:
         """Microseconds of one layer by the Triton backend with exact numerics over spans of that length."""
-        from attention.kernels import exact  # a CPU install has no Triton
+        from attention.kernels import exact
 
         with unittest.mock.patch.object(exact, "SPAN", span):
             return self.us(TritonBackend(self.layers, self.pool, exact=True))

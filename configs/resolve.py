@@ -44,8 +44,6 @@ class HostFacts:
 
     num_cores: int
     num_gpus: int
-    num_nodes: int = 1
-    """Nodes that the replicas spread over."""
     compute_capability: tuple[int, int] | None = None
     """The least of the GPUs' compute capabilities; None where it is not known."""
     packages: frozenset[str] = frozenset()
@@ -273,7 +271,7 @@ def _decide_parallel(resolver: _Resolver, config: EngineConfig, device: str, hos
     chosen = resolver.decide("parallel.all_reduce", parallel.all_reduce, strategy, why)
     if chosen not in _strategies(device):
         raise ConfigError(f"parallel.all_reduce={chosen} does not work on device={device}; choose auto or {strategy}")
-    ranks = tp_size * -(-config.num_replicas // host.num_nodes)
+    ranks = tp_size * config.num_replicas
     threads = max(1, host.num_cores // ranks)
     cores = f"{host.num_cores} cores, {ranks} ranks a node"
     resolver.decide("parallel.threads_per_rank", parallel.threads_per_rank, threads, cores)

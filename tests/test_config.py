@@ -333,7 +333,6 @@ def test_ranks_without_a_core_of_their_own_do_not_spin() -> None:
         (HostFacts(num_cores=1, num_gpus=0), 1, (1, 0)),
         (HostFacts(num_cores=2, num_gpus=0), 1, (1, 1000)),
         (HostFacts(num_cores=3, num_gpus=0), 2, (1, 0)),
-        (HostFacts(num_cores=4, num_gpus=0, num_nodes=2), 2, (2, 1000)),
     ):
         parallel = _resolved(host, tensor_parallel_size=2, num_replicas=replicas).config.parallel
         assert (parallel.threads_per_rank, parallel.spin_us) == expected, (host, replicas)

@@ -61,7 +61,7 @@ def read_ahead() -> None:
 
 
 def _import_kernels() -> None:
-    from attention.kernels import decode, extend, step_metadata  # noqa: F401 -- a CPU install has no Triton
+    from attention.kernels import decode, extend, step_metadata  # noqa: F401
     from parallel.kernels import all_reduce_norm  # noqa: F401
     from parallel.numerics.kernels import chain_gemm, fp8_gemm, node_gemm, skinny_gemm  # noqa: F401
     from worker.sampling.kernels import sampling  # noqa: F401

@@ -120,7 +120,7 @@ class PeerMemory:
         rank: int,
         timeout_s: float,
     ) -> None:
-        from parallel.kernels import all_reduce_norm as kernels  # a CPU install has no Triton
+        from parallel.kernels import all_reduce_norm as kernels
 
         assert addresses[rank] == memory.data_ptr(), "the ranks' addresses are of another tensor"
         self._kernels = kernels

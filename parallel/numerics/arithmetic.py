@@ -112,7 +112,7 @@ class ExactArithmetic(Arithmetic):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         if device.type == "cuda":
-            from parallel.numerics.kernels.chain_gemm import use_chain_cublas  # a CPU install has no Triton
+            from parallel.numerics.kernels.chain_gemm import use_chain_cublas
 
             use_chain_cublas()
 

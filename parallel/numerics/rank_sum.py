@@ -93,7 +93,7 @@ class CudaExactSum(ExactSum):
 
     def tree_for(self, num_tokens: int) -> SumTree:
         """A tree with more nodes where rows are few: what they cost to send is less than a kernel that adds them."""
-        from parallel.numerics.kernels.node_gemm import FEW_ROWS, subtrees  # a CPU install has no Triton
+        from parallel.numerics.kernels.node_gemm import FEW_ROWS, subtrees
 
         if self._leaf is None or (self._group.size > 1 and num_tokens > FEW_ROWS):
             return self.tree
@@ -114,6 +114,6 @@ class NodeSum(PartialSum):
         self.num_rows = nodes.shape[1]
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from parallel.kernels.tree_sum import sum_add_norm  # a CPU install has no Triton
+        from parallel.kernels.tree_sum import sum_add_norm
 
         return sum_add_norm(self._nodes, self._tree.additions, residual, weight, eps, places=self._places)

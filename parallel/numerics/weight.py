@@ -92,7 +92,7 @@ class Fp8Weight:
 
     def row_groups(self) -> Groups | None:
         """The groups in which whoever makes rows may quantise them; None: only the product can."""
-        from parallel.numerics.kernels.fp8_gemm import row_groups  # a CPU install has no Triton
+        from parallel.numerics.kernels.fp8_gemm import row_groups
 
         return row_groups(self._weight)
 
@@ -159,7 +159,7 @@ class NodeWeight:
         self._width = width
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        from parallel.numerics.kernels.node_gemm import node_gemm, subtrees  # a CPU install has no Triton
+        from parallel.numerics.kernels.node_gemm import node_gemm, subtrees
 
         num_columns = len(self._weight)
         if out is None:
@@ -230,7 +230,7 @@ def _for_rows(weight: torch.Tensor | Fp8Matrix, x: torch.Tensor) -> torch.Tensor
     """The weight as it is best multiplied with the rows of `x`: there are as many bits of either."""
     if isinstance(weight, torch.Tensor) or len(x) <= _MOST_FP8_ROWS:
         return weight
-    from parallel.numerics.kernels.fp8_tile import plain  # a CPU install has no Triton
+    from parallel.numerics.kernels.fp8_tile import plain
 
     return plain(weight, x.dtype)
 
@@ -241,7 +241,7 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    from parallel.numerics.kernels.skinny_gemm import is_faster  # a CPU install has no Triton
+    from parallel.numerics.kernels.skinny_gemm import is_faster
 
     return is_faster(len(x), *weight.shape)
 

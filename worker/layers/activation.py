@@ -35,6 +35,6 @@ class ActAndMul:
         """x [num_tokens, 2 * size], gate then up -> [num_tokens, size]; in FP8 if it is to be, on CUDA, in `groups`."""
         if not x.is_cuda:
             return cpu_pointwise.act_and_mul(x, self._act)
-        from worker.kernels.activation import act_and_mul, act_and_mul_in_fp8  # a CPU install has no Triton
+        from worker.kernels.activation import act_and_mul, act_and_mul_in_fp8
 
         return act_and_mul(x, self._act) if groups is None else act_and_mul_in_fp8(x, self._act, groups)

@@ -29,7 +29,7 @@ from worker.kernels.cpu_pointwise import act_and_mul, clamped_act_and_mul, softm
 from worker.layers.mlp import MLP
 from worker.layers.step import Padding
 
-if TYPE_CHECKING:  # a CPU install has no Triton
+if TYPE_CHECKING:
     from worker.kernels.grouped_experts import Biases
 
 ExpertsSpec = MixtureOfExperts | BiasedMixture
@@ -107,7 +107,7 @@ class CudaExperts(Experts):
     """
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
-        from worker.kernels.routing import Scoring  # a CPU install has no Triton
+        from worker.kernels.routing import Scoring
 
         super().__init__(spec, context)
         groups = spec.num_groups, spec.top_groups
@@ -149,7 +149,7 @@ class CudaExperts(Experts):
             self._read_expert(source, prefix, i, gate_up, down)
 
     def _load_biases(self, spec: BiasedMixture, source: TensorSource, prefix: str) -> None:
-        from worker.kernels.grouped_experts import Biases  # a CPU install has no Triton
+        from worker.kernels.grouped_experts import Biases
 
         context, columns = self._context, self._columns
         router = torch.empty(spec.num_experts, device=context.device)
@@ -197,7 +197,7 @@ class CudaExperts(Experts):
     def partial(self, x: torch.Tensor, padding: Padding, out: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part of `rank_sum` [num_tokens, hidden_size], or its nodes in fp32 [num_nodes, num_tokens,
         hidden_size]; 0 for padding; written to contiguous `out` if one is given."""
-        from worker.kernels.moe import gated_silu_and_mul, mixture  # a CPU install has no Triton
+        from worker.kernels.moe import gated_silu_and_mul, mixture
 
         spec, nodes, slots, first_slot = self._spec, self._nodes, padding.token_slots(), padding.first_slot
         assert self._w13 is not None, "forward before load"

@@ -33,7 +33,7 @@ class RMSNorm:
         self._offset = offset
         self._weight = torch.empty(size, dtype=torch.float32 if offset else dtype, device=device)
         if device.type == "cuda":
-            from worker.kernels import norm  # a CPU install has no Triton
+            from worker.kernels import norm
 
             self._rms_norm, self._add_rms_norm = norm.rms_norm, norm.add_rms_norm
         else:
@@ -72,6 +72,6 @@ class RMSNorm:
         """`add` for a product that takes its rows in FP8 in `groups`, if it does; the ranks' sums come as they are."""
         if groups is None or isinstance(x, PartialSum):
             return self.add(x, residual)
-        from worker.kernels.norm import add_rms_norm_in_fp8  # a CPU install has no Triton
+        from worker.kernels.norm import add_rms_norm_in_fp8
 
         return add_rms_norm_in_fp8(x, residual, self._weight, self._eps, groups)

@@ -99,7 +99,7 @@ class KernelRotation:
     def __init__(
         self, cos_sin: torch.Tensor, positions: torch.Tensor, query_factors: torch.Tensor | None = None
     ) -> None:
-        from worker.kernels.rope import latent_norm_rope_store, qk_norm_rope_store  # a CPU install has no Triton
+        from worker.kernels.rope import latent_norm_rope_store, qk_norm_rope_store
 
         self._kernel, self._latent_kernel = qk_norm_rope_store, latent_norm_rope_store
         self._cos_sin = cos_sin

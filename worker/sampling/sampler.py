@@ -156,7 +156,7 @@ class Sampler:
         self.adjustments = RowAdjustments(num_rows, max(span.stop for span in plan.vocab), group.device)
         self._kernels: SamplingKernels
         if group.device.type == "cuda" if use_triton is None else use_triton:
-            from worker.sampling.kernels import sampling  # a CPU install has no Triton
+            from worker.sampling.kernels import sampling
             from worker.sampling.kernels.adjustments import adjust_logits
 
             self._kernels, self._adjust_logits = sampling, adjust_logits

@@ -52,7 +52,7 @@ class StepInputs:
         num_rows, max_pages = self._page_table.shape
         device = self._page_table.device
         if device.type == "cuda":
-            from attention.kernels.step_metadata import (  # a CPU install has no Triton
+            from attention.kernels.step_metadata import (
                 apply_page_deltas,
                 fill_step_metadata,
             )

@@ -117,7 +117,7 @@ def _fill(out: torch.Tensor, seed: str, mean: float, std: float, rows: Span, col
     # Uniform on [-2^23, 2^23) has a standard deviation of 2^23 / sqrt(3).
     scale = std * math.sqrt(3.0) / (1 << (USED_BITS - 1))
     if out.is_cuda:
-        from worker.weights.uniform_kernel import fill  # a CPU install has no Triton
+        from worker.weights.uniform_kernel import fill
     else:
         from worker.weights.uniform import fill
     fill(out, (row_seed, column_seed), scale, mean, rows, columns, dtype)
