@@ -308,10 +308,10 @@ def test_loading_takes_little_more_than_the_shard(tmp_path: Path, tp_size: int) 
     script = f"""
 import pickle, sys, torch
 from pathlib import Path
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.models.decoder import Decoder
-from worker.weights import Checkpoint
+from worker.weights.checkpoint import Checkpoint
 model = pickle.loads(Path({str(pickled)!r}).read_bytes())
 group = TensorParallelGroup(rank={tp_size - 1}, size={tp_size}, device=torch.device("cpu"), collectives=None)
 def memory(kind):
