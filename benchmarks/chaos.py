@@ -9,7 +9,7 @@ Streams greedy, sampled, guided, with penalties and logprobs, with stop strings 
 again, while a rank drawn at random is killed (SIGKILL) or stopped (SIGSTOP), each fault --calm seconds and some steps
 after the rebuild from the one before: a spare takes some seconds to be made ready. What each stream brings is compared
 with what it brought before the first fault. The pause of a stream is the time between its chunks before and after a
-fault. MODEL is a directory or a .gguf file, served on CPUs; CONFIG one of `cluster serve`, on GPUs where there are any.
+fault. MODEL is a directory, served on CPUs; CONFIG one of `cluster serve`, on GPUs where there are any.
 What the processes hold is noted after each fault, when the group runs again: it has to stay as it was. --plot draws
 that beside the JSON file of a run, as an SVG.
 There only `--set numerics=exact` makes a recomputed stream the same to the bit, and random weights need a `tokenizer`.

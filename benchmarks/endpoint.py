@@ -65,16 +65,12 @@ async def measure(url: str, streams: int, tokens: int) -> float:
 
 def transformers_rate(model_path: Path, dtype: str, threads: int, tokens: int, rounds: int) -> list[float]:
     """Tokens per second of greedy `generate` in a process of its own, decode only, for each round."""
-    # A GGUF file is named beside its directory; a checkpoint in safetensors is a directory alone.
-    directory, options = model_path, ""
-    if model_path.suffix == ".gguf":
-        directory, options = model_path.parent, f", gguf_file={model_path.name!r}"
     script = (
         "import json, sys, time, torch\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
         f"torch.set_num_threads({threads})\n"
-        f"tok = AutoTokenizer.from_pretrained({str(directory)!r}{options})\n"
-        f"model = AutoModelForCausalLM.from_pretrained({str(directory)!r}{options}, dtype=torch.{dtype})\n"
+        f"tok = AutoTokenizer.from_pretrained({str(model_path)!r})\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(model_path)!r}, dtype=torch.{dtype})\n"
         f"ids = tok({PROMPT!r}, return_tensors='pt')\n"
         "def run(n):\n"
         "    began = time.perf_counter()\n"

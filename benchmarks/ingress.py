@@ -4,7 +4,7 @@ it.
     python benchmarks/ingress.py TOKENIZER [NUM_STREAMS] [NUM_STEPS]
 
 No network and no model: steps are fed to the client's own dispatch, and the ASGI `send` does nothing. TOKENIZER is a
-directory or a .gguf file.
+directory.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 A scripted coordinator sends a token to every stream at fixed times and notes when it did. The clients, in a process of
 their own, note when each arrives; all are processes of one host and read one monotonic clock. The same is done without
 an ingress: the coordinator writes the same bytes to the clients' sockets itself. The difference is what the ingress
-adds. TOKENIZER is a directory or a .gguf file.
+adds. TOKENIZER is a directory.
   replica  clients connect to the Engine replica's app behind uvicorn: the ingress itself
   serve    clients connect to Ray Serve, started here: its HAProxy, or with RAY_SERVE_ENABLE_HA_PROXY=0 in the
            environment its own proxy in Python, asks a replica with the same app

@@ -1,6 +1,6 @@
-"""Writes the tokenizer inside a GGUF file as a directory for `tokenizer:`, where a model's own cannot be downloaded.
+"""Writes another model's tokenizer as a directory for `tokenizer:`, where a model's own cannot be downloaded.
 
-    python -m benchmarks.make_tokenizer MODEL.gguf OUT [--vocab-size N]
+    python -m benchmarks.make_tokenizer MODEL OUT [--vocab-size N]
 
 A model with random weights then serves text all the same: what it generates means nothing, and ids that the tokenizer
 does not know are no text at all. Give the model's vocab_size where streams are timed: a stream says nothing of a token
@@ -13,7 +13,8 @@ import argparse
 import json
 from pathlib import Path
 
-from cluster.text.gguf_tokenizer import read_gguf_tokenizer
+from transformers import PreTrainedTokenizerFast
+
 from cluster.text.tokenizer import Tokenizer
 
 
@@ -22,7 +23,7 @@ def fill(path: Path, vocab_size: int) -> None:
 
     Args:
         path: a tokenizer.json of byte-level BPE, which is changed. Its special tokens are in the vocabulary too, as
-            those of GGUF files are.
+            SmolLM2's are.
     """
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     vocab = tokenizer["model"]["vocab"]
@@ -33,11 +34,11 @@ def fill(path: Path, vocab_size: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("gguf", type=Path)
+    parser.add_argument("model", type=Path, help="a directory with a tokenizer.json")
     parser.add_argument("out", type=Path, help="a directory; made when it is not there")
     parser.add_argument("--vocab-size", type=int, default=0, help="make words up for ids below this that have no token")
     args = parser.parse_args()
-    read_gguf_tokenizer(args.gguf).save_pretrained(args.out)
+    PreTrainedTokenizerFast.from_pretrained(args.model).save_pretrained(args.out)
     fill(args.out / "tokenizer.json", args.vocab_size)
     tokenizer = Tokenizer.load(args.out)
     template = "no chat template" if tokenizer.template is None else "a chat template"

@@ -2,7 +2,7 @@
 
     python -m benchmarks.structured TOKENIZER
 
-No model: tokens are drawn at random from the masks. TOKENIZER is a directory or a .gguf file. Times are as the event
+No model: tokens are drawn at random from the masks. TOKENIZER is a directory. Times are as the event
 loop and the step loop see them.
 """
 

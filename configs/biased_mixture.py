@@ -41,12 +41,12 @@ class BiasedMixture:
     @property
     def router(self) -> TensorSpec:
         """[num_experts, hidden_size]; every rank has all of it."""
-        return TensorSpec("mlp.router.weight", "", (self.num_experts, self.hidden_size), Role.MATRIX)
+        return TensorSpec("mlp.router.weight", (self.num_experts, self.hidden_size), Role.MATRIX)
 
     @property
     def router_bias(self) -> TensorSpec:
         """[num_experts]."""
-        return TensorSpec("mlp.router.bias", "", (self.num_experts,), Role.BIAS)
+        return TensorSpec("mlp.router.bias", (self.num_experts,), Role.BIAS)
 
     @property
     def gate_up(self) -> TensorSpec:
@@ -82,4 +82,4 @@ class BiasedMixture:
     def _routed(self, name: str, shape: tuple[int, ...], role: Role, cut: Cut | None) -> TensorSpec:
         share = Fraction(self.top_k, self.num_experts)
         may_be_mxfp4 = role is Role.MATRIX and shape[1] % 32 == 0  # inputs of a block
-        return TensorSpec(f"mlp.experts.{name}", "", shape, role, cut, share, may_be_mxfp4=may_be_mxfp4)
+        return TensorSpec(f"mlp.experts.{name}", shape, role, cut, share, may_be_mxfp4=may_be_mxfp4)

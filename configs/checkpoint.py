@@ -15,7 +15,6 @@ from typing import Any
 from configs.errors import CheckpointError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)/([\w./-]+\.gguf)")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "merges.txt", "vocab.txt")
 _WANTED = ("*.safetensors", "*.json", "*.jinja", *_TOKENIZER_FILES)
@@ -27,16 +26,12 @@ def is_local(model: str) -> bool:
     """Whether `model` names a path of this machine: one that exists or can be nothing else."""
     if Path(model).expanduser().exists():
         return True
-    on_hub = _HUB_ID.fullmatch(model) or _HUB_FILE.fullmatch(model)
-    return on_hub is None or model.startswith((".", "~"))
+    return _HUB_ID.fullmatch(model) is None or model.startswith((".", "~"))
 
 
 def model_name(model: str) -> str:
-    """The name clients use when the configuration gives none: a Hub id as it is, else the file's or folder's name."""
-    if not is_local(model):
-        return model
-    path = Path(model).expanduser()
-    return path.stem if path.suffix == ".gguf" else path.resolve().name
+    """The name clients use when the configuration gives none: a Hub id as it is, else the directory's name."""
+    return Path(model).expanduser().resolve().name if is_local(model) else model
 
 
 def resolve_model_path(
@@ -46,10 +41,10 @@ def resolve_model_path(
     weights: bool = True,
     on_progress: Callable[[float], None] | None = None,
 ) -> Path:
-    """The directory or .gguf file that `model` names; fetched first when it is on the Hub and not yet here.
+    """The directory that `model` names; fetched first when it is on the Hub and not yet here.
 
     Args:
-        model: a local directory or .gguf file, a Hub id `owner/name`, or one file of it, `owner/name/file.gguf`.
+        model: a local directory, or a Hub id `owner/name`.
         revision: commit or tag of the Hub repository; None is its default branch.
         weights: False takes a directory with no more than config.json, and fetches no safetensors.
         on_progress: gets the share of the bytes fetched, 0 to 1. It may fall back when the Hub tells of more.
@@ -57,88 +52,83 @@ def resolve_model_path(
     Raises:
         CheckpointError: nothing is there, it holds no weights that can be read safely, or the Hub cannot give it.
     """
+    _refuse_gguf("model", model)
     path = Path(model).expanduser()
     if path.exists():
         return _weights_at(path) if weights else _config_at(path)
     if is_local(model):
-        raise CheckpointError(
-            f"model={model} does not exist; set it to a directory, a .gguf file or a Hugging Face id owner/name"
-        )
+        raise CheckpointError(f"model={model} does not exist; set it to a directory or a Hugging Face id owner/name")
     fetched = _fetch("model", model, revision, weights, on_progress)
     return _weights_at(fetched) if weights else _config_at(fetched)
 
 
 def resolve_tokenizer_path(tokenizer: str, model: str, revision: str | None = None) -> Path:
-    """The directory or .gguf file that the `tokenizer` setting names; fetched first when it is on the Hub.
+    """The directory that the `tokenizer` setting names; fetched first when it is on the Hub.
 
     Args:
-        tokenizer: a local directory or .gguf file, a Hub id `owner/name`, or one .gguf file of it.
+        tokenizer: a local directory, or a Hub id `owner/name`.
         model: the setting of this name.
         revision: commit or tag of the model's repository; any other repository is read at its default branch.
 
     Raises:
         CheckpointError: nothing is there, it holds no tokenizer, or the Hub cannot give it.
     """
+    _refuse_gguf("tokenizer", tokenizer)
     path = Path(tokenizer).expanduser()
     if not path.exists():
         if is_local(tokenizer):
             raise CheckpointError(
-                f"tokenizer={tokenizer} does not exist; set it to a directory, a .gguf file or a Hugging Face id "
-                "owner/name, or leave it out to take the model's own"
+                f"tokenizer={tokenizer} does not exist; set it to a directory or a Hugging Face id owner/name, or "
+                "leave it out to take the model's own"
             )
-        own = not is_local(model) and _repository(tokenizer) == _repository(model)
+        own = tokenizer == model
         path = _fetch("tokenizer", tokenizer, revision if own else None, weights=False, on_progress=None)
     if not holds_tokenizer(path):
         raise CheckpointError(
-            f"tokenizer={tokenizer} holds no tokenizer.json; set it to a directory or .gguf file with a tokenizer, or "
-            "leave it out to take the model's own"
+            f"tokenizer={tokenizer} holds no tokenizer.json; set it to a directory with a tokenizer, or leave it out "
+            "to take the model's own"
         )
     return path
 
 
 def holds_tokenizer(path: Path) -> bool:
-    """Whether a directory or a .gguf file may have a tokenizer in it: by names, nothing is read."""
-    return path.suffix == ".gguf" or any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES)
+    """Whether a directory may have a tokenizer in it: by names, nothing is read."""
+    return any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
-def _repository(model: str) -> str:
-    """`owner/name` of a Hub id or of a file on the Hub."""
-    return "/".join(model.split("/")[:2])
+def _refuse_gguf(key: str, value: str) -> None:
+    """Raises CheckpointError if the setting `key` names a GGUF file, or a Hub repository named as those with such
+    files are."""
+    if value.lower().endswith("gguf") and not Path(value).expanduser().is_dir():
+        raise CheckpointError(
+            f"{key}={value} is in GGUF format, which Lockstep does not read; set it to the model's checkpoint in "
+            "safetensors, or convert the GGUF file to a directory of safetensors with transformers"
+        )
 
 
 def _config_at(path: Path) -> Path:
-    """The directory or .gguf file that says what the model is."""
+    """`path`, if it says what the model is."""
     return path if (path / "config.json").is_file() else _weights_at(path)
 
 
 def _weights_at(path: Path) -> Path:
     if path.is_file():
-        if path.suffix == ".gguf":
-            return path
         if path.suffix in _PICKLE_SUFFIXES:
             raise CheckpointError(f"model={path} is a pickle, and opening a pickle can run code; {_ALTERNATIVES}")
-        raise CheckpointError(f"model={path} is no .gguf file; set it to one, or to a directory")
+        raise CheckpointError(f"model={path} is a file; set it to the directory that holds the model's files")
     if any(path.glob("*.safetensors")):
         return path
-    gguf_files = sorted(path.glob("*.gguf"))
-    if len(gguf_files) == 1:
-        return gguf_files[0]
-    if gguf_files:
-        names = ", ".join(file.name for file in gguf_files)
-        raise CheckpointError(f"model={path} holds several .gguf files ({names}); set `model` to one of them")
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
     if pickles:
         raise CheckpointError(
             f"model={path} holds its weights as pickles only ({pickles[0]}), and opening a pickle can run code; "
             f"{_ALTERNATIVES}"
         )
-    raise CheckpointError(
-        f"model={path} holds neither .safetensors nor .gguf files; set `model` to where the weights are"
-    )
+    raise CheckpointError(f"model={path} holds no .safetensors files; set `model` to where the weights are")
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_ALTERNATIVES = "use a checkpoint in safetensors or GGUF format"
+_ALTERNATIVES = "use a checkpoint in safetensors format"
 
 
 def _fetch(
@@ -147,14 +137,11 @@ def _fetch(
     """`key`: the setting that names `model`."""
     # Imported here: most starts are from local files, and this import costs more than all of configs.
     import httpx
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import EntryNotFoundError
 
-    one_file = _HUB_FILE.fullmatch(model)
     bars: Any = None if on_progress is None else _reporting_bars(on_progress)
     try:
-        if one_file:
-            return Path(hf_hub_download(one_file[1], one_file[2], revision=revision, tqdm_class=bars))
         unwanted = [*_UNWANTED] if weights else [*_UNWANTED, "*.safetensors"]
         return Path(
             snapshot_download(
@@ -172,7 +159,7 @@ def _fetch(
             ) from error
         raise CheckpointError(
             f"{key}={model}{at} is no local path and cannot be fetched from the Hugging Face Hub: {reason}; check the "
-            f"name, or set `{key}` to a local directory or .gguf file"
+            f"name, or set `{key}` to a local directory"
         ) from error
 
 

@@ -22,7 +22,7 @@ _TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
 def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
     config_path = path / "config.json"
     if not config_path.is_file():
-        raise CheckpointError(f"{path} has no config.json; set `model` to a directory with one, or to a .gguf file")
+        raise CheckpointError(f"{path} has no config.json; set `model` to a directory with one")
     fields = Fields(read_json(config_path), str(config_path))
     model_type = fields.text("model_type")
     if model_type not in FAMILIES:

@@ -53,10 +53,10 @@ class DraftHead:
 
     def _matrix(self, name: str, num_inputs: int) -> TensorSpec:
         size = self.layer.hidden_size
-        return TensorSpec(name, "", (size, num_inputs * size), Role.MATRIX)
+        return TensorSpec(name, (size, num_inputs * size), Role.MATRIX)
 
     def _norm(self, name: str) -> TensorSpec:
-        return TensorSpec(name, "", (self.layer.hidden_size,), Role.NORM)
+        return TensorSpec(name, (self.layer.hidden_size,), Role.NORM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +84,13 @@ class Eagle3Head(DraftHead):
     @property
     def lm_head(self) -> TensorSpec:
         """[vocab_size, hidden_size]."""
-        return TensorSpec(f"{PREFIX}lm_head.weight", "", (self.vocab_size, self.layer.hidden_size), Role.EMBEDDING)
+        return TensorSpec(f"{PREFIX}lm_head.weight", (self.vocab_size, self.layer.hidden_size), Role.EMBEDDING)
 
     @property
     def map(self) -> TensorSpec | None:
         """[vocab_size] integers: the sum with a token is the model's. None: they are the same."""
         is_other = self.vocab_size < self.model_vocab_size
-        return TensorSpec(f"{PREFIX}d2t", "", (self.vocab_size,), Role.BIAS) if is_other else None
+        return TensorSpec(f"{PREFIX}d2t", (self.vocab_size,), Role.BIAS) if is_other else None
 
     @property
     def outer_tensors(self) -> tuple[TensorSpec, ...]:

@@ -45,7 +45,7 @@ class Fields:
     def ids(self, key: str) -> tuple[int, ...]:
         """A token id, a list of them, or nothing."""
         value = self.values.get(key)
-        many = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        many = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in many):
             raise CheckpointError(f"{self.where}: {key}={value!r} is neither a token id nor a list of them")
         return tuple(many)

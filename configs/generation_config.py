@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 def read_generation_defaults(model_path: Path, setting: str | GenerationDefaults) -> GenerationDefaults:
     """Values for requests that name none: each of the operator's (`server.generation_config`), else the file's, else
-    None. A `model_path` that is a .gguf file has none."""
+    None."""
     if setting == "off":
         return GenerationDefaults()
     path = model_path / "generation_config.json"

@@ -53,12 +53,12 @@ class LatentAttention:
         """The projection into the queries' latent."""
         if self.q_lora_rank is None:
             return None
-        return self._into_latent("q_a_proj", "attn_q_a", self.q_lora_rank)
+        return self._into_latent("q_a_proj", self.q_lora_rank)
 
     @property
     def kv_a(self) -> Linear:
         """The projection into the latent of keys and values, and the rotated key."""
-        return self._into_latent("kv_a_proj_with_mqa", "attn_kv_a_mqa", self.kept_dim)
+        return self._into_latent("kv_a_proj_with_mqa", self.kept_dim)
 
     @property
     def kv_b(self) -> Linear:
@@ -70,19 +70,19 @@ class LatentAttention:
     def o(self) -> Linear:
         """The output projection."""
         columns, cut = self.num_attention_heads * self.v_head_dim, Cut(Axis.QUERY_HEADS, 1, self.v_head_dim)
-        return Linear("self_attn.o_proj", "attn_output", self.hidden_size, columns, cut, role=Role.ATTENTION_OUTPUT)
+        return Linear("self_attn.o_proj", self.hidden_size, columns, cut, role=Role.ATTENTION_OUTPUT)
 
     @property
     def q_norm(self) -> TensorSpec | None:
         """The weight of the norm of the queries' latent."""
         if self.q_lora_rank is None:
             return None
-        return TensorSpec("self_attn.q_a_layernorm.weight", "attn_q_a_norm.weight", (self.q_lora_rank,), Role.NORM)
+        return TensorSpec("self_attn.q_a_layernorm.weight", (self.q_lora_rank,), Role.NORM)
 
     @property
     def kv_norm(self) -> TensorSpec:
         """The weight of the norm of the other latent."""
-        return TensorSpec("self_attn.kv_a_layernorm.weight", "attn_kv_a_norm.weight", (self.kv_lora_rank,), Role.NORM)
+        return TensorSpec("self_attn.kv_a_layernorm.weight", (self.kv_lora_rank,), Role.NORM)
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -117,9 +117,9 @@ class LatentAttention:
         """Columns of what a token leaves in the KV pool."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
-    def _into_latent(self, name: str, gguf_name: str, width: int) -> Linear:
-        return Linear(f"self_attn.{name}", gguf_name, width, self.hidden_size, Cut(Axis.LATENT, 0, width))
+    def _into_latent(self, name: str, width: int) -> Linear:
+        return Linear(f"self_attn.{name}", width, self.hidden_size, Cut(Axis.LATENT, 0, width))
 
     def _into_heads(self, letters: str, width: int, in_features: int, role: Role) -> Linear:
-        names, cut = (f"self_attn.{letters}_proj", f"attn_{letters}"), Cut(Axis.QUERY_HEADS, 0, width)
-        return Linear(*names, self.num_attention_heads * width, in_features, cut, role=role)
+        cut = Cut(Axis.QUERY_HEADS, 0, width)
+        return Linear(f"self_attn.{letters}_proj", self.num_attention_heads * width, in_features, cut, role=role)

@@ -36,14 +36,13 @@ class Axis(StrEnum):
 
 
 class Role(StrEnum):
-    """The work of a tensor, as far as its layout in a file or the size of its values depends on it."""
+    """The work of a tensor, as far as its type in memory or the size of its values depends on it."""
 
     MATRIX = auto()
     EMBEDDING = auto()
     """The embedding or the LM head, which may be one."""
     QUERY_KEY = auto()
     """Rows of heads that the rotary embedding turns."""
-    QUERY_KEY_BIAS = auto()
     ATTENTION_OUTPUT = auto()
     BIAS = auto()
     NORM = auto()
@@ -73,8 +72,6 @@ class TensorSpec:
 
     name: str
     """The name in a Hugging Face checkpoint."""
-    gguf_name: str
-    """Meaningless for experts: a GGUF file has all of a layer in one tensor, and such files are refused."""
     shape: tuple[int, ...]
     """Whole, outermost dimension first."""
     role: Role
@@ -110,7 +107,6 @@ class Linear:
     """A linear weight [out_features, in_features] and its bias. Names lack `.weight` and `.bias`."""
 
     name: str
-    gguf_name: str
     out_features: int
     in_features: int
     cut: Cut
@@ -123,13 +119,12 @@ class Linear:
     def tensors(self) -> tuple[TensorSpec, ...]:
         """The weight and, if there is one, the bias."""
         shape = (self.out_features, self.in_features)
-        weight = TensorSpec(f"{self.name}.weight", f"{self.gguf_name}.weight", shape, self.role, self.cut)
+        weight = TensorSpec(f"{self.name}.weight", shape, self.role, self.cut)
         if not self.bias:
             return (weight,)
         # The bias is added once, after the ranks' sum, where columns are cut.
         cut = None if self.cut.dim == 1 else self.cut
-        role = Role.QUERY_KEY_BIAS if self.role is Role.QUERY_KEY else Role.BIAS
-        return weight, TensorSpec(f"{self.name}.bias", f"{self.gguf_name}.bias", shape[:1], role, cut)
+        return weight, TensorSpec(f"{self.name}.bias", shape[:1], Role.BIAS, cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,24 +257,20 @@ class GroupedQueryAttention:
     def o(self) -> Linear:
         """The output projection."""
         columns, cut = self.num_attention_heads * self.head_dim, Cut(Axis.QUERY_HEADS, 1, self.head_dim)
-        names = "self_attn.o_proj", "attn_output"
-        return Linear(*names, self.hidden_size, columns, cut, self.o_bias, Role.ATTENTION_OUTPUT)
+        return Linear("self_attn.o_proj", self.hidden_size, columns, cut, self.o_bias, Role.ATTENTION_OUTPUT)
 
     @property
     def head_norms(self) -> tuple[TensorSpec, ...]:
         """Weights of the norms of query and key heads, or none."""
         has_weights = self.qk_norm and self.norms_have_weights
-        names, size = (f"{letter}_norm.weight" for letter in "qk" if has_weights), (self.head_dim,)
-        return tuple(
-            TensorSpec(f"self_attn.{name}", f"attn_{name}", size, Role.QUERY_KEY_NORM, offset=self.norm_offset)
-            for name in names
-        )
+        names = (f"self_attn.{letter}_norm.weight" for letter in "qk" if has_weights)
+        return tuple(TensorSpec(name, (self.head_dim,), Role.QUERY_KEY_NORM, offset=self.norm_offset) for name in names)
 
     @property
     def sinks(self) -> TensorSpec | None:
         """[num_attention_heads], or none."""
-        names, shape = ("self_attn.sinks", "attn_sinks"), (self.num_attention_heads,)
-        return TensorSpec(*names, shape, Role.BIAS, Cut(Axis.QUERY_HEADS, 0)) if self.has_sinks else None
+        shape, cut = (self.num_attention_heads,), Cut(Axis.QUERY_HEADS, 0)
+        return TensorSpec("self_attn.sinks", shape, Role.BIAS, cut) if self.has_sinks else None
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -318,9 +309,9 @@ class GroupedQueryAttention:
 
     def _projection(self, letter: str, axis: Axis, num_heads: int, role: Role, first_head: int) -> Linear:
         letters, first_row = ("qkv", first_head * self.head_dim) if self.fused_qkv else (letter, 0)
-        names, cut = (f"self_attn.{letters}_proj", f"attn_{letter}"), Cut(axis, 0, self.head_dim)
         shape = num_heads * self.head_dim, self.input_size or self.hidden_size
-        return Linear(*names, *shape, cut, self.qkv_bias, role, first_row)
+        cut = Cut(axis, 0, self.head_dim)
+        return Linear(f"self_attn.{letters}_proj", *shape, cut, self.qkv_bias, role, first_row)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,15 +335,15 @@ class DenseMLP:
         gate, up, _ = self.projections
         shape = self.intermediate_size, self.hidden_size, Cut(self.axis, 0)
         return (
-            Linear(f"{self.name}.{gate}", "ffn_gate", *shape, self.bias),
-            Linear(f"{self.name}.{up}", "ffn_up", *shape, self.bias, first_row=self.intermediate_size * (gate == up)),
+            Linear(f"{self.name}.{gate}", *shape, self.bias),
+            Linear(f"{self.name}.{up}", *shape, self.bias, first_row=self.intermediate_size * (gate == up)),
         )
 
     @property
     def down(self) -> Linear:
         """The projection out of them."""
-        names = f"{self.name}.{self.projections[2]}", "ffn_down"
-        return Linear(*names, self.hidden_size, self.intermediate_size, Cut(self.axis, 1), self.bias)
+        name = f"{self.name}.{self.projections[2]}"
+        return Linear(name, self.hidden_size, self.intermediate_size, Cut(self.axis, 1), self.bias)
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -409,13 +400,13 @@ class MixtureOfExperts:
     def router(self) -> TensorSpec:
         """[num_experts, hidden_size]; every rank has all of it."""
         name, shape = f"{self.name}.{self.router_name}.weight", (self.num_experts, self.hidden_size)
-        return TensorSpec(name, "", shape, Role.MATRIX)
+        return TensorSpec(name, shape, Role.MATRIX)
 
     @property
     def choice_bias(self) -> TensorSpec | None:
         """[num_experts], used in fp32, or none."""
-        names, shape = (f"{self.name}.gate.e_score_correction_bias", ""), (self.num_experts,)
-        return TensorSpec(*names, shape, Role.BIAS) if self.has_choice_bias else None
+        name = f"{self.name}.gate.e_score_correction_bias"
+        return TensorSpec(name, (self.num_experts,), Role.BIAS) if self.has_choice_bias else None
 
     @property
     def experts(self) -> tuple[DenseMLP, ...]:
@@ -439,8 +430,8 @@ class MixtureOfExperts:
         num, size, columns, name = self.num_experts, self.hidden_size, self.intermediate_size, f"{self.name}.experts"
         gate_up, down = Cut(Axis.EXPERT_COLUMNS, 2, 2), Cut(Axis.EXPERT_COLUMNS, 1)
         return (
-            TensorSpec(f"{name}.gate_up_proj", "", (num, size, 2 * columns), Role.MATRIX, gate_up),
-            TensorSpec(f"{name}.down_proj", "", (num, columns, size), Role.MATRIX, down),
+            TensorSpec(f"{name}.gate_up_proj", (num, size, 2 * columns), Role.MATRIX, gate_up),
+            TensorSpec(f"{name}.down_proj", (num, columns, size), Role.MATRIX, down),
         )
 
     @property
@@ -462,7 +453,7 @@ class MixtureOfExperts:
         """[1, hidden_size]: how much of the shared expert a token gets; None: all of it, or there is none."""
         if self.shared is None or not self.has_shared_gate:
             return None
-        return TensorSpec(f"{self.name}.{self.shared_name}_gate.weight", "", (1, self.hidden_size), Role.MATRIX)
+        return TensorSpec(f"{self.name}.{self.shared_name}_gate.weight", (1, self.hidden_size), Role.MATRIX)
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -514,15 +505,15 @@ class LayerSpec:
     def mixer_norms(self) -> Norms:
         """The norms around the mixer."""
         names = self.norm_names
-        after = None if names.after_mixer is None else self._norm(names.after_mixer, "post_attention_norm")
-        return Norms(self._norm(names.before_mixer, "attn_norm"), after)
+        after = None if names.after_mixer is None else self._norm(names.after_mixer)
+        return Norms(self._norm(names.before_mixer), after)
 
     @property
     def feed_forward_norms(self) -> Norms:
         """The norms around the feed-forward."""
         names = self.norm_names
-        after = None if names.after_feed_forward is None else self._norm(names.after_feed_forward, "post_ffw_norm")
-        return Norms(self._norm(names.before_feed_forward, "ffn_norm"), after)
+        after = None if names.after_feed_forward is None else self._norm(names.after_feed_forward)
+        return Norms(self._norm(names.before_feed_forward), after)
 
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -555,9 +546,8 @@ class LayerSpec:
         """Elements of the tensors that may be in MXFP4, by the share of the tokens."""
         return _by_share(it for it in self.tensors if it.may_be_mxfp4)
 
-    def _norm(self, name: str, gguf_name: str) -> TensorSpec:
-        names = f"{name}.weight", f"{gguf_name}.weight"
-        return TensorSpec(*names, (self.hidden_size,), Role.NORM, offset=self.norm_offset)
+    def _norm(self, name: str) -> TensorSpec:
+        return TensorSpec(f"{name}.weight", (self.hidden_size,), Role.NORM, offset=self.norm_offset)
 
 
 def tensors_of(*linears: Linear) -> tuple[TensorSpec, ...]:

@@ -75,25 +75,20 @@ class ModelConfig:
         return min(axis.num_heads for layer in self.all_layers for axis in layer.axes if isinstance(axis, HeadGroups))
 
     @property
-    def rotary_dim(self) -> int:
-        """Elements of a head that the rotary embedding turns, in the layers that have it."""
-        return max(layer.mixer.rotary_dim for layer in self.layers)
-
-    @property
     def embedding(self) -> Linear:
         """Rows of token ids. The LM head too where the two are tied."""
-        return self._vocabulary(f"{self.tensor_prefix}model.embed_tokens", "token_embd")
+        return self._vocabulary(f"{self.tensor_prefix}model.embed_tokens")
 
     @property
     def lm_head(self) -> Linear | None:
         """None where it is the embedding."""
-        return None if self.tie_word_embeddings else self._vocabulary(f"{self.tensor_prefix}lm_head", "output")
+        return None if self.tie_word_embeddings else self._vocabulary(f"{self.tensor_prefix}lm_head")
 
     @property
     def norm(self) -> TensorSpec:
         """The weight of the norm before the LM head."""
-        names = f"{self.tensor_prefix}model.norm.weight", "output_norm.weight"
-        return TensorSpec(*names, (self.hidden_size,), Role.NORM, offset=self.norm_offset)
+        name = f"{self.tensor_prefix}model.norm.weight"
+        return TensorSpec(name, (self.hidden_size,), Role.NORM, offset=self.norm_offset)
 
     @property
     def outer_tensors(self) -> tuple[TensorSpec, ...]:
@@ -105,10 +100,9 @@ class ModelConfig:
     def tensors(self) -> Iterator[TensorSpec]:
         """Every tensor that layers know, under its full name in a checkpoint, where some may be one."""
         yield from self.outer_tensors
-        for i, (prefix, layer) in enumerate(self.prefixed_layers):
+        for prefix, layer in self.prefixed_layers:
             for tensor in layer.tensors:
-                gguf_name = f"blk.{i}.{tensor.gguf_name}" if i < len(self.layers) else ""
-                yield replace(tensor, name=prefix + tensor.name, gguf_name=gguf_name)
+                yield replace(tensor, name=prefix + tensor.name)
 
     @property
     def prefixed_layers(self) -> tuple[tuple[str, LayerSpec], ...]:
@@ -133,9 +127,9 @@ class ModelConfig:
         """Longest sequence that the rotary embeddings of all layers are made for."""
         return min(layer.mixer.rope.max_context(self.max_position_embeddings) for layer in self.layers)
 
-    def _vocabulary(self, name: str, gguf_name: str) -> Linear:
+    def _vocabulary(self, name: str) -> Linear:
         cut = Cut(Axis.VOCABULARY, 0)
-        return Linear(name, gguf_name, self.vocab_size, self.hidden_size, cut, role=Role.EMBEDDING)
+        return Linear(name, self.vocab_size, self.hidden_size, cut, role=Role.EMBEDDING)
 
 
 def check_tensor_parallel_size(model: ModelConfig, tp_size: int) -> None:

@@ -18,8 +18,7 @@ INPUT_SCALE = "input_scale"
 """End of the name of a scale of activations."""
 
 _ADVICE = (
-    "quantised weights are read in FP8 with scales of blocks, rows or matrices, and from .gguf files. Use the model's "
-    "unquantised checkpoint or a GGUF of it"
+    "quantised weights are read in FP8 with scales of blocks, rows or matrices. Use the model's unquantised checkpoint"
 )
 _KV_SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
 

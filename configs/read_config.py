@@ -1,4 +1,4 @@
-"""Reads the config of the model at a path, by the checkpoint's own `config.json` or GGUF metadata."""
+"""Reads the config of the model in a directory, by the checkpoint's own `config.json`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 from configs.config_json import config_of_directory
 from configs.errors import CheckpointError
-from configs.gguf_config import config_of_gguf
 from configs.layers import HeadGroups
 from configs.model_config import ModelConfig
 
@@ -16,20 +15,15 @@ def read_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
     """Reads what the model at `path` is.
 
     Args:
-        path: a directory with config.json (generation_config.json and tokenizer_config.json are read too when there),
-            or a .gguf file. `configs.checkpoint.resolve_model_path` gives such a path for any `model` setting.
+        path: a directory with config.json (generation_config.json and tokenizer_config.json are read too when there).
+            `configs.checkpoint.resolve_model_path` gives such a path for any `model` setting.
         max_model_len: the setting. A model with other frequencies for sequences that are longer than it was first
             trained for (longrope) takes those for all, unless this is no longer.
 
     Raises:
         CheckpointError: a file is missing, corrupt or truncated, or the model is of a kind that cannot be served.
     """
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise CheckpointError(f"{path} does not exist or is no file; set `model` to a .gguf file or a directory")
-        model = config_of_gguf(path)
-    else:
-        model = config_of_directory(path, max_model_len)
+    model = config_of_directory(path, max_model_len)
     _check(model, path)
     # An id without an embedding is never sampled, and grammars take none.
     return replace(model, eos_token_ids=tuple(id_ for id_ in model.eos_token_ids if 0 <= id_ < model.vocab_size))

@@ -265,14 +265,14 @@ class EngineConfig(_Section):
     """One serving job: `applications[].args` of the Ray Serve config file."""
 
     model: str
-    """A local directory, a .gguf file, or a Hugging Face id. `~` is expanded."""
+    """A local directory, or a Hugging Face id. `~` is expanded."""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto: the weights of `model`. dummy: random ones of its shape and `revision`, the same on every run and for every
     number of ranks; of a directory only config.json is needed."""
     served_model_name: str | None = None
     """Name clients use. None: derived from `model`."""
     tokenizer: str | None = None
-    """A directory or .gguf file with a tokenizer, or a Hugging Face id. None: the model's own."""
+    """A directory with a tokenizer, or a Hugging Face id. None: the model's own."""
     revision: str | None = None
     """Commit or tag of the model's repository on the Hub. A `tokenizer` of another repository is that of its default
     branch: name a directory to pin it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import json
 import os
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import pytest
 
@@ -59,7 +57,7 @@ SMALL: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 """config.json of a Llama like SmolLM2 in what ranks cut: 9 query heads, 3 KV heads, 9 granules of MLP columns."""
-SMOLLM2 = Path.home() / ".cache/lockstep/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2 = Path.home() / ".cache/lockstep/smollm2-135m"
 
 
 def pytest_configure() -> None:
@@ -179,9 +177,9 @@ def keeper() -> Iterator[Keeper]:
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """The default model's file; `make setup` puts it there."""
+    """The default model's directory; `make setup` makes it."""
     if not SMOLLM2.exists():
-        pytest.skip(f"{SMOLLM2.name} is not in the cache; run `make setup`")
+        pytest.skip(f"{SMOLLM2} is not there; run `make setup`")
     return SMOLLM2
 
 
@@ -196,31 +194,10 @@ def smollm2(smollm2_path: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def smollm2_logits(smollm2_path: Path) -> Logits:
     """The logits that transformers' default model has after each of some token ids: [num_tokens, vocab_size] fp32."""
-    import gguf
     import torch
+    import transformers
 
-    transformers = pytest.importorskip("transformers")
-    # As the model's publisher has it: read from the GGUF, it takes transformers 5 s more.
-    config = transformers.LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    # transformers makes the table of tensor names anew for each of the model's modules: 4 s.
-    with patch("gguf.get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            smollm2_path.parent, config=config, gguf_file=smollm2_path.name, dtype=torch.float32
-        )
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
 
     def logits(ids: list[int]) -> torch.Tensor:
         with torch.inference_mode():

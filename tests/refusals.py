@@ -1,6 +1,6 @@
 """What each route refuses: one table of bad requests, with the status, code and field that the client is told.
 
-Run as `python -O -m tests.refusals MODEL.gguf`: the whole table holds where `assert` means nothing, and nothing is
+Run as `python -O -m tests.refusals MODEL`: the whole table holds where `assert` means nothing, and nothing is
 unpickled on the way. Ends with status 1 and a line for each request that is answered otherwise.
 """
 

@@ -148,21 +148,16 @@ def test_what_only_gpus_have_is_no_mistake_before_the_cluster_is_known(smollm2_p
         ("tensor_paralel_size=2", ["tensor_paralel_size", "tensor_parallel_size"]),
         ("tensor_parallel_size=10", ["tensor_parallel_size=10", "num_attention_heads=9"]),
         ("tensor_parallel_size=two", ["tensor_parallel_size", "two"]),
-        ("model=/nowhere/model.gguf", ["/nowhere/model.gguf", "does not exist"]),
+        ("model=/nowhere/model", ["/nowhere/model", "does not exist"]),
     ],
 )
 def test_a_wrong_setting_ends_with_one_clear_line(smollm2_path: Path, override: str, words: list[str]) -> None:
     assert_refused(run("check", CONFIG, "--set", override), *words)
 
 
-@pytest.mark.parametrize("broken", ["gguf", "safetensors", "pickle"])
-def test_broken_weights_are_refused_before_ray_starts(smollm2_path: Path, tmp_path: Path, broken: str) -> None:
-    model = tmp_path
-    if broken == "gguf":
-        model = tmp_path / "cut.gguf"
-        with smollm2_path.open("rb") as whole:
-            model.write_bytes(whole.read(50_000_000))
-    elif broken == "safetensors":
+@pytest.mark.parametrize("broken", ["safetensors", "pickle"])
+def test_broken_weights_are_refused_before_ray_starts(tmp_path: Path, broken: str) -> None:
+    if broken == "safetensors":
         header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [64], "data_offsets": [0, 256]}}).encode()
         (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 100)
         settings = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128}
@@ -171,7 +166,7 @@ def test_broken_weights_are_refused_before_ray_starts(smollm2_path: Path, tmp_pa
         (tmp_path / "config.json").write_text(json.dumps({**settings, **heads, **limits}))
     else:
         (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    result = run("serve", CONFIG, "--address", "local", "--set", f"model={model}", "--set", "tensor_parallel_size=1")
+    result = run("serve", CONFIG, "--address", "local", "--set", f"model={tmp_path}", "--set", "tensor_parallel_size=1")
     assert_refused(result, "pickle" if broken == "pickle" else "truncated")
     assert "starting Ray" not in result.stdout
 
@@ -693,8 +688,8 @@ def test_a_job_serves_stops_with_its_app_and_can_come_again(
     second.write_text((ROOT / CONFIG).read_text().replace("name: smollm2-135m\n", "name: second\n", 1))
     taken = head.submit("taken", free_port, check=False, config=second)
     assert "error: Ray Serve refused the application: Prefix / is being used" in taken
-    missing = head.submit("missing", free_port, "--set", "model=/nowhere/x.gguf", check=False)
-    assert "error: model=/nowhere/x.gguf does not exist" in missing
+    missing = head.submit("missing", free_port, "--set", "model=/nowhere/x", check=False)
+    assert "error: model=/nowhere/x does not exist" in missing
     assert "Job 'missing' failed" in missing
     too_large = run_apart(
         "serve", CONFIG, "--set", "device=cuda", "--set", f"http_options.port={free_port}", RAY_ADDRESS=head.address

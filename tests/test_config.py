@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.checkpoint import is_local, model_name, resolve_model_path
+from configs.checkpoint import is_local, model_name, resolve_model_path, resolve_tokenizer_path
 from configs.errors import CheckpointError, ConfigError
 from configs.kv_pages import PageBytes, WindowPool, cut_max_model_len, num_kv_pages, pool_bytes
 from configs.layers import Axis
@@ -82,7 +82,7 @@ def test_every_setting_says_what_it_does() -> None:
 def test_importing_configs_and_plan_loads_neither_torch_nor_ray_nor_transformers() -> None:
     code = (
         "import sys, configs.schema, configs.load, configs.resolve, configs.checkpoint, parallel.plan\n"
-        "heavy = {'torch', 'ray', 'transformers', 'numpy', 'gguf', 'huggingface_hub'} & set(sys.modules)\n"
+        "heavy = {'torch', 'ray', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)\n"
         "sys.exit(f'loaded {sorted(heavy)}' if heavy else 0)"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -488,9 +488,7 @@ def test_the_context_is_cut_to_what_the_pool_holds_unless_it_was_asked_for() -> 
 # ---- where the model is
 
 
-def test_a_directory_with_safetensors_or_one_gguf_file_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "a.gguf").touch()
-    assert resolve_model_path(str(tmp_path)) == resolve_model_path(str(tmp_path / "a.gguf")) == tmp_path / "a.gguf"
+def test_a_directory_with_safetensors_is_taken(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "pytorch_model.bin").touch()
     assert resolve_model_path(str(tmp_path)) == tmp_path
@@ -498,20 +496,17 @@ def test_a_directory_with_safetensors_or_one_gguf_file_is_taken(tmp_path: Path) 
 
 def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "a.gguf").touch()
-    assert resolve_model_path("~/a.gguf") == tmp_path / "a.gguf"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "model.safetensors").touch()
+    assert resolve_model_path("~/a") == tmp_path / "a"
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (
-            ["pytorch_model.bin", "config.json"],
-            "opening a pickle can run code; use a checkpoint in safetensors or GGUF",
-        ),
+        (["pytorch_model.bin", "config.json"], "opening a pickle can run code; use a checkpoint in safetensors"),
         (["model.pth"], "opening a pickle can run code"),
-        (["a.gguf", "b.gguf"], r"several .gguf files \(a.gguf, b.gguf\); set `model` to one of them"),
-        (["config.json"], "neither .safetensors nor .gguf"),
+        (["config.json", "a.gguf"], "holds no .safetensors files"),
     ],
 )
 def test_a_directory_without_safe_weights_is_refused(tmp_path: Path, names: list[str], message: str) -> None:
@@ -525,6 +520,24 @@ def test_a_pickle_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "model.pt").touch()
     with pytest.raises(CheckpointError, match=r"model.pt is a pickle, and opening a pickle can run code"):
         resolve_model_path(str(tmp_path / "model.pt"))
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "/nowhere/m.GGUF", "owner/tiny-GGUF", "owner/tiny/m.gguf"])
+def test_gguf_is_refused_with_what_to_do_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.gguf").touch()
+    message = f"={name} is in GGUF format.* convert the GGUF file to a directory of safetensors with transformers"
+    with pytest.raises(CheckpointError, match=f"model{message}"):
+        resolve_model_path(name)
+    with pytest.raises(CheckpointError, match=f"tokenizer{message}"):
+        resolve_tokenizer_path(name, "owner/tiny")
+
+
+def test_a_directory_may_be_called_gguf(tmp_path: Path) -> None:
+    path = tmp_path / "tiny-GGUF"
+    path.mkdir()
+    (path / "model.safetensors").touch()
+    assert resolve_model_path(str(path)) == path
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "~/no-such-model", "./no/such", "no-such", "a/b/c/d"])
@@ -555,21 +568,6 @@ def test_a_hub_id_is_fetched_without_pickles(tmp_path: Path, monkeypatch: pytest
     assert wanted == names[:3]
 
 
-def test_one_file_of_a_hub_repository_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    (tmp_path / "m.gguf").touch()
-    asked = []
-
-    def hf_hub_download(repo_id: str, filename: str, *, revision: str | None, tqdm_class: object) -> str:
-        asked.append((repo_id, filename, revision))
-        return str(tmp_path / filename)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
-    assert resolve_model_path("owner/tiny-GGUF/m.gguf") == tmp_path / "m.gguf"
-    assert asked == [("owner/tiny-GGUF", "m.gguf", None)]
-
-
 def test_a_hub_that_cannot_be_reached_is_a_checkpoint_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
@@ -585,5 +583,5 @@ def test_a_hub_that_cannot_be_reached_is_a_checkpoint_error(monkeypatch: pytest.
 
 def test_the_served_name_follows_from_the_model(tmp_path: Path) -> None:
     assert model_name("owner/tiny") == "owner/tiny"
-    assert model_name(str(tmp_path / "tiny.Q4_1.gguf")) == "tiny.Q4_1"
+    assert model_name(str(tmp_path / "tiny.Q4_1")) == "tiny.Q4_1"
     assert model_name("/models/tiny/") == "tiny"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -74,7 +75,9 @@ def _fingerprint(path: Path, *overrides: str, platforms: Sequence[str] = (H200,)
     return system_fingerprint(EngineSpec(config, model, path, path, config), platforms)
 
 
-def test_equal_fingerprints_are_those_that_promise_equal_bits(smollm2_path: Path, tmp_path: Path) -> None:
+def test_equal_fingerprints_are_those_that_promise_equal_bits(
+    smollm2_path: Path, small_path: Path, tmp_path: Path
+) -> None:
     one = _fingerprint(smollm2_path)
     for other in ("tensor_parallel_size=3", "kv_cache.page_size=64", "scheduler.prefill_chunk_size=64"):
         assert _fingerprint(smollm2_path, other) == one
@@ -87,11 +90,12 @@ def test_equal_fingerprints_are_those_that_promise_equal_bits(smollm2_path: Path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cluster.engine.fingerprint.CONTRACT", CONTRACT + 1)
         assert _fingerprint(smollm2_path) != one
-    changed = tmp_path / "changed.gguf"
-    with smollm2_path.open("rb") as file:
-        content = bytearray(file.read())
+    changed = shutil.copytree(small_path, tmp_path / "changed")
+    assert _fingerprint(changed) == _fingerprint(small_path)
+    [file] = changed.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
-    changed.write_bytes(content)
-    assert _fingerprint(changed) != one
+    file.write_bytes(content)
+    assert _fingerprint(changed) != _fingerprint(small_path)
     fast = [_fingerprint(smollm2_path, "numerics=fast", f"tensor_parallel_size={size}") for size in (1, 2)]
     assert fast[0] != fast[1]

@@ -185,7 +185,7 @@ def test_what_a_config_of_heads_that_turn_in_part_leaves_out_is_as_transformers_
     assert expected_shapes(ours) == {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
     for name in ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
         assert getattr(ours, name) == getattr(theirs, name), name
-    assert ours.rotary_dim == 2 * len(hf.model.rotary_emb.inv_freq)
+    assert _attention(ours).rotary_dim == 2 * len(hf.model.rotary_emb.inv_freq)
     assert _attention(ours).rope.theta == theirs.rope_parameters["rope_theta"]
 
 
@@ -197,7 +197,7 @@ def test_a_longrope_is_short_where_no_sequence_may_be_longer_than_it_was_first_t
     for max_model_len, longest in ((512, 512), (513, 2048), (None, 2048)):
         model = read_model_config(tmp_path, max_model_len)
         assert model.max_context == longest
-        ours, factor = inverse_frequencies(model.layers[0].mixer.rope, model.rotary_dim)
+        ours, factor = inverse_frequencies(model.layers[0].mixer.rope, model.layers[0].mixer.rotary_dim)
         theirs(torch.empty(1), torch.arange(longest).unsqueeze(0))  # which chooses the frequencies
         torch.testing.assert_close(ours, theirs.inv_freq, rtol=1e-6, atol=0)
         assert factor == pytest.approx(theirs.attention_scaling)

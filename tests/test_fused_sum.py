@@ -415,7 +415,7 @@ def layers(group: TensorParallelGroup) -> list[str]:
         (2100, False, False),
         (5, True, False),
     ]:
-        linear = Linear("o", "", hidden, width, Cut(Axis.MLP_COLUMNS, 1), bias)
+        linear = Linear("o", hidden, width, Cut(Axis.MLP_COLUMNS, 1), bias)
         row = RowParallelLinear(
             linear, LayerContext((LayerShard({Axis.MLP_COLUMNS: span}),) * group.size, group, FAST, **placed)
         )

@@ -37,8 +37,8 @@ def test_a_file_that_is_no_object_changes_nothing(tmp_path: Path, content: str) 
     assert read_generation_defaults(write(tmp_path, content), "auto") == GenerationDefaults()
 
 
-def test_a_gguf_has_none(tmp_path: Path) -> None:
-    assert read_generation_defaults(tmp_path / "model.gguf", "auto") == GenerationDefaults()
+def test_a_model_without_the_file_has_none(tmp_path: Path) -> None:
+    assert read_generation_defaults(tmp_path, "auto") == GenerationDefaults()
 
 
 def test_a_value_of_the_file_that_makes_no_sense_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -98,7 +98,7 @@ def test_logits_on_cuda_are_not_rounded_to_the_type_of_the_weight(num_rows: int)
 def test_an_empty_span_contributes_nothing() -> None:
     source = Tensors(down__weight=(16, 32), gate__weight=(32, 16))
     context = _context(Span(32, 32), TensorParallelGroup.single())
-    gate, down = Linear("gate", "", 32, 16, ROWS), Linear("down", "", 16, 32, COLUMNS)
+    gate, down = Linear("gate", 32, 16, ROWS), Linear("down", 16, 32, COLUMNS)
     column = ColumnParallelLinear(gate, context=context)
     column.load(source, "")
     row = RowParallelLinear(down, context)
@@ -115,7 +115,7 @@ def test_merged_columns_and_qkv_stand_side_by_side() -> None:
         rope=RopeConfig(theta=1e4),
         qkv_bias=True,
     )
-    merged = [Linear(name, "", 48, 16, ROWS, bias=True) for name in "ab"]
+    merged = [Linear(name, 48, 16, ROWS, bias=True) for name in "ab"]
     x = torch.randn(5, 16)
 
     def check(linears: list[Linear], shard: LayerShard) -> None:
@@ -140,7 +140,7 @@ def test_merged_columns_and_qkv_stand_side_by_side() -> None:
 
 
 def test_row_parallel_sums_over_ranks_and_adds_its_bias_once() -> None:
-    source, linear = Tensors(o__weight=(24, 30), o__bias=(24,)), Linear("o", "", 24, 30, COLUMNS, bias=True)
+    source, linear = Tensors(o__weight=(24, 30), o__bias=(24,)), Linear("o", 24, 30, COLUMNS, bias=True)
     x = torch.randn(4, 30)
     spans = (Span(0, 7), Span(7, 20), Span(20, 30))
 

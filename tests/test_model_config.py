@@ -1,28 +1,20 @@
-"""ModelConfig from config.json and from GGUF headers; transformers is the reference for the former."""
+"""ModelConfig from config.json; transformers is the reference."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers.models import BPE
 
-from cluster.engine.preflight import check_checkpoint
 from configs.errors import CheckpointError
-from configs.gguf_header import GGUFHeader
 from configs.layers import Axis, DenseMLP, GroupedQueryAttention, HeadGroups
 from configs.model_config import ModelConfig
 from configs.quantization import WeightScales
 from configs.read_config import read_model_config
 from configs.rope import RopeConfig
-from configs.schema import EngineConfig
-from tests.dense_model import dense_model
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -263,172 +255,6 @@ def test_corrupt_json_is_a_checkpoint_error_that_names_the_file(tmp_path: Path, 
 def test_a_directory_without_config_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config.json"):
         read_model_config(tmp_path)
-    with pytest.raises(CheckpointError, match=r"no.gguf does not exist"):
-        read_model_config(tmp_path / "no.gguf")
-
-
-# ---- GGUF
-
-
-def _write_gguf(
-    path: Path, architecture: str = "llama", *, without: str = "", tensors: dict[str, Any] | None = None, **changes: Any
-) -> Path:
-    """A file that the gguf package writes: two layers' worth of metadata, and no more tensors than the reader asks for.
-
-    `changes` are metadata by key, `.` as `__`, of the architecture.
-    """
-    gguf = pytest.importorskip("gguf")
-    import numpy as np
-
-    writer = gguf.GGUFWriter(path, architecture)
-    values: dict[str, Any] = {
-        "embedding_length": 64,
-        "block_count": 2,
-        "feed_forward_length": 96,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        "context_length": 512,
-        "rope.freq_base": 5e5,
-    }
-    values.update((key.replace("__", "."), value) for key, value in changes.items())
-    adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in values.items():
-        if key != without:
-            adders[type(value)](f"{architecture}.{key}", value)
-    # Longer than what is kept, so that it is stepped over.
-    writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(2000)])
-    writer.add_array("tokenizer.ggml.scores", [0.5] * 2000)
-    writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
-    writer.add_uint32("tokenizer.ggml.eot_token_id", 4)
-    for name, tensor in {"token_embd.weight": np.zeros((300, 64), np.float16), **(tensors or {})}.items():
-        writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def test_a_gguf_file_reads_as_its_metadata_says(tmp_path: Path) -> None:
-    model = read_model_config(_write_gguf(tmp_path / "m.gguf"))
-    assert model == dense_model(
-        model_type="llama",
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=96,
-        vocab_size=300,
-        max_position_embeddings=512,
-        rms_norm_eps=struct.unpack("<f", struct.pack("<f", 1e-5))[0],
-        rope=RopeConfig(theta=5e5),
-        tie_word_embeddings=True,
-        dtype="float16",
-        eos_token_ids=(2, 4),
-    )
-
-
-def test_a_gguf_files_tensors_tell_biases_norms_and_an_untied_head(tmp_path: Path) -> None:
-    import numpy as np
-
-    norm, bias = np.zeros(32, np.float32), np.zeros(128, np.float32)
-    tensors = {"blk.0.attn_q.bias": bias, "blk.0.attn_q_norm.weight": norm, "output.weight": np.zeros((300, 64))}
-    path = _write_gguf(tmp_path / "m.gguf", "qwen3", tensors=tensors, attention__key_length=32)
-    model = read_model_config(path)
-    attention = model.layers[1].mixer
-    assert isinstance(attention, GroupedQueryAttention)
-    assert (model.model_type, attention.head_dim) == ("qwen3", 32)
-    assert (attention.qkv_bias, attention.qk_norm, model.tie_word_embeddings) == (True, True, False)
-
-
-def test_a_gguf_files_rope_scaling_is_read(tmp_path: Path) -> None:
-    scaling: dict[str, Any] = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
-    model = read_model_config(_write_gguf(tmp_path / "m.gguf", "qwen2", **scaling))
-    assert model.layers[0].mixer.rope.scaling_type == "yarn"
-    assert dict(model.layers[0].mixer.rope.scaling) == {"factor": 4.0, "original_max_position_embeddings": 512}
-
-
-def test_llama3_scaling_is_recovered_from_a_gguf_files_frequency_divisors(tmp_path: Path) -> None:
-    import numpy as np
-
-    divisors = []
-    for i in range(8):
-        wavelength = 2 * math.pi * 5e5 ** (2 * i / 16)
-        smooth = (8192 / wavelength - 1) / 3
-        between = 1 / ((1 - smooth) / 32 + smooth)
-        divisors.append(1.0 if wavelength < 2048 else 32.0 if wavelength > 8192 else between)
-    right = np.array(divisors, np.float32)
-    model = read_model_config(_write_gguf(tmp_path / "m.gguf", tensors={"rope_freqs.weight": right}))
-    assert (model.layers[0].mixer.rope.scaling_type, dict(model.layers[0].mixer.rope.scaling)) == (
-        "llama3",
-        {**LLAMA3, "factor": 32.0},
-    )
-    wrong = _write_gguf(tmp_path / "w.gguf", tensors={"rope_freqs.weight": right * 2})
-    with pytest.raises(CheckpointError, match=r"rope_freqs.weight is not Llama 3.1's frequency scaling"):
-        read_model_config(wrong)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"architecture": "gemma3"}, "general.architecture=gemma3 is not supported; supported are llama, qwen2, qwen3"),
-        ({"without": "block_count"}, "has no llama.block_count; the checkpoint is incomplete"),
-        ({"expert_count": 8}, "mixtures of experts are not read from GGUF files; use the model's safetensors"),
-        ({"architecture": "qwen3moe", "expert_count": 8}, "mixtures of experts are not read from GGUF files"),
-        ({"rope__dimension_count": 8}, "widths of a head must be the same"),
-        ({"attention__sliding_window": 64}, "sliding windows of GGUF files are not supported"),
-        ({"rope__scaling__type": "longrope"}, "rope scaling type longrope is not read from GGUF files"),
-        ({"block_count": 1.5}, "llama.block_count=1.5 is not an integer"),
-    ],
-)
-def test_a_gguf_file_that_cannot_be_served_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    path = _write_gguf(tmp_path / "m.gguf", **options)
-    with pytest.raises(CheckpointError, match=message):
-        read_model_config(path)
-
-
-def test_long_arrays_of_a_gguf_file_are_read_where_they_are_asked_for(tmp_path: Path) -> None:
-    path = _write_gguf(tmp_path / "m.gguf")
-    keys = {"tokenizer.ggml.tokens", "tokenizer.ggml.scores"}
-    assert not keys & GGUFHeader.read(path).metadata.keys()
-    header = GGUFHeader.read(path, arrays=keys)
-    assert header.metadata["tokenizer.ggml.tokens"] == tuple(f"t{i}" for i in range(2000))
-    assert header.metadata["tokenizer.ggml.scores"] == (0.5,) * 2000
-    assert header.tensors == GGUFHeader.read(path).tensors
-
-
-def test_an_unknown_tokenizer_of_a_gguf_file_is_refused_before_any_process_starts(tmp_path: Path) -> None:
-    path = _write_gguf(tmp_path / "m.gguf")
-    config = EngineConfig(model=str(path), load_format="dummy", device="cpu")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.model=nothing is not supported.*set `tokenizer`"):
-        check_checkpoint(config)
-    RustTokenizer(BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
-    check_checkpoint(config.model_copy(update={"tokenizer": str(tmp_path)}))
-
-
-def test_a_gguf_file_cut_anywhere_in_its_header_is_called_truncated(tmp_path: Path) -> None:
-    whole = _write_gguf(tmp_path / "m.gguf").read_bytes()
-    data_start = GGUFHeader.read(tmp_path / "m.gguf").tensors["token_embd.weight"].offset
-    cut = tmp_path / "cut.gguf"
-    for length in [*range(1, 400, 7), *range(400, data_start, 997), data_start - 40, data_start]:
-        cut.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="truncated" if length >= 4 else "truncated|no GGUF"):
-            read_model_config(cut)
-
-
-def test_bytes_that_are_no_gguf_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    for content, message in (
-        (b"", "is empty"),
-        (b"PK\3\4" + bytes(100), "is no GGUF file"),
-        (b"GGUF" + (9).to_bytes(4, "little") + bytes(100), "GGUF version 9; supported are 2 and 3"),
-        (b"GGUF" + (3).to_bytes(4, "big") + bytes(100), "little-endian"),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=message):
-            read_model_config(path)
 
 
 def test_more_layers_than_any_model_has_are_refused_before_they_are_made(tmp_path: Path) -> None:
@@ -437,19 +263,3 @@ def test_more_layers_than_any_model_has_are_refused_before_they_are_made(tmp_pat
     experts = {"num_experts": 5000, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     with pytest.raises(CheckpointError, match="num_experts=5000 is more than 4096"):
         _read(tmp_path, "qwen3_moe", **experts)
-
-
-def test_a_gguf_header_full_of_noise_ends_in_a_checkpoint_error(tmp_path: Path) -> None:
-    import random
-
-    whole = _write_gguf(tmp_path / "m.gguf").read_bytes()
-    noisy = tmp_path / "noisy.gguf"
-    random_ = random.Random(0)
-    for _ in range(300):
-        content = bytearray(whole)
-        content[random_.randrange(8, 600)] = random_.randrange(256)
-        noisy.write_bytes(content)
-        try:
-            read_model_config(noisy)
-        except CheckpointError:
-            continue  # the other outcome is a readable file: the noise hit a value that may be anything

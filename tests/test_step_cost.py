@@ -124,7 +124,7 @@ class ToyExperts:
     """Eight experts of one matrix, of which a token is multiplied with two: a kind that no module of ours computes."""
 
     tensors: tuple[TensorSpec, ...] = tuple(
-        TensorSpec(f"experts.{i}.weight", "", (192, 96), Role.MATRIX, Cut(Axis.MLP_COLUMNS, 1), share=Fraction(2, 8))
+        TensorSpec(f"experts.{i}.weight", (192, 96), Role.MATRIX, Cut(Axis.MLP_COLUMNS, 1), share=Fraction(2, 8))
         for i in range(8)
     )
     axes: tuple[Columns, ...] = (Columns(Axis.MLP_COLUMNS, 96, finest_granule=32),)

@@ -199,7 +199,7 @@ def layers(group: TensorParallelGroup, dtype: torch.dtype) -> list[str]:
     head = ParallelLMHead(hidden_size, plan, group, **placed)
     head.tie(embedding)
     span = Span(width * group.rank // group.size, width * (group.rank + 1) // group.size)
-    linear = Linear("down", "", hidden_size, width, Cut(Axis.MLP_COLUMNS, 1))
+    linear = Linear("down", hidden_size, width, Cut(Axis.MLP_COLUMNS, 1))
     row = RowParallelLinear(
         linear, LayerContext((LayerShard({Axis.MLP_COLUMNS: span}),) * group.size, group, FAST, **placed)
     )

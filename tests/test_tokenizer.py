@@ -23,15 +23,7 @@ from configs.errors import CheckpointError, ConfigError, RequestError
 PROMPT = Conversation(turns=[Turn(role="user", text="x")])
 
 
-@pytest.fixture(scope="module")
-def directory(smollm2: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The default model's tokenizer as a directory."""
-    path = tmp_path_factory.mktemp("tokenizer")
-    smollm2._fast.save_pretrained(path)
-    return path
-
-
-def test_a_gguf_keeps_template_and_special_tokens(smollm2: Tokenizer) -> None:
+def test_the_default_model_has_a_template_and_special_tokens(smollm2: Tokenizer) -> None:
     assert smollm2.template is not None
     assert "<|im_start|>" in smollm2.template.source
     assert (smollm2.bos_token_id, smollm2.eos_token_id) == (1, 2)
@@ -40,15 +32,20 @@ def test_a_gguf_keeps_template_and_special_tokens(smollm2: Tokenizer) -> None:
     assert smollm2.vocab_size == 49152
 
 
-@pytest.mark.slow
-def test_the_gguf_names_the_same_special_tokens_and_the_same_template(smollm2: Tokenizer, smollm2_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
-    assert smollm2.template is not None
-    fields = gguf.GGUFReader(str(smollm2_path)).fields
-    assert fields["tokenizer.chat_template"].contents() == smollm2.template.source
-    assert fields["tokenizer.ggml.eos_token_id"].contents() == smollm2.eos_token_id
-    assert fields["tokenizer.ggml.bos_token_id"].contents() == smollm2.bos_token_id
-    assert len(fields["tokenizer.ggml.tokens"].contents()) == smollm2.vocab_size
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("In 2024, x12345!", [788, 216, 34, 32, 34, 36, 28, 1792, 33, 34, 35, 36, 37, 17]),
+        ("½ ²Ⅷ", [16738, 216, 19133, 173, 223, 117]),
+        ("日本語", [23274, 115, 40993, 179, 120, 248]),
+        ("<|im_start|>user\nI'm<|im_end|>\n", [1, 4093, 198, 57, 5248, 2, 198]),
+        ("a  b\n\n\tc", [81, 216, 278, 1116, 197, 83]),
+    ],
+)
+def test_the_default_model_has_the_ids_of_its_publishers_tokenizer(
+    smollm2: Tokenizer, text: str, ids: list[int]
+) -> None:
+    assert smollm2.encode(text, add_special_tokens=True) == ids
 
 
 def test_other_threads_go_on_while_a_long_text_is_encoded_and_decoded(smollm2: Tokenizer) -> None:
@@ -69,22 +66,9 @@ def test_other_threads_go_on_while_a_long_text_is_encoded_and_decoded(smollm2: T
     assert num_turns(lambda: smollm2.decode(ids * 4)) > 8
 
 
-def test_a_directory_encodes_as_the_gguf_it_was_saved_from(directory: Path, smollm2: Tokenizer) -> None:
-    saved = Tokenizer.load(directory)
-    text = "<|im_start|>user\n\n1. It's 2024,   né 漢字 😀<|im_end|>"
-    assert saved.encode(text, add_special_tokens=True) == smollm2.encode(text, add_special_tokens=True)
-    assert saved.template is not None
-    assert smollm2.template is not None
-    assert saved.template.source == smollm2.template.source
-    assert (saved._special_ids, saved.eos_token_id) == (smollm2._special_ids, smollm2.eos_token_id)
-
-
-@pytest.mark.parametrize("kind", ["gguf", "directory"])
-def test_loading_it_imports_no_torch_and_writes_nothing(
-    kind: str, smollm2_path: Path, directory: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "tokenizer.gguf" if kind == "gguf" else tmp_path / "tokenizer"
-    path.symlink_to(smollm2_path if kind == "gguf" else directory)
+def test_loading_it_imports_no_torch_and_writes_nothing(smollm2_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer"
+    path.symlink_to(smollm2_path)
     script = (
         "import sys; from cluster.text.tokenizer import Tokenizer\n"
         "t = Tokenizer.load(sys.argv[1]); t.template.render([{'role': 'user', 'content': 'x'}])\n"
@@ -96,10 +80,8 @@ def test_loading_it_imports_no_torch_and_writes_nothing(
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"neither a directory nor a \.gguf"):
+    with pytest.raises(CheckpointError, match="nothing is no directory"):
         Tokenizer.load(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="No such file"):
-        Tokenizer.load(tmp_path / "nothing.gguf")
 
 
 def test_a_directory_with_a_models_shape_alone_has_no_tokenizer() -> None:
@@ -108,13 +90,13 @@ def test_a_directory_with_a_models_shape_alone_has_no_tokenizer() -> None:
         Tokenizer.load(models / "qwen3-8b")
 
 
-def test_the_servers_chat_template_takes_the_place_of_the_models(directory: Path, tmp_path: Path) -> None:
+def test_the_servers_chat_template_takes_the_place_of_the_models(smollm2_path: Path, tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text("{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}")
-    tokenizer = Tokenizer.load(directory, chat_template=str(template))
+    tokenizer = Tokenizer.load(smollm2_path, chat_template=str(template))
     assert render(PROMPT, tokenizer.template, ModelFormats()) == "[user:x]"
     with pytest.raises(ConfigError, match=r"server\.chat_template"):
-        Tokenizer.load(directory, chat_template=str(tmp_path / "absent.jinja"))
+        Tokenizer.load(smollm2_path, chat_template=str(tmp_path / "absent.jinja"))
 
 
 def test_a_chat_is_rendered_as_the_template_says(smollm2: Tokenizer) -> None:
@@ -126,7 +108,7 @@ def test_a_chat_is_rendered_as_the_template_says(smollm2: Tokenizer) -> None:
     assert smollm2.decode(ids, skip_special_tokens=False) == text
 
 
-def test_a_template_that_refuses_or_breaks_is_the_callers_error(directory: Path, tmp_path: Path) -> None:
+def test_a_template_that_refuses_or_breaks_is_the_callers_error(smollm2_path: Path, tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     for source, match in [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
@@ -134,13 +116,14 @@ def test_a_template_that_refuses_or_breaks_is_the_callers_error(directory: Path,
         ("{{ messages.__class__.__mro__ }}", "refuses"),
     ]:
         template.write_text(source)
-        tokenizer = Tokenizer.load(directory, chat_template=str(template))
+        tokenizer = Tokenizer.load(smollm2_path, chat_template=str(template))
         with pytest.raises(RequestError, match=match):
             render(PROMPT, tokenizer.template, ModelFormats())
 
 
-def test_a_model_without_chat_template_says_so(directory: Path, tmp_path: Path) -> None:
-    bare = Path(shutil.copytree(directory, tmp_path / "bare"))
+def test_a_model_without_chat_template_says_so(smollm2_path: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(smollm2_path, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     os.remove(bare / "chat_template.jinja")
     with pytest.raises(RequestError, match="no chat template") as caught:
         render(PROMPT, Tokenizer.load(bare).template, ModelFormats())

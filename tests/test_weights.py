@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -24,10 +22,9 @@ from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan, Span
 from tests.dense_model import dense_model
 from worker.models.decoder import Decoder
-from worker.weights import gguf_weights, range_reader
+from worker.weights import range_reader
 from worker.weights import safetensors_file as safetensors_weights
 from worker.weights.checkpoint import Checkpoint, expected_shapes
-from worker.weights.gguf_weights import GGUFFile
 from worker.weights.range_reader import RangeReader
 from worker.weights.safetensors_file import SafetensorsFile
 
@@ -236,7 +233,7 @@ def test_names_missing_surplus_and_misshapen_tensors(tmp_path: Path) -> None:
     refused({**tensors, "model.norm.weight": torch.zeros(41)}, r"model\.norm\.weight has shape \[41\].*\[40\]")
     refused({**tensors, "model.norm.weight": torch.zeros(40, dtype=torch.int32)}, "is of type I32")
     # Known leftovers of old checkpoints are fine.
-    leftovers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4), "rope_freqs.weight": torch.zeros(4)}
+    leftovers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     save_file({**tensors, **leftovers}, tmp_path / "model.safetensors")
     Checkpoint.open(tmp_path, model).close()
 
@@ -280,7 +277,7 @@ def test_refuses_truncated_foreign_and_pickled_files(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
             Checkpoint.open(tmp_path, model)
     file.unlink()
-    with pytest.raises(CheckpointError, match=r"no \.safetensors or \.gguf"):
+    with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
         Checkpoint.open(tmp_path, model)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"pickled weights only \(pytorch_model\.bin\)"):
@@ -299,116 +296,6 @@ def test_a_file_that_shrinks_after_opening_is_an_error(tmp_path: Path) -> None:
     opened.close()
 
 
-# GGUF
-
-_QUANTISED = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
-_K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
-
-
-def _write_gguf(path: Path, tensors: dict[str, tuple[np.ndarray[Any, Any], str]], arch: str = "qwen2") -> None:
-    """Tensors of (fp32 values or raw block bytes, type)."""
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_array("tokenizer.ggml.tokens", [f"token {i}" for i in range(100)])
-    writer.add_array("some.numbers", [1, 2, 3])
-    writer.add_float32("some.float", 0.5)
-    for name, (values, kind) in tensors.items():
-        quantisation = gguf.GGMLQuantizationType[kind]
-        raw = values if values.dtype == np.uint8 else gguf.quants.quantize(values, quantisation)
-        writer.add_tensor(name, raw, raw_dtype=quantisation)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _raw_blocks(kind: str, rows: int, columns: int) -> np.ndarray[Any, Any]:
-    """Random valid blocks of a type the gguf package reads but does not write."""
-    block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    # Bytes below 0x38 keep every fp16 scale finite, wherever in the block it stands.
-    return np.random.default_rng(0).integers(0, 0x38, (rows, columns // block_size * block_bytes)).astype(np.uint8)
-
-
-@pytest.mark.parametrize("kind", _QUANTISED + _K_QUANTS)
-def test_ranges_of_gguf_tensors_equal_the_gguf_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    monkeypatch.setattr(gguf_weights, "_CHUNK_ELEMENTS", 2000)
-    rows, columns = 24, 768
-    values: np.ndarray[Any, Any] = np.random.default_rng(1).standard_normal((rows, columns)).astype(np.float32)
-    if kind in _K_QUANTS:
-        values = _raw_blocks(kind, rows, columns)
-    _write_gguf(tmp_path / "m.gguf", {"any.weight": (values, kind)})
-    quantisation = gguf.GGMLQuantizationType[kind]
-    raw = values if kind in _K_QUANTS else gguf.quants.quantize(values, quantisation)
-    full = torch.from_numpy(gguf.quants.dequantize(raw, quantisation).copy())
-    block_size, block_bytes = gguf.GGML_QUANT_SIZES[quantisation]
-    file = GGUFFile.open(tmp_path / "m.gguf", _model())
-    for part, cut in [
-        (Span(0, rows), None),
-        (Span(5, 9), None),
-        (Span(0, rows), Span(0, 128)),
-        (Span(0, rows), Span(128, 320)),
-        (Span(3, 7), Span(511, 768)),
-    ]:
-        out = torch.empty(part.size, columns if cut is None else cut.size)
-        before = file.bytes_read
-        file.read("any.weight", out, part, cut)
-        start, stop = cut or (0, columns)
-        assert torch.equal(out, full[slice(*part), start:stop])
-        blocks = math.ceil(stop / block_size) - start // block_size
-        assert file.bytes_read - before == part.size * blocks * block_bytes
-    file.close()
-
-
-def test_query_and_key_rows_of_a_llama_gguf_go_back_to_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_weights, "_CHUNK_ELEMENTS", 400)
-    model = _model()
-    values = np.random.default_rng(0).standard_normal((72, 32)).astype(np.float32)
-    # What the converter does: within each head, element i and i + d/2 become neighbours.
-    stored = values.reshape(9, 2, 4, 32).swapaxes(1, 2).reshape(72, 32)
-    biases = values[:, 0].copy()
-    stored_biases = biases.reshape(9, 2, 4).swapaxes(1, 2).reshape(72)
-    tensors = {
-        "blk.0.attn_q.weight": (stored, "F32"),
-        "blk.0.attn_q.bias": (stored_biases, "F32"),
-        "blk.0.attn_v.weight": (values, "F32"),
-    }
-    _write_gguf(tmp_path / "llama.gguf", tensors, arch="llama")
-    _write_gguf(tmp_path / "qwen.gguf", {"blk.0.attn_q.weight": (values, "F32")}, arch="qwen2")
-    prefix = "model.layers.0.self_attn"
-
-    def read(path: str, name: str, rows: Span, shape: tuple[int, ...]) -> torch.Tensor:
-        file = GGUFFile.open(tmp_path / path, model)
-        out = torch.empty(shape)
-        file.read(name, out, rows, None)
-        file.close()
-        return out
-
-    for rows in (Span(0, 72), Span(16, 40)):
-        expected = torch.from_numpy(values[slice(*rows)])
-        assert torch.equal(read("llama.gguf", f"{prefix}.q_proj.weight", rows, (rows.size, 32)), expected)
-        assert torch.equal(read("llama.gguf", f"{prefix}.v_proj.weight", rows, (rows.size, 32)), expected)
-        assert torch.equal(read("qwen.gguf", f"{prefix}.q_proj.weight", rows, (rows.size, 32)), expected)
-        bias = read("llama.gguf", f"{prefix}.q_proj.bias", rows, (rows.size,))
-        assert torch.equal(bias, torch.from_numpy(biases[slice(*rows)]))
-
-
-def test_refuses_truncated_and_foreign_gguf_files(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    _write_gguf(path, {"output_norm.weight": (np.zeros((4, 64), np.float32), "F32")})
-    whole = path.read_bytes()
-    for kept in (3, 40, 500, len(whole) - 1):
-        path.write_bytes(whole[:kept])
-        with pytest.raises(CheckpointError, match="truncated"):
-            GGUFFile.open(path, _model())
-    path.write_bytes(b"GGML" + whole[4:])
-    with pytest.raises(CheckpointError, match="no GGUF file"):
-        GGUFFile.open(path, _model())
-    path.write_bytes(b"GGUF" + (1).to_bytes(4, "little") + whole[8:])
-    with pytest.raises(CheckpointError, match="version 1"):
-        GGUFFile.open(path, _model())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [1, 3])
 def test_loading_takes_little_more_than_the_shard(tmp_path: Path, tp_size: int) -> None:
@@ -421,10 +308,10 @@ def test_loading_takes_little_more_than_the_shard(tmp_path: Path, tp_size: int) 
     script = f"""
 import pickle, sys, torch
 from pathlib import Path
-from parallel.group import TensorParallelGroup
+from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.models.decoder import Decoder
-from worker.weights import Checkpoint
+from worker.weights.checkpoint import Checkpoint
 model = pickle.loads(Path({str(pickled)!r}).read_bytes())
 group = TensorParallelGroup(rank={tp_size - 1}, size={tp_size}, device=torch.device("cpu"), collectives=None)
 def memory(kind):

@@ -61,7 +61,7 @@ class TPWorker:
     Args:
         config: resolved; `auto` in dtype or attention is refused.
         model: the whole model's shape.
-        model_path: a directory or a .gguf file on this node.
+        model_path: a directory on this node.
         plan: made for `group.size` ranks.
         group: where the all-reduces run; closed by its owner, not by this.
         kept: memory for what outlives this process. None: nothing does.

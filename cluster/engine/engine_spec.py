@@ -18,6 +18,6 @@ class EngineSpec:
     model: ModelConfig
     model_path: Path
     tokenizer_path: Path
-    """Directory or .gguf file."""
+    """The directory that holds the tokenizer."""
     given: EngineConfig
     """The configuration before it was resolved: another size decides anew."""

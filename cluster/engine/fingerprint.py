@@ -43,7 +43,7 @@ def _weights(path: Path) -> str:
 
     A checkpoint that is not on this node is known by the last part of its path: for the Hub's a commit.
     """
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    files = sorted(path.glob("*.safetensors"))
     if not files:
         return path.name
     digest = hashlib.sha256()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from cluster.text.gguf_tokenizer import check_gguf_tokenizer
 from cluster.text.tokenizer import Tokenizer
 from configs.checkpoint import holds_tokenizer, is_local, resolve_model_path, resolve_tokenizer_path
 from configs.errors import CheckpointError
@@ -27,13 +26,11 @@ def check_checkpoint(config: EngineConfig, *, serves_text: bool = True) -> None:
 
     Raises:
         CheckpointError: files are missing, truncated, of an unsafe kind or of another model than their config, factors
-            of an FP8 KV cache are none that can be served, or a GGUF's tokenizer is of an unknown kind.
+            of an FP8 KV cache are none that can be served.
     """
     path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = read_model_config(path)
     tokenizer = find_tokenizer(config, path)
-    if tokenizer.suffix == ".gguf":
-        check_gguf_tokenizer(tokenizer)
     if config.has_local_weights:
         head = config.speculation.model
         if head is None or is_local(head):
@@ -42,7 +39,7 @@ def check_checkpoint(config: EngineConfig, *, serves_text: bool = True) -> None:
             if config.kv_cache.dtype != "auto":
                 checkpoint.kv_scales()
     if serves_text and not holds_tokenizer(tokenizer):
-        raise CheckpointError(f"{tokenizer} holds no tokenizer; set `tokenizer` to a directory or .gguf file with one")
+        raise CheckpointError(f"{tokenizer} holds no tokenizer; set `tokenizer` to a directory with one")
 
 
 def check_tokenizer(config: EngineConfig) -> None:
@@ -58,7 +55,7 @@ def check_tokenizer(config: EngineConfig) -> None:
 
 
 def find_tokenizer(config: EngineConfig, model_path: Path) -> Path:
-    """Directory or .gguf file with the tokenizer of the model at `model_path`. Raises CheckpointError without one."""
+    """The directory with the tokenizer of the model at `model_path`. Raises CheckpointError without one."""
     if config.tokenizer is None:
         return model_path
     return resolve_tokenizer_path(config.tokenizer, config.model, config.revision)

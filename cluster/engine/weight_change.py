@@ -49,7 +49,7 @@ def change_weights(
     Args:
         spec: of the engine's start.
         platforms: as `system_fingerprint` has them.
-        model: a local directory, a .gguf file, or a Hugging Face id, of the same model.
+        model: a local directory, or a Hugging Face id, of the same model.
         tensors: of a checkpoint in memory, by name: each as it is, or as torch.multiprocessing's `reduce_tensor` makes
             it of one on a GPU of the same node, whose process keeps it until the last call returns.
         last: False: more tensors follow in another call, and nothing serves yet, for which None is returned.

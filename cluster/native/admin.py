@@ -44,7 +44,7 @@ class WeightsRequest(Shape):
     """POST /v1/admin/weights."""
 
     model: str
-    """A local directory, a .gguf file, or a Hugging Face id, of the same model as the one that serves."""
+    """A local directory, or a Hugging Face id, of the same model as the one that serves."""
     revision: str | None = None
     """Commit or tag of the repository on the Hub."""
     version: str | None = None

@@ -97,7 +97,7 @@ class RankStarter:
     model: ModelConfig
     """The model that `model_path` holds."""
     model_path: Path
-    """Directory or .gguf file, on every node that holds a rank."""
+    """A directory on every node that holds a rank."""
     weights: str = ""
     """`RankSpec.weights` of its ranks."""
     is_in_memory: bool = False

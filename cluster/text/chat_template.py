@@ -25,7 +25,6 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from configs.errors import CheckpointError, ConfigError
-from configs.gguf_header import GGUFHeader
 
 RENDER_TIMEOUT_S = 5.0
 MAX_RENDERED_CHARS = 32 << 20
@@ -37,12 +36,9 @@ _OURS = frozenset(
 
 
 def template_sources(path: Path) -> str | dict[str, str] | None:
-    """The chat template, or several by name, in the files of a model or tokenizer (a directory or a .gguf file); None
-    where there is none. For whoever needs no tokenizer: the tokenizer's own reader finds the same. Raises
-    CheckpointError for a file that is none of its kind."""
-    if path.suffix == ".gguf":
-        source = GGUFHeader.read(path).metadata.get("tokenizer.chat_template")
-        return source if isinstance(source, str) else None
+    """The chat template, or several by name, in the directory of a model or tokenizer; None where there is none. For
+    whoever needs no tokenizer: the tokenizer's own reader finds the same. Raises CheckpointError for a file that is
+    none of its kind."""
     try:
         if (file := path / "chat_template.jinja").is_file():
             return file.read_text("utf-8")

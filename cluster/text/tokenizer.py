@@ -1,7 +1,7 @@
-"""The tokenizer of a model directory or a .gguf file: text to ids, ids to bytes, and the model's chat template.
+"""The tokenizer of a model's directory: text to ids, ids to bytes, and the model's chat template.
 
-transformers reads directories and `gguf_tokenizer` GGUF files; encoding and decoding go to the Rust tokenizer directly,
-which is safe to use from several threads. Its batches alone release the GIL, so single texts are batches of one.
+transformers reads the directory; encoding and decoding go to the Rust tokenizer directly, which is safe to use from
+several threads. Its batches alone release the GIL, so single texts are batches of one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tokenizers import decoders
 
 from cluster.text.chat_template import ChatTemplate, read_template
 from cluster.text.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
-from cluster.text.gguf_tokenizer import read_gguf_tokenizer
 from configs.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -53,11 +52,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, *, chat_template: str | None = None) -> Tokenizer:
-        """Reads a directory with tokenizer.json, or the tokenizer inside a .gguf file; a Jinja file `chat_template` is
-        used in place of the model's own. Raises CheckpointError where there is no tokenizer at `path`, or one of a kind
-        that is not known, and ConfigError where `chat_template` cannot be read, or is not Jinja."""
+        """Reads a directory with tokenizer.json; a Jinja file `chat_template` is used in place of the model's own.
+        Raises CheckpointError where there is no tokenizer at `path`, or one that cannot be read, and ConfigError where
+        `chat_template` cannot be read, or is not Jinja."""
         source = Path(path).expanduser()
-        fast = read_gguf_tokenizer(source) if source.suffix == ".gguf" else _load_directory(source)
+        fast = _load_directory(source)
         template = None if chat_template is None else read_template(chat_template)
         try:
             return cls(fast, chat_template=template)
@@ -163,7 +162,7 @@ def _byte_of_char() -> dict[str, int]:
 
 def _load_directory(directory: Path) -> PreTrainedTokenizerFast:
     if not directory.is_dir():
-        raise CheckpointError(f"no tokenizer: {directory} is neither a directory nor a .gguf file")
+        raise CheckpointError(f"no tokenizer: {directory} is no directory")
     try:
         if (directory / "tokenizer.json").is_file():
             # Not AutoTokenizer: it imports torch (2.7 s against 0.6 s), and tokenizer.json says all it would find out.
@@ -179,5 +178,5 @@ def _load_directory(directory: Path) -> PreTrainedTokenizerFast:
         raise CheckpointError(f"the tokenizer in {directory} has no tokenizer.json; save it once as a fast tokenizer")
     if not tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).ids:
         # transformers makes a family's tokenizer of config.json alone, without a word in it.
-        raise CheckpointError(f"{directory} holds no tokenizer; set `tokenizer` to a directory or .gguf file with one")
+        raise CheckpointError(f"{directory} holds no tokenizer; set `tokenizer` to a directory with one")
     return cast("PreTrainedTokenizerFast", tokenizer)  # is_fast means this type

@@ -1,7 +1,7 @@
 """Checkpoints: from files on disk to this rank's ranges of each tensor, and nothing else.
 
-Names are those of Hugging Face checkpoints; gguf_weights.py translates. A checkpoint's headers are compared with the
-model's shape before a byte of weights is read, so a missing, surplus or misshapen tensor stops the start.
+Names are those of Hugging Face checkpoints. A checkpoint's headers are compared with the model's shape before a byte of
+weights is read, so a missing, surplus or misshapen tensor stops the start.
 """
 
 from __future__ import annotations
@@ -37,17 +37,13 @@ _IGNORED_SUFFIXES = (
 )
 _UNREAD_OF_HEADS = ("t2d", "embed_tokens.weight")
 """The inverse of d2t, and the model's embedding once more."""
-_IGNORED_NAMES = (
-    # A GGUF file's frequency scaling, which configs.gguf_config has already turned into a RopeConfig.
-    "rope_freqs.weight",
-)
 
 
 class TensorFile(Protocol):
     """One open checkpoint file."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor, by Hugging Face name; a name that has none keeps the file's own."""
+        """Shape of every tensor, by its name."""
 
     def scaled(self) -> set[str]:
         """Names of the tensors whose values were divided by scales, which are a tensor of their own."""
@@ -122,12 +118,13 @@ class Checkpoint(AnyCheckpoint):
 
     @classmethod
     def open(cls, path: Path, model: ModelConfig, draft_head: Path | None = None) -> Checkpoint:
-        """Opens a directory or a .gguf file, and the directory of a draft head, and checks the tensors against `model`.
+        """Opens a directory, and the directory of a draft head, and checks the tensors against `model`.
 
         Raises CheckpointError naming every missing and surplus tensor, wrong shapes, truncated files and formats
         that are refused.
         """
-        checkpoint = cls([*(_open_file(file, model) for file in _weight_files(path)), *_head_files(draft_head)], model)
+        files = [SafetensorsFile.open(file) for file in _weight_files(path)]
+        checkpoint = cls([*files, *_head_files(draft_head)], model)
         try:
             checkpoint._check(path)
         except CheckpointError:
@@ -313,8 +310,7 @@ class Checkpoint(AnyCheckpoint):
         head = self._model.draft_head
         if isinstance(head, MTPHead) and name.startswith(head.layer_prefix):
             is_mtp = name in head.unread
-        is_unread = tied_copy or is_beside or is_mtp or of_activations
-        return is_unread or name in _IGNORED_NAMES or name.endswith(_IGNORED_SUFFIXES)
+        return tied_copy or is_beside or is_mtp or of_activations or name.endswith(_IGNORED_SUFFIXES)
 
 
 def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -333,15 +329,6 @@ def _scale_shapes(expected: Mapping[str, tuple[int, ...]], kind: WeightScales) -
     return shapes
 
 
-def _open_file(path: Path, model: ModelConfig) -> TensorFile:
-    if path.suffix != ".gguf":
-        return SafetensorsFile.open(path)
-    # Imported here: the gguf package is needed for GGUF files only.
-    from worker.weights.gguf_weights import GGUFFile
-
-    return GGUFFile.open(path, model)
-
-
 def _head_files(path: Path | None) -> list[TensorFile]:
     """The files of a draft head, which call its layer `midlayer` or the model's first."""
 
@@ -353,29 +340,21 @@ def _head_files(path: Path | None) -> list[TensorFile]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The files that hold the weights of a directory or a single file."""
-    if path.is_file():
-        if path.suffix not in (".gguf", ".safetensors"):
-            raise CheckpointError(f"{path} is neither a .gguf nor a .safetensors file")
-        return [path]
+    """The files that hold the weights of a directory."""
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist")
     index = path / "model.safetensors.index.json"
     if index.is_file():
         return _indexed_files(index)
-    for pattern in ("*.safetensors", "*.gguf"):
-        files = sorted(path.glob(pattern))
-        if pattern == "*.gguf" and len(files) > 1:
-            raise CheckpointError(f"{path} holds {len(files)} .gguf files; name one of them as the model")
-        if files:
-            return files
+    if files := sorted(path.glob("*.safetensors")):
+        return files
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
     if pickles:
         raise CheckpointError(
             f"{path} holds pickled weights only ({_listed(pickles)}), which can run any code when opened; "
             "convert them to safetensors"
         )
-    raise CheckpointError(f"{path} holds no .safetensors or .gguf file")
+    raise CheckpointError(f"{path} holds no .safetensors file")
 
 
 def _indexed_files(index: Path) -> list[Path]:

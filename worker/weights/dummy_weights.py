@@ -35,7 +35,7 @@ _GAINS = {
     # At 1, the part that all positions get from attention outgrew what tells them apart: greedy decoding ran in cycles.
     Role.ATTENTION_OUTPUT: 0.6,
 }
-_MEANS = {Role.NORM: 1.0, Role.QUERY_KEY_NORM: _GAINS[Role.QUERY_KEY], Role.BIAS: 0.0, Role.QUERY_KEY_BIAS: 0.0}
+_MEANS = {Role.NORM: 1.0, Role.QUERY_KEY_NORM: _GAINS[Role.QUERY_KEY], Role.BIAS: 0.0}
 _VECTOR_STD = 0.1
 
 

@@ -158,7 +158,7 @@ class Shard:
 
         Args:
             model: of the same shape.
-            checkpoint: a directory or a .gguf file on this node, or the tensors of one by name, on any device here.
+            checkpoint: a directory on this node, or the tensors of one by name, on any device here.
             revision: the checkpoint's; tells random weights apart.
             identity: tells these weights from others.
 
