@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, get_args
 
 import msgspec
@@ -115,8 +115,7 @@ def _described(route: Route) -> dict[str, Any]:
         "tags": [route.tag],
         **({"security": []} if route.roles == ANYONE else {"x-roles": [role for role in Role if role in route.roles]}),
     }
-    parameters = [_parameter(name, "path", PATH_PARAMETERS[name]) for name in re.findall(r"{(\w+)", route.path)]
-    parameters += [_parameter(given.name, "query", given.about, given.schema) for given in route.parameters]
+    parameters = [_path_parameter(name) for name in re.findall(r"{(\w+)", route.path)]
     if parameters:
         described["parameters"] = parameters
     if route.request is not None:
@@ -132,9 +131,9 @@ def _summary(route: Route) -> str:
     return f"{route.about} Needs an admin key." if route.roles == ADMINS else route.about
 
 
-def _parameter(name: str, place: str, about: str, schema: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    schema = {"type": "string"} if schema is None else dict(schema)
-    return {"name": name, "in": place, "required": place == "path", "description": about, "schema": schema}
+def _path_parameter(name: str) -> dict[str, Any]:
+    about = PATH_PARAMETERS[name]
+    return {"name": name, "in": "path", "required": True, "description": about, "schema": {"type": "string"}}
 
 
 def _success(route: Route) -> dict[str, Any]:

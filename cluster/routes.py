@@ -6,8 +6,8 @@ Fields come from the models themselves: a new one is in the document without a c
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ from cluster.observability.timeline import Timeline
 from cluster.openai.completions import chat_completions, completions
 from cluster.openai.models import model_card, model_list
 from cluster.openai.openai_request import ChatRequest, CompletionRequest
-from cluster.openai.responses.response_objects import DeletedResponse, InputTokens, ItemList, Response, StreamEvent
+from cluster.openai.responses.response_objects import DeletedResponse, InputTokens, Response, StreamEvent
 from cluster.openai.responses.responses import ResponsesServing
 from cluster.openai.responses.responses_request import InputTokensRequest, ResponsesRequest
 from cluster.openai.tokenize import DetokenizeRequest, Text, TokenizeRequest, Tokens, detokenize, tokenize
@@ -64,7 +64,7 @@ class Servings:
         self.model = model
         self.requests = requests
         self._document = document
-        self.responses = ResponsesServing(model, requests)
+        self.responses = ResponsesServing(model)
         self.live = LiveServing(model, requests)
         self.page = page()
 
@@ -124,15 +124,6 @@ _GENERATES = (*_MODEL, 409, 504)
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
-    """One in the query."""
-
-    name: str
-    about: str
-    schema: Mapping[str, Any] = field(default_factory=lambda: {"type": "string"})
-
-
-@dataclass(frozen=True, slots=True)
 class Route:
     """One method of one path."""
 
@@ -157,7 +148,6 @@ class Route:
     """The type of each server-sent event's data, on routes that stream."""
     errors: Sequence[int] = _ENDPOINT
     error: Any = ErrorBody
-    parameters: Sequence[Parameter] = ()
     roles: Set[Role] = USERS
     """The roles of the keys that may call it; `ANYONE`: no key is asked for."""
     costs: bool = False
@@ -221,18 +211,9 @@ ROUTES: tuple[Route, ...] = (
     _openai(
         "GET",
         "/v1/responses/{response_id}",
-        "A kept response as it is now, or the events of a background stream.",
+        "A kept response as it is now.",
         serving=lambda s: s.responses.retrieve,
         answer=Response,
-        event=StreamEvent,
-        parameters=(
-            Parameter("stream", "Follow the events.", {"type": "boolean"}),
-            Parameter(
-                "starting_after",
-                "With `stream`: the number of the last event already known.",
-                {"type": "integer", "minimum": -1, "maximum": 99999999},
-            ),
-        ),
     ),
     _openai(
         "DELETE",
@@ -240,27 +221,6 @@ ROUTES: tuple[Route, ...] = (
         "Forget a response; one on its way is cancelled.",
         serving=lambda s: s.responses.delete,
         answer=DeletedResponse,
-    ),
-    _openai(
-        "GET",
-        "/v1/responses/{response_id}/input_items",
-        "What a response was made from.",
-        serving=lambda s: s.responses.items,
-        answer=ItemList,
-        parameters=(
-            Parameter(
-                "limit", "Most items of a page; without it 20.", {"type": "integer", "minimum": 1, "maximum": 100}
-            ),
-            Parameter("order", "Without it the newest come first.", {"enum": ["asc", "desc"]}),
-            Parameter("after", "The id of the last item of the page before."),
-        ),
-    ),
-    _openai(
-        "POST",
-        "/v1/responses/{response_id}/cancel",
-        "End a response that is on its way.",
-        serving=lambda s: s.responses.cancel,
-        answer=Response,
     ),
     _openai("GET", "/v1/models", "The model that is served.", plain=lambda s: s.models, answer=ModelList, errors=_ANY),
     _openai(

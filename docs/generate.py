@@ -20,7 +20,7 @@ REFERENCE = Path(__file__).resolve().parent / "reference"
 sys.path.insert(0, str(REFERENCE.parent.parent))
 
 from cluster.commands.cli import app  # noqa: E402 -- the checkout is not installed
-from cluster.observability import table  # noqa: E402
+from cluster.observability.telemetry import Telemetry  # noqa: E402
 from cluster.openai.openai_request import (  # noqa: E402
     WITHOUT_EFFECT,
     ChatRequest,
@@ -262,9 +262,11 @@ def _metrics() -> str:
         "| metric | kind | labels of its own | |",
         "|---|---|---|---|",
     ]
-    for metric in table.METRICS:
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
-        lines.append(f"| `{metric.full_name}` | {metric.kind} | {labels} | {_cell(metric.help)} |")
+    for metric in Telemetry().metrics.declared:
+        [family] = metric.collect()
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = ", ".join(f"`{label}`" for label in metric._labelnames)
+        lines.append(f"| `{name}` | {family.type} | {labels} | {_cell(family.documentation)} |")
     return "\n".join(lines) + "\n"
 
 

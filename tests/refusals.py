@@ -258,7 +258,7 @@ RESPONSES: list[Refusal] = [
     Refusal({"input": content(IMAGE)}, "unsupported_parameter", "input[0].content[0].type"),
     Refusal({"model": "other"}, "model_not_found", "model", 404),
     *values("max_output_tokens", "invalid_value", 0),
-    Refusal({"background": True, "store": False, "stream": False}, "invalid_value", "background"),
+    *values("background", "unsupported_parameter", True),
     Refusal({"include": ["file_search_call.results"]}, "unsupported_parameter", "include[0]"),
     Refusal({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools[0].type"),
     Refusal({"tools": [{"type": "function", "name": "a b"}]}, "invalid_value", "tools[0].name"),

@@ -583,26 +583,6 @@ def test_generating_for_health_counts_and_many_calls_share_a_token(run: Run, tmp
     run(scenario, step_s=0.05)
 
 
-def test_a_background_response_counts_until_it_has_ended(run: Run, tmp_path: Path) -> None:
-    async def scenario(stack: Stack) -> None:
-        keys = Keys(tmp_path, ("alice", Role.USER, "::2"))
-        async with guarded(stack, keys.path) as http:
-
-            async def post() -> httpx.Response:
-                body = {"model": MODEL, "input": "hi", "background": True}
-                return await http.post("/v1/responses", json=body, headers=keys.bearer("alice"))
-
-            queued = [await post() for _ in range(2)]
-            assert [response.status_code for response in queued] == [200, 200]
-            error_of(await post(), 429, "rate_limit_exceeded")
-            id_ = queued[0].json()["id"]
-            await http.delete(f"/v1/responses/{id_}", headers=keys.bearer("alice"))
-            await stack.until(lambda: len(stack.coordinator.aborted) == 1)
-            assert (await post()).status_code == 200
-
-    run(scenario, hang_after=2)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_has_only_so_many_requests_at_once(run: Run, tmp_path: Path, stream: bool) -> None:
     async def scenario(stack: Stack) -> None:

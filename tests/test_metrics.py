@@ -1,4 +1,4 @@
-"""The metrics' table, their values, and what Prometheus and Ray get of them; the log's lines."""
+"""The metrics' names and values, and what Prometheus and Ray get of them; the log's lines."""
 
 from __future__ import annotations
 
@@ -21,11 +21,8 @@ from cluster.logs import formatter
 from cluster.messages.engine import EngineStats, FinishReason, SchedulerStats, Weights
 from cluster.messages.state import EngineState
 from cluster.messages.steps import STEP_DTYPE
-from cluster.observability import table
-from cluster.observability.metrics import Metrics
-from cluster.observability.prometheus import exposition
+from cluster.observability.metrics import CONFIG, Distribution
 from cluster.observability.record import Identity
-from cluster.observability.table import METRICS, Kind
 from cluster.observability.telemetry import Telemetry
 from configs.errors import OverloadedError
 from tests.records import record
@@ -62,34 +59,40 @@ def stats(steps: list[tuple[float, ...]] | None = None, **figures: int) -> Engin
 
 
 def test_names_and_buckets_follow_the_rules() -> None:
-    names = [metric.name for metric in METRICS]
-    assert len(set(names)) == len(names)
-    for metric in METRICS:
-        assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
-        assert (metric.kind is Kind.COUNTER) == metric.name.endswith("_total")
-        assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
-        assert list(metric.buckets) == sorted(set(metric.buckets))
-        assert all(bound > 0 for bound in metric.buckets)
+    metrics = Telemetry(IDENTITY).metrics
+    for family in metrics.collect():
+        assert re.fullmatch(r"lockstep_[a-z][a-z0-9_]*", family.name)
+        assert not family.name.endswith("_total")
+    for metric in metrics.declared:
+        if isinstance(metric, Distribution):
+            bounds = metric.bounds.tolist()
+            assert bounds == sorted(set(bounds))
+            assert all(bound > 0 for bound in bounds)
         # Of few values each, and never anything of a request.
-        assert set(metric.labels) <= {"finished_reason", "code", "status", "state", "rank", "phase"} or (
-            metric is table.CONFIG
-        )
+        names = metric._labelnames
+        assert set(names) <= {"finished_reason", "code", "status", "state", "rank", "phase"} or list(names) == CONFIG
     # A latency's bucket is at most five thirds of the one before it: its quantiles are that exact.
-    for metric in (table.TTFT, table.ITL, table.TPOT, table.E2E, table.STEP_TIME):
-        ratios = [after / before for before, after in zip(metric.buckets, metric.buckets[1:], strict=False)]
-        assert max(ratios) < 1.7
+    latencies = [
+        metric for metric in metrics.declared if isinstance(metric, Distribution) and "_seconds" in str(metric)
+    ]
+    assert {metrics.ttft, metrics.itl} < set(latencies)
+    for latency in latencies:
+        assert (latency.bounds[1:] / latency.bounds[:-1]).max() < 1.7
 
 
 def test_a_histogram_counts_as_prometheus_own_client_does() -> None:
     rng = np.random.default_rng(0)
-    values = [*rng.lognormal(-3, 2, 500).tolist(), *table.TTFT.buckets, 0.0, 1e9]
-    reference = prometheus_client.Histogram("x", "x", buckets=table.TTFT.buckets, registry=None)
-    metrics = Metrics()
+    telemetry = Telemetry(IDENTITY)
+    ttft = telemetry.metrics.ttft
+    values = [*rng.lognormal(-3, 2, 500).tolist(), *ttft.bounds.tolist(), 0.0, 1e9]
+    reference = prometheus_client.Histogram("x", "x", buckets=ttft.bounds.tolist(), registry=None)
     for value in values:
         reference.observe(value)
-    metrics.observe(table.TTFT, values[:100])
-    metrics.observe(table.TTFT, np.array(values[100:]))
-    ours = samples(exposition(metrics, asdict(IDENTITY)))
+    ttft.add([])
+    ttft.add(values[0])
+    ttft.add(values[1:100])
+    ttft.add(np.array(values[100:]))
+    ours = samples(telemetry.prometheus())
     for family in reference.collect():
         for sample in family.samples:
             if not sample.name.endswith("_created"):
@@ -97,20 +100,24 @@ def test_a_histogram_counts_as_prometheus_own_client_does() -> None:
                 assert ours[name, frozenset(sample.labels.items())] == pytest.approx(sample.value)
 
 
-def test_everything_in_the_table_is_exported_under_its_name() -> None:
+def test_every_metric_has_samples_under_its_name_and_nothing_else_has() -> None:
     telemetry = Telemetry(IDENTITY)
     telemetry.report(stats([(1.0, 0.01, 0.001, 3, 2, 5, 3, 6e9, 7e9)]))
-    telemetry.started(
-        {"warming up": 1.5}, peak_flops=8e12, peak_bandwidth=9e11, **dict.fromkeys(table.CONFIG.labels, 1)
-    )
+    telemetry.started({"warming up": 1.5}, peak_flops=8e12, peak_bandwidth=9e11, **dict.fromkeys(CONFIG, 1))
     telemetry.first_token(0.1)
     telemetry.intervals([0.01])
     telemetry.finished(record())
     telemetry.refused(OverloadedError("full"))
-    exported = {name for name, _ in samples(telemetry.prometheus())}
-    for metric in METRICS:
-        expected = f"{metric.full_name}_bucket" if metric.kind is Kind.HISTOGRAM else metric.full_name
-        assert expected in exported
+    suffixes = {"histogram": {"_bucket", "_sum", "_count"}, "counter": {"_total"}, "gauge": {""}}
+    expected = {family.name + suffix for family in telemetry.metrics.collect() for suffix in suffixes[family.type]}
+    assert {name for name, _ in samples(telemetry.prometheus())} == expected
+
+
+def test_a_counter_never_goes_back() -> None:
+    telemetry = Telemetry(IDENTITY)
+    for held in (50, 40, 45, 60):  # an admission that is taken back takes its hits back
+        telemetry.report(stats(total_prefix_hit_tokens=held))
+    assert samples(telemetry.prometheus())["lockstep_prefix_cache_hits_total", labels()] == 60
 
 
 def test_figures_of_the_engine_are_those_of_its_last_report_and_of_all_its_steps() -> None:
@@ -223,7 +230,7 @@ def test_a_busy_engine_logs_a_line_every_ten_seconds(
     now = [50.0]
     monkeypatch.setattr("cluster.observability.telemetry.time.monotonic", lambda: now[0])
     telemetry = Telemetry(IDENTITY)
-    telemetry.started({}, peak_flops=2e11, peak_bandwidth=8e10, **dict.fromkeys(table.CONFIG.labels, 1))
+    telemetry.started({}, peak_flops=2e11, peak_bandwidth=8e10, **dict.fromkeys(CONFIG, 1))
     for _ in range(120):
         now[0] += 0.1
         telemetry.report(stats([(1.0, 0.05, 0.0, 2, 2, 0, 2, 1e9, 2e9)], num_running=2))
@@ -279,12 +286,15 @@ def test_a_pause_is_in_the_line_of_each_request_that_it_met(caplog: pytest.LogCa
 
 def test_another_size_and_other_weights_are_in_the_metric_that_says_what_runs() -> None:
     telemetry = Telemetry(IDENTITY)
-    config = dict.fromkeys(table.CONFIG.labels, "x") | {"tensor_parallel_size": 2, "weights_version": ""}
+    config = dict.fromkeys(CONFIG, "x") | {"tensor_parallel_size": 2, "weights_version": ""}
     telemetry.started({}, peak_flops=1, peak_bandwidth=1, **config)
     for size, weights in ((2, None), (3, None), (3, Weights("step-5", "a"))):
         telemetry.report(msgspec.structs.replace(stats(), devices=["cpu"] * size, weights=weights))
+    found = samples(telemetry.prometheus())
     values = [
-        telemetry.metrics.value(table.CONFIG, "x", size, *["x"] * 4, version)
+        found[
+            "lockstep_engine_config_info", labels(**config | {"tensor_parallel_size": size, "weights_version": version})
+        ]
         for size, version in (("2", ""), ("3", ""), ("3", "step-5"))
     ]
     assert values == [0, 0, 1]

@@ -8,14 +8,19 @@ from pathlib import Path
 
 import yaml
 
-from cluster.observability.table import METRICS, PREFIX, Kind
+from cluster.observability.telemetry import Telemetry
 
 MONITORING = Path(__file__).resolve().parent.parent / "docs" / "monitoring"
 
 
 def test_every_query_of_the_dashboard_and_the_alerts_names_metrics_that_exist() -> None:
-    suffixes = {Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
-    exported = {metric.name + suffix for metric in METRICS for suffix in suffixes.get(metric.kind, ("",))}
+    suffixes = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}
+    families = Telemetry().metrics.collect()
+    exported = {
+        family.name.removeprefix("lockstep_") + suffix
+        for family in families
+        for suffix in suffixes.get(family.type, ("",))
+    }
     dashboard = json.loads((MONITORING / "grafana.json").read_text())
     [group] = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
     # Above the dashboard stands where the names come from, with the prefix that they have there.
@@ -24,6 +29,6 @@ def test_every_query_of_the_dashboard_and_the_alerts_names_metrics_that_exist() 
         variable["query"] for variable in dashboard["templating"]["list"] if "label_values" in variable["query"]
     ]
     for query in [*queries, *(rule["expr"] for rule in group["rules"])]:
-        asked = re.findall(rf"(?:\$\{{prefix\}}|\(ray_\)\?{PREFIX})([a-z0-9_]+)", query)
+        asked = re.findall(r"(?:\$\{prefix\}|\(ray_\)\?lockstep_)([a-z0-9_]+)", query)
         assert asked, query
         assert set(asked) <= exported, query

@@ -210,7 +210,7 @@ def test_what_needs_no_body_is_answered_as_the_document_says(url: str) -> None:
             if "requestBody" not in described and path not in ENDLESS:
                 for value in ("resp_none", "a%2Fb", "é" * 300):
                     url_path = re.sub(r"{\w+}", value, path)
-                    for query in ("", "?stream=true", "?stream=x&starting_after=-5", "?" + "a=b&" * 100):
+                    for query in ("", "?" + "a=b&" * 100):
                         check_answer(http.request(method, url_path + query), path, method)
 
 

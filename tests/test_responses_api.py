@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from pathlib import Path
@@ -14,15 +13,12 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from cluster.http.active import ActiveRequests
-from cluster.http.context import RequestContext
 from cluster.http.keys import KeyRing
 from cluster.openai.responses.response_objects import ReasoningSettings
 from cluster.openai.responses.response_objects import Response as OwnResponse
 from cluster.openai.responses.response_store import ResponseStore, StoredResponse, StoreLimits
 from cluster.openai.responses.response_turns import input_items, turns
 from cluster.openai.responses.response_writer import ResponseBuilder
-from cluster.openai.responses.responses import ResponsesServing
 from cluster.requests.job import PromptTokensDetails, Usage
 from cluster.serve.ingress import create_app
 from cluster.text.conversation import Call, Turn
@@ -159,8 +155,6 @@ def test_a_conversation_goes_on_from_what_is_kept(run: Run) -> None:
         assert "Be kind." in texts[0]
         assert "Be kind." not in texts[1]
         assert texts[1].index("hi") < texts[1].index(REPLY) < texts[1].index("And now?")
-        listed = (await stack.http.get(f"/v1/responses/{second['id']}/input_items")).json()
-        assert [item["role"] for item in listed["data"]] == ["user", "assistant", "user"]
 
     run(scenario)
 
@@ -257,8 +251,8 @@ def test_no_client_gets_at_anothers_response(run: Run, tmp_path: Path) -> None:
             body = {"model": MODEL, "input": "hi"}
             made = (await http.post("/v1/responses", json=body, headers=alice)).json()
             path = f"/v1/responses/{made['id']}"
-            for method, tail in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
-                error_of(await http.request(method, path + tail, headers=bob), 404, "response_not_found")
+            for method in ("GET", "DELETE"):
+                error_of(await http.request(method, path, headers=bob), 404, "response_not_found")
             follow = await http.post("/v1/responses", json={**body, "previous_response_id": made["id"]}, headers=bob)
             error_of(follow, 404, "previous_response_not_found")
             assert (await http.get(path, headers=alice)).json() == made
@@ -266,94 +260,26 @@ def test_no_client_gets_at_anothers_response(run: Run, tmp_path: Path) -> None:
     run(scenario)
 
 
-# --- Background and cancelling ----------------------------------------------------------------------------------------
+# --- Ending early -----------------------------------------------------------------------------------------------------
 
 
-def test_a_background_response_is_made_without_a_reader(run: Run) -> None:
-    async def scenario(stack: Stack) -> None:
-        queued = (await create(stack, background=True)).json()
-        assert (queued["status"], queued["background"]) == ("queued", True)
-        path = f"/v1/responses/{queued['id']}"
-        while (body := (await stack.http.get(path)).json())["status"] in ("queued", "in_progress"):  # noqa: ASYNC110 -- polling is what a client does
-            await asyncio.sleep(0.005)
-        assert body["status"] == "completed"
-        assert Response.model_validate(body).output_text == REPLY
-
-    run(scenario, step_s=0.002)
-
-
-def test_a_background_stream_can_be_followed_from_any_event(run: Run) -> None:
-    async def scenario(stack: Stack) -> None:
-        events = sse_events((await create(stack, background=True, stream=True)).text)
-        assert [event["type"] for event in events[:3]] == [
-            "response.created",
-            "response.queued",
-            "response.in_progress",
-        ]
-        path = f"/v1/responses/{events[0]['response']['id']}?stream=true"
-        assert sse_events((await stack.http.get(path)).text) == events
-        rest = (await stack.http.get(f"{path}&starting_after=4")).text
-        assert json.loads(rest.split("\n")[1].removeprefix("data: "))["sequence_number"] == 5
-        after_the_last = await stack.http.get(f"{path}&starting_after={events[-1]['sequence_number']}")
-        assert (after_the_last.status_code, after_the_last.text) == (200, "")
-        assert after_the_last.headers["content-type"].startswith("text/event-stream")
-        error_of(await stack.http.get(f"{path}&starting_after=x"), 400, "invalid_value")
-
-    run(scenario)
-
-
-def test_what_ends_a_follower_does_not_end_the_background_response(run: Run) -> None:
-    async def scenario(stack: Stack) -> None:
-        body = json.dumps({"model": MODEL, "input": "hi", "background": True, "stream": True}).encode()
-        response = await ResponsesServing(stack.model, ActiveRequests()).create(body, RequestContext(request_id="r"))
-        assert b"response.failed" not in response.failure(RequestError("The client does not read its answer."))
-        events = sse_events(b"".join([chunk async for chunk in response.chunks]).decode())
-        assert events[-1]["type"] == "response.completed"
-
-    run(scenario)
-
-
-@pytest.mark.parametrize("fields", [{"background": True}, {"background": True, "stream": True}])
-def test_a_cancelled_response_frees_its_request(run: Run, fields: dict[str, Any]) -> None:
+def test_deleting_a_response_on_its_way_cancels_it_and_frees_its_request(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
         async with served(stack.model) as url, httpx.AsyncClient(base_url=url) as http:
-            body = {"model": MODEL, "input": "hi", **fields}
+            body = {"model": MODEL, "input": "hi", "stream": True}
             async with http.stream("POST", "/v1/responses", json=body) as reply:
                 lines = reply.aiter_lines()
-                first = [await anext(lines) for _ in range(2 if "stream" in fields else 1)][-1]
-                response = json.loads(first.removeprefix("data: "))
-                id_ = response.get("id") or response["response"]["id"]
-                await stack.until(lambda: len(stack.coordinator.requests) == 1)
-                cancelled = (await http.post(f"/v1/responses/{id_}/cancel")).json()
-                assert cancelled["status"] == "cancelled"
+                first = [await anext(lines) for _ in range(2)][-1]
+                path = f"/v1/responses/{json.loads(first.removeprefix('data: '))['response']['id']}"
+                assert (await http.get(path)).json()["status"] == "in_progress"
+                assert (await http.delete(path)).json()["deleted"]
                 rest = [line async for line in lines]
-            if "stream" in fields:
-                assert json.loads(rest[-2].removeprefix("data: "))["response"]["status"] == "cancelled"
+            assert json.loads(rest[-2].removeprefix("data: "))["response"]["status"] == "cancelled"
             await stack.until(lambda: stack.coordinator.aborted == [1])
-            again = await http.post(f"/v1/responses/{id_}/cancel")
-            assert again.json() == (await http.get(f"/v1/responses/{id_}")).json() == cancelled
+            error_of(await http.get(path), 404, "response_not_found")
             assert stack.engine.num_open == 0
 
     run(scenario, hang_after=3)
-
-
-@pytest.mark.parametrize(("timeout_s", "status"), [(10, "completed"), (0, "failed")])
-def test_a_stopping_server_waits_for_background_responses(run: Run, timeout_s: float, status: str) -> None:
-    async def scenario(stack: Stack) -> None:
-        requests = ActiveRequests()
-        app = create_app(stack.model, requests)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
-            body = {"model": MODEL, "input": "hi", "background": True}
-            made = (await http.post("/v1/responses", json=body)).json()
-            await stack.until(lambda: len(stack.coordinator.requests) == 1)
-            await requests.drain(timeout_s)
-            assert len(requests) == 0
-            requests.admit_again()
-            kept = (await http.get(f"/v1/responses/{made['id']}")).json()
-            assert kept["status"] == status
-            assert stack.engine.num_open == 0
-
-    run(scenario, step_s=0.02)
 
 
 def test_a_client_that_goes_away_leaves_a_cancelled_response(run: Run) -> None:
@@ -380,7 +306,6 @@ def own_response(id_: str = "resp_1") -> OwnResponse:
         id=id_,
         created_at=0,
         status="in_progress",
-        background=False,
         instructions=None,
         max_output_tokens=None,
         metadata={},
@@ -420,40 +345,6 @@ def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
         ("weather", '{"city":"Rome"}'),
         ("time", "{}"),
     ]
-
-
-# --- Input items ------------------------------------------------------------------------------------------------------
-
-
-def test_input_items_have_ids_of_their_own_that_stay_and_come_in_pages(run: Run) -> None:
-    async def scenario(stack: Stack) -> None:
-        given = [{"role": "user", "content": f"{i}", "id": None} for i in range(4)]
-        given.append({"type": "message", "role": "user", "content": "mine", "id": "msg_mine"})
-        first = (await create(stack, input=given)).json()
-        second = (await create(stack, input="more", previous_response_id=first["id"])).json()
-
-        async def items(response: Any, **query: Any) -> Any:
-            return (await stack.http.get(f"/v1/responses/{response['id']}/input_items", params=query)).json()
-
-        whole = await items(first, order="asc")
-        ids = [item["id"] for item in whole["data"]]
-        assert ids[4] == "msg_mine"
-        assert len(set(ids)) == 5
-        assert all(id_.startswith("msg_") for id_ in ids)
-        assert {item["type"] for item in whole["data"]} == {"message"}
-        assert (whole["first_id"], whole["last_id"], whole["has_more"]) == (ids[0], ids[4], False)
-        # The next response has them by the same names.
-        assert [item["id"] for item in (await items(second, order="asc"))["data"]][:5] == ids
-        page = await items(first, limit=2)
-        assert ([item["id"] for item in page["data"]], page["has_more"]) == (ids[:2:-1], True)
-        page = await items(first, limit=3, after=page["last_id"])
-        assert ([item["id"] for item in page["data"]], page["has_more"]) == (ids[2::-1], False)
-        last = await items(first, after=page["last_id"])
-        assert (last["data"], last["first_id"], last["has_more"]) == ([], None, False)
-        for query, param in (({"limit": "0"}, "limit"), ({"order": "up"}, "order"), ({"after": "x"}, "after")):
-            assert (await items(first, **query))["error"]["param"] == param
-
-    run(scenario)
 
 
 # --- The store --------------------------------------------------------------------------------------------------------
@@ -531,20 +422,14 @@ def test_the_openai_package_works_unmodified(run: Run) -> None:
                 final = await stream.get_final_response()
             assert final.output_text == REPLY
             assert (await client.responses.retrieve(final.id)).output_text == REPLY
-            items = [item async for item in client.responses.input_items.list(final.id)]
-            assert [item.id.startswith("msg_") for item in items] == [True]
             counted = await client.responses.input_tokens.count(model=MODEL, input="hi")
             assert counted.input_tokens == whole.usage.input_tokens
             counted = await client.responses.input_tokens.count(previous_response_id=final.id)
             assert counted.input_tokens > whole.usage.input_tokens
-            with pytest.raises(openai.BadRequestError, match="completed"):
-                await client.responses.cancel(final.id)
             await client.responses.delete(final.id)
             with pytest.raises(openai.NotFoundError):
                 await client.responses.retrieve(final.id)
-            stack.coordinator.step_s = 0.5
-            background = await client.responses.create(model=MODEL, input="hi", background=True)
-            for _ in range(2):  # again, it changes nothing
-                assert (await client.responses.cancel(background.id)).status == "cancelled"
+            with pytest.raises(openai.BadRequestError, match="background is not supported"):
+                await client.responses.create(model=MODEL, input="hi", background=True)
 
     run(scenario, step_s=0.002)

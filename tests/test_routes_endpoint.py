@@ -87,26 +87,6 @@ def test_a_conversation_goes_on_from_the_last_response(client: openai.OpenAI, en
     assert second.output_text == chat.choices[0].message.content
 
 
-def test_a_background_response_is_polled_and_another_cancelled(client: openai.OpenAI, endpoint: Endpoint) -> None:
-    made = client.responses.create(
-        model=endpoint.model, input=FRANCE, temperature=0, max_output_tokens=8, background=True
-    )
-    assert made.status == "queued"
-    while (made := client.responses.retrieve(made.id)).status in ("queued", "in_progress"):
-        pass
-    assert made.status in ("completed", "incomplete")
-    assert made.output_text
-    long = client.responses.create(
-        model=endpoint.model,
-        input=FRANCE,
-        max_output_tokens=4000,
-        background=True,
-        extra_body={"ignore_eos": True},
-    )
-    assert client.responses.cancel(long.id).status == "cancelled"
-    endpoint.wait_idle()
-
-
 @pytest.mark.slow
 def test_a_response_is_parsed_into_a_model_and_calls_a_function(client: openai.OpenAI, endpoint: Endpoint) -> None:
     parsed = client.responses.parse(

@@ -139,7 +139,7 @@ class TinyEngine:
         """Raises unless the engine serves, and holds nothing of requests that have ended."""
         assert self.coordinator.failure is None, self.coordinator.failure
         deadline = time.monotonic() + 20
-        # Asked at once, and again: a background response may begin at any moment.
+        # The coordinator may learn of an abort only after its client has the answer.
         while self.coordinator.inspect(lambda it: it.has_work or it.stats().num_owned_pages > 0):
             assert time.monotonic() < deadline, "requests, or their pages, were left behind"
             time.sleep(0.001)

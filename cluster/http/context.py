@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import hmac
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from urllib.parse import parse_qsl
 
 from starlette.types import Scope
 
-from configs.errors import RequestError
-
 _SCOPE_KEY = "lockstep.request"
-_MAX_QUERY = 64
 
 
 class Role(StrEnum):
@@ -33,10 +29,6 @@ class Role(StrEnum):
 class Meter:
     """Counts what one request uses against its client's quota. This class is for clients without limits: it counts
     nothing."""
-
-    def keep(self) -> Callable[[], None]:
-        """Counts work that outlives the request as one more request at once, until the returned function is called."""
-        return lambda: None
 
     def begin(self, num_sequences: int, num_tokens: int) -> None:
         """Counts the sequences that the request runs (prompts times choices) until it ends, and its prompts' tokens.
@@ -64,8 +56,6 @@ class RequestContext:
     """Secret of the client in this process; empty where no keys are asked for."""
     path_params: Mapping[str, str] = field(default_factory=dict)
     """Values of what the route's path leaves open; known to its handler."""
-    query: Mapping[str, str] = field(default_factory=dict)
-    """Parameters by name; of one that comes more than once, the last."""
     arrived_s: float = field(default_factory=time.monotonic, compare=False)
     """When its headers were there."""
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -106,18 +96,7 @@ def serving(scope: Scope, context: RequestContext) -> Iterator[None]:
         _current.reset(token)
 
 
-def with_url(context: RequestContext, scope: Scope) -> RequestContext:
-    """`context` with what a routed request's URL says. Raises RequestError for a query of too many parameters."""
-    try:
-        fields = parse_qsl(
-            scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_QUERY
-        )
-    except ValueError:
-        raise RequestError(f"The query has more than {_MAX_QUERY} parameters.") from None
-    return replace(context, path_params=scope.get("path_params", {}), query=dict(fields))
-
-
-def request_context(scope: Scope) -> RequestContext:
-    """The request of an ASGI scope that has passed the guard."""
+def routed_context(scope: Scope) -> RequestContext:
+    """The request of an ASGI scope that has passed the guard and the router, with the values of its path."""
     context: RequestContext = scope[_SCOPE_KEY]
-    return context
+    return replace(context, path_params=scope.get("path_params", {}))

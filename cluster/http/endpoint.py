@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.http.active import ActiveRequests
 from cluster.http.body import ClientDisconnect, read_body
-from cluster.http.context import RequestContext, request_context, with_url
+from cluster.http.context import RequestContext, routed_context
 from cluster.http.delivery import Delivery
 from cluster.http.http_errors import as_request_error
 from cluster.http.response import HttpResponse, LoopTurns
@@ -44,7 +44,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.active.check_admits()
-        context = with_url(request_context(scope), scope)
+        context = routed_context(scope)
         try:
             body = await read_body(scope, receive, self.server)
         except ClientDisconnect:

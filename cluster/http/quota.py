@@ -36,14 +36,6 @@ class _KeyMeter(Meter):
     held: int = 1
     """Sequences that the request counts in `used.running`."""
 
-    def keep(self) -> Callable[[], None]:
-        self.used.running += 1
-
-        def release() -> None:
-            self.used.running -= 1
-
-        return release
-
     def begin(self, num_sequences: int, num_tokens: int) -> None:
         more, most = num_sequences - self.held, self.key.concurrency
         if most is not None and num_sequences > most:

@@ -276,6 +276,11 @@ class SchedulerStats:
     admitted_tokens_per_s: float = 0.0
     """Waiting tokens that were admitted each second lately, over ten to twenty seconds."""
 
+    @property
+    def prefix_hit_ratio(self) -> float:
+        """Share of all prompt tokens since the start that the prefix cache held."""
+        return self.total_prefix_hit_tokens / max(self.total_prompt_tokens, 1)
+
 
 Running = Literal["continue", "finish", "recompute"]
 """The fate of requests that run when the weights change. continue: they go on with the keys and values that they have.

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterable
 from typing import Any
 
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.samples import Sample
 from ray.serve import metrics as ray_metrics
 
-from cluster.observability.metrics import Metrics
-from cluster.observability.table import METRICS, Kind, Metric
+from cluster.observability.metrics import Distribution, Metrics
 
 _VALUES_INTERVAL_S = 1.0
 _MAX_VALUES_AT_ONCE = 20
@@ -25,45 +27,42 @@ class RayExport:
     def __init__(self, metrics: Metrics, model_name: str) -> None:
         self._metrics = metrics
         self._model_name = model_name
-        # Any: instruments of three classes without a common one.
-        self._instruments: dict[Metric, Any] = {metric: self._make(metric) for metric in METRICS}
-        self._exported: dict[tuple[Metric, tuple[str, ...]], float] = {}
+        self._instruments: dict[str, Any] = {}  # Any: three classes without a common one
+        self._exported: dict[tuple[str, ...], float] = {}
         self._values_at = 0.0
 
     def flush(self) -> None:
         """Takes what came since the last call; to be called some ten times a second."""
-        for metric, distribution in self._metrics.distributions.items():
-            values, distribution.pending = distribution.pending, []
-            if len(values) > _MAX_VALUES_AT_ONCE:
-                values = random.sample(values, _MAX_VALUES_AT_ONCE)
-            for value in values:
-                self._instruments[metric].observe(value)
         now = time.monotonic()
-        if now - self._values_at >= _VALUES_INTERVAL_S:
+        if is_due := now - self._values_at >= _VALUES_INTERVAL_S:
             self._values_at = now
-            for metric, by_label in self._metrics.values.items():
-                for labels, value in by_label.items():
-                    self._export(metric, labels, value)
+        for metric in self._metrics.declared:
+            if isinstance(metric, Distribution):
+                [family] = metric.describe()
+                instrument = self._instrument(family, family.name, (), boundaries=metric.bounds.tolist())
+                for value in random.sample(metric.pending, min(len(metric.pending), _MAX_VALUES_AT_ONCE)):
+                    instrument.observe(value)
+                metric.pending.clear()
+            elif is_due:
+                [family] = metric.collect()
+                for sample in family.samples:
+                    self._export(family, sample)
 
-    def _export(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
-        tags = dict(zip(metric.labels, labels, strict=True))
-        if metric.kind is Kind.GAUGE:
-            self._instruments[metric].set(value, tags=tags)
-            return
-        grown = value - self._exported.get((metric, labels), 0.0)
-        if grown > 0:
-            self._exported[metric, labels] = value
-            self._instruments[metric].inc(grown, tags=tags)
+    def _export(self, family: Family, sample: Sample) -> None:
+        if family.type == "gauge":
+            self._instrument(family, sample.name, sample.labels).set(sample.value, tags=sample.labels)
+        elif sample.name.endswith("_total"):  # prometheus_client tells besides when the counter was made
+            key = (sample.name, *sample.labels.values())
+            grown = sample.value - self._exported.get(key, 0.0)
+            if grown > 0:
+                self._exported[key] = sample.value
+                self._instrument(family, sample.name, sample.labels).inc(grown, tags=sample.labels)
 
-    def _make(self, metric: Metric) -> Any:
-        made: Any
-        tag_keys: Any = ("model_name", *metric.labels)  # Ray's annotation says a tuple of one
-        if metric.kind is Kind.HISTOGRAM:
-            made = ray_metrics.Histogram(
-                metric.full_name, metric.help, boundaries=list(metric.buckets), tag_keys=tag_keys
-            )
-        else:
-            make = ray_metrics.Counter if metric.kind is Kind.COUNTER else ray_metrics.Gauge
-            made = make(metric.full_name, metric.help, tag_keys=tag_keys)
-        made.set_default_tags({"model_name": self._model_name})
-        return made
+    def _instrument(self, family: Family, name: str, labels: Iterable[str], **more: Any) -> Any:
+        """Ray's metric of that name, made for its first sample, which tells its labels."""
+        if name not in self._instruments:
+            kinds = {"counter": ray_metrics.Counter, "gauge": ray_metrics.Gauge, "histogram": ray_metrics.Histogram}
+            made: Any = kinds[family.type](name, family.documentation, tag_keys=("model_name", *labels), **more)
+            made.set_default_tags({"model_name": self._model_name})
+            self._instruments[name] = made
+        return self._instruments[name]

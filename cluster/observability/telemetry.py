@@ -9,11 +9,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
-from cluster.messages.engine import EngineStats, FinishReason
+from prometheus_client import generate_latest
+
+from cluster.messages.engine import EngineStats
 from cluster.messages.state import EngineLife, EngineState
-from cluster.observability import prometheus, table
 from cluster.observability.board import StatsBoard, StepCounts
 from cluster.observability.metrics import Metrics
 from cluster.observability.record import Identity, RequestRecord
@@ -24,7 +25,6 @@ from configs.errors import RequestError
 logger = logging.getLogger(__name__)
 
 _LINE_INTERVAL_S = 10.0
-_MAX_INTERVALS = 8192
 _MAX_PAUSES = 256
 
 
@@ -33,21 +33,18 @@ class Telemetry:
 
     def __init__(self, identity: Identity | None = None, life: EngineLife | None = None) -> None:
         """`life`: the one that whoever drains the replica holds too. None: one of its own."""
-        self.identity = identity or Identity()
         self.life = life or EngineLife()
         """The engine's state, as its users see it."""
         self.board = StatsBoard()
-        self.metrics = Metrics()
+        self.metrics = Metrics(identity or Identity(), self.board, self.life)
         self.recent = RecentRequests()
         self.export: Callable[[], None] | None = None
         """Called after each report of the engine: hands the metrics to someone else."""
         self.tracer: RequestTracer | None = None
         """Makes spans of requests, where somebody takes them."""
-        self._intervals: list[float] = []
         self.pauses: deque[tuple[float, float]] = deque(maxlen=_MAX_PAUSES)
         """(begin, end) of the last times in which ranks were exchanged and requests waited; CLOCK_MONOTONIC."""
         self._paused_s: float | None = None  # since when; None: they do not wait
-        self._config: dict[str, str] = {}  # by label of table.CONFIG
         self._line_at = time.monotonic()
         self._line_totals = StepCounts()
 
@@ -58,33 +55,23 @@ class Telemetry:
         steps = self.board.update(stats)
         self.life.follow(stats.state)
         self._follow_pauses(stats)
-        if stats.devices and self._config:
-            version = "" if stats.weights is None else stats.weights.version
-            self._set_config(tensor_parallel_size=str(len(stats.devices)), weights_version=version)
-        metrics = self.metrics
-        if len(steps):
-            metrics.observe(table.STEP_TIME, steps["duration_s"])
-            metrics.observe(table.STEP_GAP, steps["gap_s"])
-            metrics.observe(table.STEP_TOKENS, steps["num_prefill_tokens"] + steps["num_decodes"])
+        self.metrics.report(stats, steps)
         if self.export is not None:
-            self._refresh()
             self.export()
         self._log_engine(stats)
 
     def intervals(self, seconds: Sequence[float]) -> None:
         """Times between tokens of sequences, as a step brought them."""
-        self._intervals += seconds
-        if len(self._intervals) > _MAX_INTERVALS:
-            self._count_intervals()
+        self.metrics.itl.add(seconds)
 
     def first_token(self, ttft_s: float) -> None:
         """An answer began."""
-        self.metrics.observe(table.TTFT, ttft_s)
+        self.metrics.ttft.add(ttft_s)
         self.board.first_token(ttft_s)
 
     def finished(self, record: RequestRecord) -> None:
         """A request ended, however it did."""
-        self._count(record)
+        self.metrics.finished(record)
         self.recent.keep(record)
         pauses = self.pauses_between(record.context.arrived_s, record.ended_s)
         _log_request(record, sum(end - begin for begin, end in pauses))
@@ -93,7 +80,7 @@ class Telemetry:
 
     def refused(self, error: RequestError) -> None:
         """A request got an error instead of an answer, or in the midst of it."""
-        self.metrics.add(table.REFUSED, 1, error.code, str(error.status))
+        self.metrics.refused.labels(error.code, error.status).inc()
 
     def started(self, phases: dict[str, float], *, peak_flops: float, peak_bandwidth: float, **config: object) -> None:
         """The replica is ready.
@@ -102,14 +89,10 @@ class Telemetry:
             phases: seconds by phase of the start.
             peak_flops: per second, that all ranks together were measured to do.
             peak_bandwidth: bytes per second that they were measured to read and write in memory.
-            config: a value for each label of `table.CONFIG`.
+            config: a value for each label in `metrics.CONFIG`.
         """
         self.board.peak_flops, self.board.peak_bandwidth = peak_flops, peak_bandwidth
-        self.metrics.set(table.PEAK_FLOPS, peak_flops)
-        self.metrics.set(table.PEAK_BANDWIDTH, peak_bandwidth)
-        for phase, seconds in phases.items():
-            self.metrics.set(table.STARTUP, seconds, phase.replace(" ", "_"))
-        self._set_config(**{label: str(config[label]) for label in table.CONFIG.labels})
+        self.metrics.started(phases, config)
 
     def pauses_between(self, begin_s: float, end_s: float) -> list[tuple[float, float]]:
         """The parts of `pauses` in a time."""
@@ -125,8 +108,7 @@ class Telemetry:
 
     def prometheus(self) -> bytes:
         """The metrics as Prometheus scrapes them."""
-        self._refresh()
-        return prometheus.exposition(self.metrics, asdict(self.identity))
+        return generate_latest(self.metrics)
 
     def _follow_pauses(self, stats: EngineStats) -> None:
         if stats.state is EngineState.REBUILDING:
@@ -134,71 +116,6 @@ class Telemetry:
         elif self._paused_s is not None:
             self.pauses.append((self._paused_s, stats.time_s))
             self._paused_s = None
-
-    def _set_config(self, **changes: str) -> None:
-        if changes.items() <= self._config.items():
-            return
-        if self._config:
-            self.metrics.set(table.CONFIG, 0, *(self._config[label] for label in table.CONFIG.labels))
-        self._config |= changes
-        self.metrics.set(table.CONFIG, 1, *(self._config[label] for label in table.CONFIG.labels))
-
-    def _count_intervals(self) -> None:
-        if self._intervals:
-            self.metrics.observe(table.ITL, self._intervals)
-            self._intervals.clear()
-
-    def _refresh(self) -> None:
-        """Brings what is kept elsewhere into the metrics."""
-        self._count_intervals()
-        board, metrics = self.board, self.metrics
-        stats, totals = board.latest, board.totals
-        metrics.set(table.REPORT_AGE, board.age_s)
-        for state in EngineState:
-            metrics.set(table.STATE, state is self.life.state, state)
-        if stats is None:
-            return
-        scheduler = stats.scheduler
-        metrics.set(table.STEPS, totals.num_steps)
-        metrics.set(table.PREFILL_TOKENS, totals.num_prefill_tokens)
-        metrics.set(table.GENERATION_TOKENS, totals.num_generated_tokens)
-        metrics.set(table.MODEL_FLOPS, totals.flops)
-        metrics.set(table.READ_BYTES, totals.read_bytes)
-        metrics.set(table.PREFIX_QUERIES, scheduler.total_prompt_tokens)
-        metrics.set(table.PREFIX_HITS, scheduler.total_prefix_hit_tokens)
-        metrics.set(table.PREFIX_HIT_RATIO, scheduler.total_prefix_hit_tokens / max(scheduler.total_prompt_tokens, 1))
-        metrics.set(table.PREEMPTIONS, scheduler.total_preemptions)
-        metrics.set(table.DRAFT_TOKENS, scheduler.total_drafted)
-        metrics.set(table.ACCEPTED_TOKENS, scheduler.total_accepted)
-        metrics.set(table.RUNNING, scheduler.num_running)
-        metrics.set(table.WAITING, scheduler.num_waiting)
-        metrics.set(table.WAITING_TOKENS, scheduler.num_waiting_tokens)
-        metrics.set(table.KV_USAGE, board.kv_usage)
-        metrics.set(table.KV_PAGES, scheduler.num_free_pages, "free")
-        metrics.set(table.KV_PAGES, scheduler.num_cached_pages, "cached")
-        metrics.set(table.KV_PAGES, scheduler.num_owned_pages, "owned")
-        metrics.set(table.STEP_AGE, stats.step_age_s)
-        metrics.set(table.REBUILDS, stats.num_rebuilds)
-        for rank, age in enumerate(stats.heartbeat_age_s):
-            metrics.set(table.HEARTBEAT_AGE, age, str(rank))
-
-    def _count(self, record: RequestRecord) -> None:
-        metrics = self.metrics
-        for reason in record.finish_reasons:
-            metrics.add(table.FINISHED, 1, reason)
-        metrics.add(table.ABORTED, record.finish_reasons.count(FinishReason.ABORT))
-        if record.first_token_s is None:
-            return  # refused, or left while it waited: it says nothing of how long answers take
-        metrics.add(table.PROMPT_TOKENS, record.num_prompt_tokens)
-        metrics.observe(table.REQUEST_PROMPT_TOKENS, record.num_prompt_tokens)
-        metrics.observe(table.REQUEST_GENERATION_TOKENS, record.num_generated_tokens)
-        metrics.observe(table.E2E, record.e2e_s)
-        metrics.observe(table.DECODE_TIME, record.ended_s - record.first_token_s)
-        if record.tpot_s is not None:
-            metrics.observe(table.TPOT, record.tpot_s)
-        if record.prefilled is not None:
-            metrics.observe(table.QUEUE_TIME, record.prefilled.queue_s)
-            metrics.observe(table.PREFILL_TIME, record.prefilled.prefill_s)
 
     def _log_engine(self, stats: EngineStats) -> None:
         """A line every ten seconds in which there were steps."""
@@ -218,7 +135,7 @@ class Telemetry:
             "generated_tok_s": round(steps.num_generated_tokens / seconds, 1),
             "prefill_tok_s": round(steps.num_prefill_tokens / seconds, 1),
             "step_ms": round(1e3 * steps.step_s / steps.num_steps, 2),
-            "prefix_hit_ratio": round(self.metrics.value(table.PREFIX_HIT_RATIO), 3),
+            "prefix_hit_ratio": round(scheduler.prefix_hit_ratio, 3),
             "preemptions": scheduler.total_preemptions,
         }
         if (utilisation := self.board.utilisation(steps)) is not None:

@@ -12,7 +12,7 @@ import msgspec
 from cluster.openai.wire import TokenLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 # --- Output items -----------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Response(msgspec.Struct, kw_only=True):
     """Unix time, seconds."""
     status: Status
     completed_at: int | None = None
-    background: bool
+    background: Literal[False] = False
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
@@ -151,16 +151,6 @@ class InputTokens(msgspec.Struct):
     object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
-class ItemList(msgspec.Struct, kw_only=True):
-    """The items a response was made from."""
-
-    object: Literal["list"] = "list"
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 # --- Events -----------------------------------------------------------------------------------------------------------
 
 
@@ -171,10 +161,6 @@ class _Event(msgspec.Struct, tag_field="type", kw_only=True):
 
 class _Lifecycle(_Event, kw_only=True):
     response: Response
-
-
-class ResponseQueued(_Lifecycle, tag="response.queued"):
-    """A background response waits."""
 
 
 class ResponseCreated(_Lifecycle, tag="response.created"):
@@ -253,8 +239,7 @@ class FunctionCallArgumentsDone(_InnerEvent, tag="response.function_call_argumen
 
 
 StreamEvent = (
-    ResponseQueued
-    | ResponseCreated
+    ResponseCreated
     | ResponseInProgress
     | ResponseCompleted
     | ResponseIncomplete

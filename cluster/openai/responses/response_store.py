@@ -5,7 +5,6 @@ A response lives in the replica that made it, and ends with it.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from cluster.openai.responses.event_log import EventLog
 from cluster.openai.responses.response_writer import ResponseBuilder
 from cluster.requests.job import Run
 from configs.errors import OverloadedError, RequestError
@@ -30,11 +28,8 @@ class StoredResponse:
     """The conversation it answers, earlier turns included."""
     run: Run | None
     """While it is made."""
-    log: EventLog | None = None
-    """The events of a background stream."""
     num_bytes: int
     """Memory its conversation takes, about."""
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
     error: RequestError | None = None
     """The error that ended it, if one did."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ from cluster.structured.spec import GrammarSpec, object_grammar, schema_grammar
 from cluster.text.conversation import Call, Conversation, Role, TemplateOption, Turn
 from configs.errors import RequestError
 
-_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _BEGINS_TURN: Mapping[str, frozenset[str]] = {
     "reasoning": frozenset({"reasoning", "message", "function_call"}),
     "message": frozenset({"message", "function_call"}),
@@ -46,16 +44,10 @@ def text_grammar(request: ResponsesRequest) -> GrammarSpec | None:
 
 
 def input_items(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The input as items, each with its type and an id."""
+    """The input as items, each with its type."""
     if isinstance(given, str):
         given = [{"role": "user", "content": [{"type": "input_text", "text": given}]}]
-    return [_named({"type": "message", **item}) for item in given]
-
-
-def _named(item: dict[str, Any]) -> dict[str, Any]:
-    given_id = item.get("id")
-    named = given_id if isinstance(given_id, str) and given_id else f"{_ID_PREFIXES[item['type']]}_{uuid.uuid4().hex}"
-    return {**item, "id": named}
+    return [{"type": "message", **item} for item in given]
 
 
 def turns(items: Sequence[Mapping[str, Any]], instructions: str | None, num_earlier: int = 0) -> list[Turn]:

@@ -56,17 +56,9 @@ class ResponseBuilder(BlockBuilder):
         """Whether its first event has been made."""
         return self._next_number > 0
 
-    def queue(self) -> bytes:
-        """A background response that has not begun."""
-        self.response.status = "queued"
-        return self._event(objects.ResponseCreated, response=self.response) + self._event(
-            objects.ResponseQueued, response=self.response
-        )
-
     def begin(self) -> bytes:
         """The response is in progress."""
-        created = b"" if self.begun else self._event(objects.ResponseCreated, response=self.response)
-        self.response.status = "in_progress"
+        created = self._event(objects.ResponseCreated, response=self.response)
         return created + self._event(objects.ResponseInProgress, response=self.response)
 
     def tell(self, event: Event, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
@@ -206,13 +198,11 @@ class ResponseWriter(AnswerWriter):
         super().__init__(run)
         self._builder = builder
         self._tokenizer = tokenizer
-        self._begun = False
         self._reason = FinishReason.ABORT
         self._logprobs: list[TokenLogprob] = []  # for tokens whose text is yet to come
 
     def events(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
-        if not self._begun:
-            self._begun = True
+        if not self._builder.begun:
             yield self._builder.begin()
         sampling, tokenizer = self.run.job.sampling[0][0], self._tokenizer
         for delta in deltas:

@@ -1,26 +1,18 @@
-"""The routes below /v1/responses, from body to answer: create, look at, follow, cancel and forget a response.
-
-A response is made by one generator, whoever reads it: the client itself, streamed or whole, or, for one in the
-background, a task of its own that outlives the connection.
-"""
+"""The routes below /v1/responses, from body to answer: create, retrieve and delete a response, and count its input."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
-from cluster.http.http_errors import as_request_error, error_event
+from cluster.http.http_errors import as_request_error
 from cluster.http.response import HttpResponse
 from cluster.messages.engine import SamplingParams
 from cluster.openai.responses import response_objects as objects
-from cluster.openai.responses.event_log import EventLog
 from cluster.openai.responses.response_store import ResponseStore, StoredResponse
 from cluster.openai.responses.response_turns import conversation, input_items, text_grammar
 from cluster.openai.responses.response_writer import ResponseBuilder, ResponseWriter
@@ -37,26 +29,20 @@ from cluster.requests.answer import answer_parts, in_parts, json_response
 from cluster.requests.chat_run import chat_run
 from cluster.requests.fields import ignored_header
 from cluster.requests.job import JobOptions
-from cluster.requests.json_parts import gathered, long_list
+from cluster.requests.json_parts import gathered
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
 from configs.errors import RequestError
 
 _ID_PREFIX = "resp_"
-_LISTED_ITEMS = 20
-_MAX_LISTED_ITEMS = 100
-_CANCEL_TIMEOUT_S = 2.0
 
 
 class ResponsesServing:
     """Answers /v1/responses for one model."""
 
-    def __init__(self, model: ServedModel, requests: ActiveRequests) -> None:
-        """`requests`: where background responses are counted, so that a stopping server waits for them too."""
+    def __init__(self, model: ServedModel) -> None:
         self._model = model
-        self._requests = requests
         self._store = ResponseStore()
-        self._tasks: set[asyncio.Task[None]] = set()  # background responses; the event loop holds tasks weakly
 
     async def create(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/responses. Raises RequestError for a bad request."""
@@ -89,37 +75,14 @@ class ResponsesServing:
         builder = ResponseBuilder(_response(request, run.job.id, run.job.sampling[0][0], model.model_name))
         writer = ResponseWriter(run, builder, model.tokenizer)
         stored = StoredResponse(builder=builder, items=items, run=run, num_bytes=num_bytes)
-        if request.background:
-            self._store.put(context.client, stored)
-            chunks = self._in_background(stored, writer, context, streamed=bool(request.stream))
-        elif request.stream:
-            chunks = self._events(stored, writer, context, headers)
-        else:
-            chunks = self._whole(stored, writer, context, headers)
-        # A background response outlives whoever follows it, and what ends them.
-        failure = error_event if request.background else writer.failed
-        return HttpResponse(chunks, bool(request.stream), headers, failure)
+        make = self._events if request.stream else self._whole
+        return HttpResponse(make(stored, writer, context, headers), bool(request.stream), headers, writer.failed)
 
     async def retrieve(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """GET /v1/responses/{response_id}; with `stream=true`, the events of a background stream. Raises RequestError
-        (404) for a response that is not kept."""
+        """GET /v1/responses/{response_id}: the response as it is now. Raises RequestError (404) for a response that is
+        not kept."""
         stored = self._store.get(context.client, context.path_params["response_id"])
-        if context.query.get("stream", "false") != "true":
-            return HttpResponse(in_parts(stored.builder.encoded()), streamed=False)
-        if stored.log is None:
-            raise RequestError("Only a background response made with stream: true can be streamed.", param="stream")
-        after = context.query.get("starting_after", "-1")
-        if not after.removeprefix("-").isdecimal() or len(after) > 9:
-            raise RequestError("starting_after must be the number of an event.", param="starting_after")
-        return HttpResponse(stored.log.follow(max(int(after) + 1, 0)), streamed=True)
-
-    async def items(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """GET /v1/responses/{response_id}/input_items: what it was made from, a page at a time. Raises RequestError:
-        404 for a response that is not kept, 400 for a page that there is not."""
-        stored = self._store.get(context.client, context.path_params["response_id"])
-        listed, has_more = _page(stored.items, context.query)
-        first, last = (listed[0]["id"], listed[-1]["id"]) if listed else (None, None)
-        return json_response(objects.ItemList(data=long_list(listed), first_id=first, last_id=last, has_more=has_more))
+        return HttpResponse(in_parts(stored.builder.encoded()), streamed=False)
 
     async def input_tokens(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/responses/input_tokens: how many tokens the prompt of a response would have. Raises RequestError for
@@ -140,19 +103,6 @@ class ResponsesServing:
         chat = await model.threads.off_loop(num_bytes, check)
         count = objects.InputTokens(len(await model.encode_chat(chat, num_bytes, "count")))
         return json_response(count, ignored_header(ignored))
-
-    async def cancel(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /v1/responses/{response_id}/cancel: ends one that is on its way; again, it changes nothing. Raises
-        RequestError: 404 for a response that is not kept, 400 for one that has ended by itself."""
-        stored = self._store.get(context.client, context.path_params["response_id"])
-        status = stored.builder.response.status
-        if stored.builder.ended and status != "cancelled":
-            raise RequestError(f"Cannot cancel a response that is {status}.", param="response_id")
-        if stored.run is not None:
-            stored.run.abort()
-            with contextlib.suppress(TimeoutError):  # it ends with its reader, who may be slow
-                await asyncio.wait_for(stored.ended.wait(), _CANCEL_TIMEOUT_S)
-        return HttpResponse(in_parts(stored.builder.encoded()), streamed=False)
 
     async def delete(self, body: bytes, context: RequestContext) -> HttpResponse:
         """DELETE /v1/responses/{response_id}; one that is on its way is cancelled. Raises RequestError (404) for a
@@ -179,43 +129,6 @@ class ResponsesServing:
             raise RequestError("The previous response has not ended yet.", param="previous_response_id", status=409)
         return stored.conversation(), stored.num_bytes
 
-    def _in_background(
-        self, stored: StoredResponse, writer: ResponseWriter, context: RequestContext, *, streamed: bool
-    ) -> AsyncGenerator[bytes, None]:
-        queued = stored.builder.queue()
-        if streamed:
-            stored.log = EventLog()
-            stored.log.append(queued)
-        body = stored.builder.encoded()  # its state before it begins
-        task = asyncio.create_task(self._make(stored, writer, context))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        release = context.meter.keep()
-        task.add_done_callback(lambda _: release())
-        return in_parts(body) if stored.log is None else stored.log.follow()
-
-    async def _make(self, stored: StoredResponse, writer: ResponseWriter, context: RequestContext) -> None:
-        """Makes a background response to its end, whatever that is."""
-        log = stored.log
-        task = asyncio.current_task()
-        assert task is not None, "a coroutine runs in a task"
-        with self._requests.track(context, task) as request:
-            try:
-                async with aclosing(self._events(stored, writer, context, {})) as chunks:
-                    async for chunk in chunks:
-                        if log is not None:
-                            log.append(chunk)
-            except asyncio.CancelledError:
-                if request.error is None:
-                    raise
-                last = writer.failed(request.error)
-                if log is not None:
-                    log.append(last)
-            finally:
-                if log is not None:
-                    log.close()
-                    self._store.grow(context.client, stored, log.num_bytes)
-
     async def _whole(
         self, stored: StoredResponse, writer: ResponseWriter, context: RequestContext, headers: dict[str, str]
     ) -> AsyncGenerator[bytes, None]:
@@ -235,7 +148,7 @@ class ResponsesServing:
         has been yielded, and nobody was told that there is one."""
         builder = stored.builder
         try:
-            if builder.response.store and not builder.response.background:
+            if builder.response.store:
                 # Not before it starts: what never starts never ends, and would be kept for good.
                 self._store.put(context.client, stored)
             async with aclosing(answer_parts(writer, headers, streamed=True)) as chunks:
@@ -251,24 +164,7 @@ class ResponsesServing:
         finally:
             builder.abandon(writer.run.usage())  # unless it has ended, its reader went away
             stored.run = None
-            stored.ended.set()
             self._store.grow(context.client, stored, builder.num_bytes)
-
-
-def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> tuple[Sequence[dict[str, Any]], bool]:
-    """The items that a query asks for, and whether more follow. Raises RequestError with the parameter at fault."""
-    limit, order, after = query.get("limit", str(_LISTED_ITEMS)), query.get("order", "desc"), query.get("after")
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _MAX_LISTED_ITEMS):
-        raise RequestError(f"limit must be a number from 1 to {_MAX_LISTED_ITEMS}.", param="limit")
-    if order not in ("asc", "desc"):
-        raise RequestError("order must be asc or desc.", param="order")
-    ordered = items if order == "asc" else items[::-1]
-    if after is not None:
-        place = next((i for i, item in enumerate(ordered) if item["id"] == after), None)
-        if place is None:
-            raise RequestError(f"after: this response has no item {after[:100]!r}.", param="after")
-        ordered = ordered[place + 1 :]
-    return ordered[: int(limit)], len(ordered) > int(limit)
 
 
 def _response(request: ResponsesRequest, id_: str, sampling: SamplingParams, model_name: str) -> objects.Response:
@@ -281,7 +177,6 @@ def _response(request: ResponsesRequest, id_: str, sampling: SamplingParams, mod
         id=id_,
         created_at=int(time.time()),
         status="in_progress",
-        background=bool(request.background),
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
         max_tool_calls=request.max_tool_calls,

@@ -177,8 +177,6 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
     metadata: dict[str, str] | None = Field(None, max_length=_MAX_METADATA)
     store: bool | None = None
     """Keep the response for GET and `previous_response_id`; true unless false."""
-    background: bool | None = None
-    """Answer at once; the response is made meanwhile. Needs `store`."""
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -200,6 +198,7 @@ FIELDS = FieldPolicy(
     {
         **UNSUPPORTED,
         "access_programs": neutral(),
+        "background": neutral(False),
         "context_management": neutral([]),
         "conversation": neutral(),
         "image": neutral(),
@@ -224,8 +223,6 @@ def ignored_options(request: ResponsesRequest) -> list[str]:
 
 def check_options(request: ResponsesRequest) -> None:
     """Raises RequestError for values that only together, or only here, are wrong."""
-    if request.background and not request.kept:
-        raise RequestError("background needs store to be true.", param="background")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is only allowed with stream: true.", param="stream_options")
     for i, wanted in enumerate(request.include or ()):
