@@ -15,9 +15,9 @@ serve: setup
 	$(BIN)/python -m cluster serve $(CONFIG) $(ARGS)
 
 # Files are dealt to as many processes as there are cores; then what starts Ray or measures time has the machine to itself.
-# pytest exits with 5 where nothing is left to run, as with ARGS=tests/test_plan.py. REPORTS is a folder for JUnit files.
+# pytest exits with 5 where nothing is left to run, as with ARGS=tests/parallel/test_plan.py. REPORTS is a folder for JUnit files.
 ALONE := ray or timing
-ALONE_FILES := $(shell grep -lE 'mark\.(ray|timing)' tests/test_*.py)
+ALONE_FILES := $(shell grep -lE 'mark\.(ray|timing)' tests/*/test_*.py)
 report = $(if $(REPORTS),--junitxml=$(REPORTS)/$(1).xml)
 CPU := not gpu and not multi_gpu
 define run
@@ -32,7 +32,7 @@ test: setup
 test-all: setup
 	$(call run,slow and not exhaustive and $(CPU))
 
-# Sweeps, fuzzing, loads and the agent frameworks of tests/test_agents.py: too long for CI. Says when it last passed.
+# Sweeps, fuzzing, loads and the agent frameworks of tests/whole/test_agents.py: too long for CI. Says when it last passed.
 test-exhaustive: setup agents
 	@cat tests/exhaustive.txt
 	$(call run,exhaustive and $(CPU))

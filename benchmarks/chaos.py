@@ -38,7 +38,7 @@ from benchmarks.report import circumstances
 from cluster.serve.placement import NodeResources, uses_gpus
 from configs.load import load_app_config, parse_engine_config
 from configs.schema import EngineConfig
-from tests.served_group import ServedGroup, Streamed, served_config
+from tests.helpers.served_group import ServedGroup, Streamed, served_config
 
 _WORDS = "The lock of the canal holds water, the boat waits, and the keeper of the gate counts his steps. "
 _KINDS: list[dict[str, Any]] = [

@@ -26,7 +26,7 @@ from cluster.structured.guides import GrammarGuide, RequestGuides
 from cluster.structured.spec import GrammarKind, GrammarSpec, schema_grammar, text_grammar
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import OverloadedError, RequestError
-from tests.schemas import SchemaMaker
+from tests.helpers.schemas import SchemaMaker
 from worker.protocol import UInt32Array
 
 _GUIDES = (1, 16, 64)

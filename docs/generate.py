@@ -56,8 +56,8 @@ def _attention() -> str:
         "What `attention.backend`, `attention.prefill_backend` and `attention.decode_backend` take, and what it can. "
         "What one cannot serve is refused before anything starts, but for what only some builds of its package have. "
         "Each yes is held by a small model against transformers, in pages of 16 tokens and more and of one: in "
-        "`tests/test_attention_models.py`, and those of exact numerics in `tests/test_exact.py` and, on GPUs, "
-        "`tests/test_gpu_engine.py`.",
+        "`tests/whole/test_attention_models.py`, and those of exact numerics in `tests/whole/test_exact.py` and, on "
+        "GPUs, `tests/gpu/test_gpu_engine.py`.",
         "",
         "`auto` takes the first that has it all in every build and is installed (FlashInfer with `nvcc`, which "
         "compiles its kernels), in the order of their times, which `benchmarks.attention --times` wrote into "

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import fast_interpreter
+from tests.helpers import fast_interpreter
 
 if TYPE_CHECKING:
     import openai
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from cluster.text.tokenizer import Tokenizer
     from parallel.kept_memory import Keeper
-    from tests.rank_processes import Ranks
-    from tests.scripted_engine import Run
+    from tests.helpers.rank_processes import Ranks
+    from tests.helpers.scripted_engine import Run
 
 if not Path("/dev/nvidiactl").exists():
     # The Triton kernels run in its interpreter, on CPU tensors. Triton reads this when a kernel is defined.
@@ -113,7 +113,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def chains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the interpreter's products ascending chains, as a GPU's are."""
-    from tests.chain_dot import use_chain_dot
+    from tests.helpers.chain_dot import use_chain_dot
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         use_chain_dot(monkeypatch)
@@ -148,7 +148,7 @@ def small_logits(small_path: Path) -> Logits:
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint whose steps take a millisecond and whose requests, CONTEXT tokens long, take minutes."""
-    from tests.test_failure import write_tiny
+    from tests.whole.test_failure import write_tiny
 
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
@@ -158,7 +158,7 @@ def ranks() -> Iterator[Ranks]:
     """Processes for the ranks of a node's groups, one for each GPU or two on the CPU."""
     import torch
 
-    from tests.rank_processes import Ranks
+    from tests.helpers.rank_processes import Ranks
 
     pool = Ranks(min(torch.cuda.device_count(), 4) or 2)
     yield pool
@@ -209,7 +209,7 @@ def smollm2_logits(smollm2_path: Path) -> Logits:
 @pytest.fixture
 def run(smollm2: Tokenizer, tmp_path: Path) -> Run:
     """run(scenario, server=..., **script): a scenario against a scripted engine, without a model or Ray."""
-    from tests.scripted_engine import runner
+    from tests.helpers.scripted_engine import runner
 
     return runner(smollm2, tmp_path)
 

@@ -1,0 +1,237 @@
+"""Two CPU replicas of the example file: they come and go with the load, and keep each conversation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.cluster.test_cli import ROOT, Head, bare_head, is_ready
+from tests.whole.test_failure import processes
+
+__all__ = ["bare_head"]  # a fixture
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+
+EXAMPLE = ROOT / "configs" / "smollm2-135m-replicas.yaml"
+
+
+@contextmanager
+def serving(endpoint: Any, **settings: Any) -> Iterator[str]:
+    """The example beside the shared app, with some other settings; its URL."""
+    from ray import serve
+
+    from cluster.serve.app import build_app
+    from configs.load import load_app_config
+
+    args = {**load_app_config(EXAMPLE).engine.model_dump(), **settings}
+    serve.run(build_app(args), name="replicas", route_prefix="/replicas")
+    try:
+        yield f"{endpoint.url}/replicas"
+    finally:
+        serve.delete("replicas")
+
+
+@pytest.fixture(scope="module")
+def two_replicas(endpoint: Any) -> Iterator[str]:
+    """The URL of two replicas that both answer."""
+    with serving(endpoint, autoscaling_config=None, num_replicas=2) as url:
+        wait_for(lambda: num_replicas() == 2, 120, "two replicas")
+        time.sleep(2)  # HAProxy hears of the second one
+        yield url
+
+
+def num_replicas() -> int:
+    from ray import serve
+
+    states = serve.status().applications["replicas"].deployments["Engine"].replica_states
+    return states.get("RUNNING", 0)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Seconds until `condition` holds."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s, f"{what} did not come within {timeout_s:g} s"
+        time.sleep(0.2)
+    return time.monotonic() - began
+
+
+def chat(url: str, messages: list[dict[str, str]], session: str | None = None, max_tokens: int = 16) -> Any:
+    headers = {} if session is None else {"x-session-id": session}
+    body = {"model": "smollm2-135m-instruct", "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+    response = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=300)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.exhaustive
+def test_replicas_come_with_a_queue_and_go_with_it(endpoint: Any) -> None:
+    """One replica, a queue, two replicas, nothing to do, one replica."""
+    # Only the queue may ask for the second: the batch may be full.
+    quick = {
+        "max_replicas": 2,
+        "look_back_period_s": 12,
+        "upscale_delay_s": 0.5,
+        "downscale_delay_s": 3.0,
+        "aggregation_function": "max",
+        "policy": {"policy_kwargs": {"target_queued_tokens": 64, "target_running": 1.0}},
+    }
+    with serving(endpoint, autoscaling_config=quick) as url:
+        assert num_replicas() == 1
+        stop = threading.Event()
+
+        def load(worker: int) -> int:
+            answered = 0
+            while not stop.is_set():
+                chat(url, [{"role": "user", "content": f"Write about the number {worker}. Begin with it."}])
+                answered += 1
+            return answered
+
+        with ThreadPoolExecutor(12) as workers:
+            answers = [workers.submit(load, worker) for worker in range(12)]
+            try:
+                up_s = wait_for(lambda: num_replicas() == 2, 180, "the second replica")
+            finally:
+                stop.set()
+            # Nothing was lost on the way.
+            assert sum(answer.result() for answer in answers) > 0
+        down_s = wait_for(lambda: num_replicas() == 1, 180, "the end of the second replica")
+        print(f"1 -> 2 after {up_s:.0f} s, 2 -> 1 after {down_s:.0f} s")  # noqa: T201 -- for who runs it
+        chat(url, [{"role": "user", "content": "Are you there?"}])
+
+
+def test_the_turns_of_a_conversation_find_their_prefix(two_replicas: str) -> None:
+    url = two_replicas
+    system = "You are a patient teacher of arithmetic, geometry and logic who answers in one short sentence. " * 3
+
+    def talk(url: str, session: str) -> list[int]:
+        """Cached tokens of the second, third and fourth turn."""
+        # The session comes first: conversations share no page.
+        messages = [{"role": "system", "content": f"{session}. {system}"}, {"role": "user", "content": "Hello"}]
+        cached = []
+        for turn in range(4):
+            reply = chat(url, messages, session, max_tokens=8)
+            if turn:
+                cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+            messages += [reply["choices"][0]["message"], {"role": "user", "content": f"And {turn} plus {turn}?"}]
+            messages = [{"role": each["role"], "content": each["content"] or ""} for each in messages]
+        return cached
+
+    with_header = [talk(url, f"session-{i}") for i in range(6)]
+    found = [cached for turns in with_header for cached in turns]
+    # HAProxy lets no replica have many more requests than another.
+    lost = sum(cached == 0 for cached in found)
+    assert lost <= 1, with_header
+    assert all(cached == 0 or cached >= 48 for cached in found), with_header
+    replicas = set()
+    for _ in range(40):
+        text = httpx.get(f"{url}/metrics", timeout=30).text
+        replicas.add(text.split('replica="')[1].split('"')[0])
+    assert len(replicas) == 2, "requests without a session go to both"
+    print(f"turns without their prefix: {lost} of 18")  # noqa: T201
+
+
+def replica_pids() -> dict[str, int]:
+    """Process ids of the app's replicas, by name."""
+    import ray
+
+    names = [it["name"] for it in ray.util.list_named_actors(all_namespaces=True) if it["namespace"] == "serve"]
+    actors = {it: ray.get_actor(it, namespace="serve") for it in names if it.startswith("SERVE_REPLICA::replicas#")}
+    pids = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors.values()], timeout=60)
+    return dict(zip(actors, pids, strict=True))
+
+
+class Clients:
+    """Eight that chat without a pause, each in a conversation of its own, until `stop`."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self.answered = 0
+        self.lost: list[str] = []
+        self._pool = ThreadPoolExecutor(8)
+        self._running = [self._pool.submit(self._chat, index) for index in range(8)]
+
+    def _chat(self, index: int) -> None:
+        messages = [{"role": "user", "content": f"Write about the number {index}."}]
+        while not self._stop.is_set():
+            try:
+                chat(self._url, messages, f"client-{index}")
+                self.answered += 1
+            except (httpx.TransportError, AssertionError) as error:
+                self.lost.append(str(error))
+
+    def wait_for_more(self, count: int) -> None:
+        """Returns when `count` more are answered."""
+        end = self.answered + count
+        wait_for(lambda: self.answered >= end, 120, "more answers")
+
+    def stop(self) -> None:
+        self._stop.set()
+        for running in self._running:
+            running.result(60)
+        self._pool.shutdown()
+
+
+@pytest.mark.parametrize("who", ["replica", "coordinator"])
+def test_who_is_killed_beside_another_takes_no_more_than_what_it_was_answering(two_replicas: str, who: str) -> None:
+    clients = Clients(two_replicas)
+    clients.wait_for_more(16)
+    before = replica_pids()
+    # The newest coordinator is one of the two's.
+    os.kill(next(iter(before.values())) if who == "replica" else max(processes("Coordinator")), signal.SIGKILL)
+    clients.wait_for_more(32)  # by the other one
+    wait_for(lambda: len(replica_pids()) == 2 and replica_pids().keys() != before.keys(), 120, "another replica")
+    wait_for(lambda: num_replicas() == 2, 120, "its readiness")
+    clients.stop()
+    # Those that ask again at once meet the replica until it has ended.
+    assert len(clients.lost) <= (8 if who == "replica" else 24), clients.lost
+    print(f"{len(clients.lost)} of 8 that were under way are lost, {clients.answered} answered")  # noqa: T201
+
+
+def test_a_killed_controller_of_ray_serve_takes_nothing(two_replicas: str) -> None:
+    import ray
+
+    before = replica_pids()
+    clients = Clients(two_replicas)
+    clients.wait_for_more(8)
+    ray.kill(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve"), no_restart=False)
+    clients.wait_for_more(32)
+    wait_for(lambda: num_replicas() == 2, 60, "the controller")
+    clients.wait_for_more(16)
+    clients.stop()
+    assert not clients.lost
+    assert replica_pids() == before
+
+
+@pytest.mark.exhaustive
+def test_a_job_serves_the_example_on_a_cluster_that_has_not_our_code(
+    smollm2_path: Path, bare_head: Head, free_port: int
+) -> None:
+    """The dashboard finds none of our packages; the job brings them, and HAProxy, to the controller that it starts."""
+    head = bare_head
+    command = ["python", "-m", "cluster", "serve", str(EXAMPLE.relative_to(ROOT))]
+    port = ["--set", f"http_options.port={free_port}"]
+    head.job("submit", "--no-wait", "--working-dir", ".", "--", *command, *port)
+    url = f"http://127.0.0.1:{free_port}"
+    wait_for(lambda: is_ready(url), 300, "the endpoint's readiness")
+    chat(url, [{"role": "user", "content": "Hello"}], session="one")
+    listening = [it for it in psutil.net_connections("tcp") if it.status == psutil.CONN_LISTEN]
+    assert {psutil.Process(it.pid).name() for it in listening if it.laddr.port == free_port} == {"haproxy"}
+    details = httpx.get(f"{head.dashboard_url}/api/serve/applications/", timeout=30).json()
+    application = details["applications"]["smollm2-135m"]
+    assert application["source"] == "declarative"
+    config = application["deployments"]["Engine"]["deployment_config"]
+    assert config["autoscaling_config"]["max_replicas"] == 2
+    assert config["autoscaling_config"]["policy"]["policy_function"] == "cluster.serve.autoscaling:LoadPolicy"

@@ -1,0 +1,684 @@
+"""Every Triton kernel, compiled for an H200 on a machine that has none: the compiler takes less than the interpreter.
+
+pytest's own process may interpret kernels, so this file is also a script that compiles them. It calls the project's
+functions on CPU tensors, with a driver that only names the GPU to compile for, and launches nothing: signatures,
+constants and options are those that production has.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="a CPU install has no Triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction, KernelInterface
+
+from attention.forward_batch import NewTokenMask, PagedMetadata
+from attention.kernels import decode, exact
+from attention.kernels.extend import paged_extend
+from attention.kernels.flat_pages import flatten_pages
+from attention.kernels.latent_heads import head_products
+from attention.kernels.merge import merge_states
+from attention.kernels.packed_mask import pack_mask
+from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadata
+from attention.kv_pool import FP8
+from attention.layer import AttentionLayer
+from attention.step_metadata import StepTensors
+from parallel.collectives.group import TensorParallelGroup
+from parallel.kernels.all_reduce_norm import STATE_WORDS, Peers, all_reduce_add_norm, gather, look_up
+from parallel.kernels.tree_sum import sum_add_norm, sum_subtrees
+from parallel.numerics.fp8 import Fp8Matrix
+from parallel.numerics.kernels.chain_gemm import chain_gemm
+from parallel.numerics.kernels.fp8_gemm import fp8_gemm
+from parallel.numerics.kernels.fp8_groups import Groups
+from parallel.numerics.kernels.fp8_tile import plain
+from parallel.numerics.kernels.node_gemm import node_gemm
+from parallel.numerics.kernels.skinny_gemm import skinny_gemm
+from parallel.numerics.mxfp4 import Mxfp4Matrix
+from parallel.plan import Span
+from worker.kernels import grouped_experts, moe, routing
+from worker.kernels.activation import act_and_mul, act_and_mul_in_fp8
+from worker.kernels.norm import add_rms_norm, add_rms_norm_in_fp8, rms_norm
+from worker.kernels.rope import latent_norm_rope_store, qk_norm_rope_store
+from worker.protocol import RECORD_WORDS
+from worker.sampling.adjustments import RowAdjustments
+from worker.sampling.kernels import sampling
+from worker.sampling.kernels.adjustments import adjust_logits
+from worker.step.preparing import mark_compilations
+from worker.weights.uniform_kernel import fill
+
+ROOT = Path(__file__).resolve().parents[2]
+EPS = 1e-6
+SHARED_BYTES = 227 * 1024
+"""What a program may have on an H200."""
+NORMS = ("sum_add_norm_kernel", "all_reduce_add_norm_kernel", "reduce_norm_share_kernel", "_add_rms_norm_kernel")
+"""Kernels that add to the residual stream and norm."""
+ATTENTION_FEATURES: list[dict[str, Any]] = [
+    {"window": 4096},
+    {"softcap": 50.0},
+    {"chunk": 8192},
+    {"window": 128, "sinks": True},
+]
+
+pytestmark = pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="compiles kernels on Linux x86-64 only"
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    kernels: list[str]
+    """All that the project has."""
+    errors: dict[str, list[str]]
+    """By kernel that was compiled: what the compiler said of each specialisation that it did not take."""
+    reductions: dict[str, dict[str, list[str]]]
+    """By the block of a row, of the kernels that norm a sum: how the squares lie over the threads, and in which."""
+    fp8_widths: list[str]
+    """Inputs that a thread brings to an MMA from one place, of all exact products with weights in FP8."""
+    fp8_dots: list[str]
+    """The instructions and types that fast products with weights in FP8 are multiplied by."""
+    mxfp4_in_place: dict[str, bool]
+    """By kernel that makes bf16 of four bits for `mma.sync`: whether that is always where the instruction wants it."""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    path = tmp_path_factory.mktemp("kernels")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(path / "cache"), "PYTHONPATH": str(ROOT)}
+    script = subprocess.run(
+        [sys.executable, __file__, path / "report.json"], env=environment, capture_output=True, text=True, timeout=500
+    )
+    sys.stderr.write(script.stderr)  # the passes after the first say here what they do not take
+    assert script.returncode == 0, script.stderr
+    return Report(**json.loads((path / "report.json").read_text()))
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_an_h200(report: Report) -> None:
+    failed = {kernel: errors for kernel, errors in report.errors.items() if errors}
+    assert not failed, "\n".join(f"{kernel}, {len(said)} times:\n{said[0]}" for kernel, said in failed.items())
+
+
+@pytest.mark.slow
+def test_no_kernel_is_left_out(report: Report) -> None:
+    assert report.kernels
+    missing = set(report.kernels) - set(report.errors)
+    assert not missing, f"compile them too: let `_call_everything` launch {sorted(missing)}"
+
+
+@pytest.mark.slow
+def test_products_with_weights_in_fp8_add_in_the_order_of_plain_ones(report: Report) -> None:
+    assert report.fp8_widths == ["2"]
+
+
+@pytest.mark.slow
+def test_fast_products_with_weights_in_fp8_are_those_of_tensor_cores(report: Report) -> None:
+    """Blocks of 64 rows are multiplied in FP8 itself, fewer rows in fp16, which has all numbers of FP8."""
+    assert report.fp8_dots == ["mma.sync f16", "wgmma.mma_async e4m3"]
+
+
+@pytest.mark.slow
+def test_four_bits_become_bf16_in_the_registers_that_are_multiplied(report: Report) -> None:
+    """Otherwise they would go through shared memory once more, in four times the bytes."""
+    kernels = ("pair_experts._pair_", "grouped_experts._grouped_")
+    meant = {f"worker.kernels.{kernel}{product}_kernel" for kernel in kernels for product in ("gate_up", "down")}
+    assert report.mxfp4_in_place == dict.fromkeys(meant, True)
+
+
+@pytest.mark.slow
+def test_norms_of_one_sum_reduce_in_one_order(report: Report) -> None:
+    """So one rank, a gathered tree and one in other ranks' memory give a row the same bits."""
+    assert {"1024", "4096"} <= set(report.reductions)
+    for block, layouts in report.reductions.items():
+        assert len(layouts) == 1, f"rows of {block}: {layouts}"
+        [kernels] = layouts.values()
+        assert len(kernels) == len(NORMS) or block == "8192", kernels
+
+
+# The script.
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def _int32(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32)
+
+
+def _spans(*ends: tuple[int, int]) -> tuple[Span, ...]:
+    return tuple(Span(*each) for each in ends)
+
+
+def _int64(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int64)
+
+
+def _call_step_metadata(page_size: int) -> None:
+    num_rows, num_tokens, max_pages = 8, 96, 512
+    table = _int32(257, max_pages)
+    tensors = StepTensors(
+        input_ids=_int64(num_tokens),
+        positions=_int64(num_tokens),
+        out_cache_loc=_int64(num_tokens),
+        cache_seqlens=_int32(num_rows),
+        page_table=_int32(num_rows, max_pages),
+    )
+    inputs: dict[str, Any] = {
+        "rows": _int32(num_rows),
+        "starts": _int32(num_rows),
+        "cu_seqlens_q": _int32(num_rows + 1),
+        "token_ids": _int32(num_tokens),
+        "page_table": table,
+        "last_tokens": _int64(257, 1),
+        "page_size": page_size,
+        "max_seqlen_q": 64,
+    }
+    fill_step_metadata(**inputs, out=tensors)
+    windowed = replace(tensors, window_out_cache_loc=_int64(num_tokens), window_page_table=_int32(num_rows, max_pages))
+    fill_step_metadata(**inputs, out=windowed, places=_int32(1000))
+    fill_step_metadata(**inputs | {"last_tokens": _int64(257, 8)}, out=tensors, next_starts=_int32(257))
+    apply_page_deltas(table, _int32(3, 3))
+    paged = PagedMetadata(
+        cache_seqlens=tensors.cache_seqlens,
+        cu_seqlens_q=inputs["cu_seqlens_q"],
+        page_table=tensors.page_table,
+        max_seqlen_q=64,
+    )
+    for chunk in (None, 8192):
+        flatten_pages(paged, page_size, _int32(num_rows * max_pages), chunk)
+
+
+def _layer(head_dim: int, *, group: int = 4, sinks: bool = False, **features: Any) -> AttentionLayer:
+    return AttentionLayer(
+        layer_id=0,
+        tp_q_head_num=8 * group,
+        tp_k_head_num=8,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        sinks=torch.empty(8 * group) if sinks else None,
+        **features,
+    )
+
+
+def _attention_inputs(
+    layer: AttentionLayer,
+    num_tokens: int,
+    num_rows: int,
+    page_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedMetadata]:
+    """Queries, keys, values and where they are."""
+    qkv = torch.empty(num_tokens, (layer.tp_q_head_num + 2 * layer.tp_k_head_num) * layer.head_dim, dtype=dtype)
+    pages = torch.empty(3, page_size, layer.tp_k_head_num, layer.head_dim, dtype=kv_dtype or dtype)
+    paged = PagedMetadata(
+        cache_seqlens=_int32(num_rows),
+        cu_seqlens_q=_int32(num_rows + 1),
+        page_table=_int32(num_rows, 512),
+        max_seqlen_q=num_tokens - num_rows + 1,
+    )
+    heads = qkv[:, : layer.tp_q_head_num * layer.head_dim].view(num_tokens, layer.tp_q_head_num, layer.head_dim)
+    return heads, pages, pages, paged
+
+
+def _call_decode(
+    batch_size: int,
+    page_size: int,
+    layer: AttentionLayer,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+) -> None:
+    q, k, v, paged = _attention_inputs(layer, batch_size, batch_size, page_size, dtype, kv_dtype)
+    decode.paged_decode(q, k, v, paged, layer, out=torch.empty(q.shape, dtype=dtype))
+
+
+def _call_extend(
+    page_size: int,
+    layer: AttentionLayer,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+    *,
+    is_part: bool = False,
+) -> None:
+    """`is_part`: with a mask, which is also packed, and what it takes to merge the answer with another."""
+    num_tokens, num_rows = 512, 4
+    q, k, v, paged = _attention_inputs(layer, num_tokens, num_rows, page_size, dtype, kv_dtype)
+    if not is_part:
+        paged_extend(q, k, v, paged, layer, out=torch.empty(q.shape, dtype=dtype))
+        return
+    mask = NewTokenMask(
+        visible=torch.empty(num_tokens**2, dtype=torch.bool), starts=_int32(num_rows), positions=_int64(num_tokens)
+    )
+    part, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+    paged_extend(q, k, v, paged, layer, out=part, lse=lse, mask=mask)
+    packed, begins = torch.empty(1 << 20, dtype=torch.uint8), _int32(num_rows)
+    for window, chunk in ((None, None), (1024, None), (1024, 8192)):
+        pack_mask(paged, mask, window, chunk, most_bytes=1 << 18, packed=packed, begins=begins)
+    merge_states(part, lse, part, lse, out=torch.empty(q.shape, dtype=dtype), lse=lse)
+
+
+def _call_exact(
+    num_tokens: int,
+    page_size: int,
+    layer: AttentionLayer,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+) -> None:
+    """A step with so many decodes, and one with prompts."""
+    for num_rows in (num_tokens, 3):
+        q, k, v, paged = _attention_inputs(layer, num_tokens, num_rows, page_size, dtype, kv_dtype)
+        exact.paged_exact(q, k, v, paged, layer, out=torch.empty(q.shape, dtype=dtype))
+
+
+def _call_latent(
+    num_heads: int, page_size: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None
+) -> None:
+    """Latent attention of DeepSeek-V2: decodes of 16 rows and of 200, whose keys are split and not, and prompts."""
+    layer = replace(_layer(576), tp_q_head_num=num_heads, tp_k_head_num=1)
+    for num_rows in (16, 200):
+        q, pages, _, paged = _attention_inputs(layer, num_rows, num_rows, page_size, dtype, kv_dtype)
+        latents = torch.empty(num_rows, num_heads, 512, dtype=dtype)
+        decode.paged_decode(q, pages, None, paged, layer, out=latents)
+    lse, part = torch.empty(200, num_heads), torch.empty(200, num_heads, 128)
+    paged_extend(q, pages, None, paged, layer, out=latents, lse=lse, prefix_only=True)
+    q, k, v = (torch.empty(200, num_heads, width, dtype=dtype) for width in (192, 192, 128))
+    paged_extend(q, k, v, paged, layer, out=torch.empty_like(v))
+    paged_extend(q, k, v, paged, layer, out=part, lse=lse)
+    paged_extend(q, k, v, paged, layer, out=part, lse=lse, prefix_only=True)
+    for other in (part, v):
+        merge_states(part, lse, other, lse, out=part, lse=lse)
+    weights = torch.empty(q.shape[1], 128, 512, dtype=dtype)
+    head_products(q[..., : 128 + 64], weights, torch.empty(len(q), q.shape[1], 512 + 64, dtype=dtype))
+    head_products(latents, weights.transpose(1, 2), torch.empty(len(q), q.shape[1], 128, dtype=dtype))
+    latent_norm_rope_store(
+        q,
+        torch.empty(200, 576, dtype=dtype),
+        weight=torch.empty(512, dtype=dtype),
+        eps=EPS,
+        cos_sin=torch.empty(64, 64),
+        positions=_int64(200),
+        slots=torch.empty(192, 576, dtype=kv_dtype or dtype),
+        out_cache_loc=_int64(200),
+    )
+
+
+def _call_qk_norm_rope_store(
+    head_dim: int, rotary_dim: int, weight: torch.Tensor | None, kv_dtype: torch.dtype = torch.bfloat16
+) -> None:
+    num_tokens, num_q_heads, num_kv_heads = 4, 32, 8
+    slots = _bf16(192, num_kv_heads * head_dim).to(kv_dtype)
+    qk_norm_rope_store(
+        _bf16(num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim),
+        q_weight=weight,
+        k_weight=weight,
+        eps=EPS,
+        cos_sin=torch.empty(64, rotary_dim),
+        positions=_int64(num_tokens),
+        k_slots=slots,
+        v_slots=slots,
+        out_cache_loc=_int64(num_tokens),
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+    )
+
+
+def _call_sampler(first_id: int, num_ids: int) -> None:
+    """One rank's share of the vocabulary, and then, as if it were whole, filters and log probabilities."""
+    num_rows = 3
+    logits = torch.empty(num_rows, num_ids)
+    rows, positions, records = _int32(num_rows), _int32(num_rows), _int32(257, RECORD_WORDS)
+    sampling.plain_tokens(logits, rows, positions, records, first_id, TensorParallelGroup.single())
+    thresholds = sampling.filter_thresholds(logits, rows, records)
+    sampling.reduce_tokens(sampling.best_candidates(logits, rows, positions, records, 0, thresholds))
+    sampling.rank_logprobs(logits, _int64(num_rows))
+    adjust_logits(logits, rows, positions, records, RowAdjustments(257, num_ids, torch.device("cpu")))
+
+
+def _peers(num_ranks: int) -> Peers:
+    base = 0x7F00_0000_0000
+    bases = tuple(base + (rank << 22) for rank in range(num_ranks))
+    return Peers(bases, num_ranks - 1, _int32(STATE_WORDS), base - 4096, int(600e9), 132)
+
+
+def _call_all_reduce_add_norm(num_ranks: int, weight: torch.Tensor, **nodes: Any) -> None:
+    for scales_offset in (None, 8192):
+        all_reduce_add_norm(
+            _bf16(4, len(weight)),
+            weight,
+            EPS,
+            _peers(num_ranks),
+            data_offset=4096,
+            scales_offset=scales_offset,
+            **nodes,
+        )
+
+
+def _call_shares(num_ranks: int, size: int) -> None:
+    peers, areas = _peers(num_ranks), {"area_offset": 4096, "half_bytes": 8 << 20}
+    gather(_int32(num_ranks, 600), _int32(600), peers, **areas)
+    look_up(_int64(5), _int32(1000), _bf16(501, size), peers, **areas)
+
+
+def _call_exact_products() -> None:
+    """Of Qwen3-8B over one rank and four, and a rank of three, whose cover of the tree is two nodes."""
+    for num_rows in (1, 64, 8192):
+        for k, leaf, nodes in ((4096, 128, ((0, 32),)), (12288, 512, ((0, 24),)), (3072, 512, ((6, 12),))):
+            out = torch.empty(len(nodes), num_rows, 4096)
+            node_gemm(_bf16(num_rows, k), _bf16(4096, k), leaf=leaf, nodes=_spans(*nodes), out=out)
+        out = torch.empty(2, num_rows, 4096)
+        node_gemm(_bf16(num_rows, 4096), _bf16(4096, 4096), leaf=512, nodes=_spans((8, 9), (9, 16)), out=out)
+        for k, leaf in ((600, 96), (1100, 512)):
+            nodes = ((0, -(-k // leaf)),)
+            node_gemm(
+                _bf16(num_rows, k), _bf16(576, k), leaf=leaf, nodes=_spans(*nodes), out=torch.empty(1, num_rows, 576)
+            )
+        for bias, dtype in ((None, torch.bfloat16), (_bf16(1536), torch.bfloat16), (None, torch.float32)):
+            chain_gemm(_bf16(num_rows, 4096), _bf16(1536, 4096), bias, out=torch.empty(num_rows, 1536, dtype=dtype))
+    _call_fp8_products()
+    adds = ((1, 2), (0, 4), (5, 3))
+    for size, weight_of in ((576, _bf16), (4096, _bf16), (2304, torch.empty)):
+        for of_nodes in (adds, ()):
+            sum_add_norm(torch.empty(4 if of_nodes else 1, 4, size), of_nodes, _bf16(4, size), weight_of(size), EPS)
+        _call_all_reduce_add_norm(3, weight_of(size), counts=(1, 2, 1), adds=adds)
+    sum_subtrees(torch.empty(6, 4, 4096), adds, (6,), out=_bf16(1, 4, 4096), places=(0, 1, 3, 5))
+
+
+def _call_fp8_products() -> None:
+    """Of a rank of one and of three, whose blocks are cut, with scales of blocks, of rows, and of blocks that no step
+    is made for."""
+    for block, first in (((128, 128), 0), ((128, 128), 64), ((1, 4096), 0), ((24, 40), 8)):
+        k = 4096
+        weight = Fp8Matrix.empty([block], [Span(0, 1536)], Span(first, first + k), torch.device("cpu"))
+        plain(weight, torch.bfloat16)
+        for num_rows in (1, 64, 128):
+            chain_gemm(_bf16(num_rows, k), weight, None, out=_bf16(num_rows, 1536))
+            for leaf in (512, 128):
+                nodes, out = ((0, k // leaf),), torch.empty(1, num_rows, 1536)
+                node_gemm(_bf16(num_rows, k), weight, leaf=leaf, nodes=_spans(*nodes), out=out)
+        for num_rows in (1, 4, 16, 64, 128, 256):
+            fp8_gemm(_bf16(num_rows, k), weight, None, out=_bf16(num_rows, 1536))
+    wide = Fp8Matrix.empty([(128, 128)], [Span(0, 16384)], Span(0, k), torch.device("cpu"))
+    for num_rows in (1, 4, 16, 64, 128):
+        fp8_gemm(_bf16(num_rows, k), wide, _bf16(16384), out=_bf16(num_rows, 16384))
+
+
+def _fp8_experts(num_experts: int, num_rows: int, num_columns: int) -> Fp8Matrix:
+    """Of a rank whose first column is in the middle of a block."""
+    columns = Span(64, 64 + num_columns)
+    return Fp8Matrix.empty([(128, 128)], [Span(0, num_rows)], columns, torch.device("cpu"), num_experts)
+
+
+def _mxfp4_experts(*shape: int) -> Mxfp4Matrix:
+    return Mxfp4Matrix.empty(*shape, torch.device("cpu"))
+
+
+def _call_mixture(
+    num_tokens: int,
+    columns: int,
+    *,
+    num_experts: int,
+    top_k: int,
+    shared: bool,
+    gated: bool = True,
+    scoring: routing.Scoring = routing.SOFTMAX,
+    biases: grouped_experts.Biases | None = None,
+    fp8: bool = False,
+    mxfp4: bool = False,
+) -> None:
+    hidden, experts = 2048, _mxfp4_experts if mxfp4 else _fp8_experts if fp8 else _bf16
+    moe.mixture(
+        _bf16(num_tokens, hidden),
+        _bf16(num_experts + (shared and gated), hidden),
+        experts(num_experts, 2 * columns, hidden),
+        experts(num_experts, hidden, columns),
+        top_k=top_k,
+        normalise=not shared,
+        round_to=torch.bfloat16,
+        weight_scale=1.0 if gated else 16.0,
+        scoring=scoring,
+        biases=biases,
+        out=_bf16(num_tokens, hidden),
+        slots=_int64(num_tokens),
+        first_slot=64,
+        shared=_bf16(num_tokens, hidden) if shared else None,
+    )
+
+
+def _call_exact_mixture(
+    num_tokens: int,
+    leaf: int,
+    nodes: tuple[tuple[int, int], ...],
+    *,
+    num_experts: int,
+    top_k: int,
+    biases: grouped_experts.Biases | None = None,
+    fp8: bool = False,
+) -> None:
+    hidden, columns, experts = 2048, leaf * nodes[-1][1], _fp8_experts if fp8 else _bf16
+    logits = moe.mixture(
+        _bf16(num_tokens, hidden),
+        _bf16(num_experts + 1, hidden),
+        experts(num_experts, 2 * columns, hidden),
+        experts(num_experts, hidden, columns),
+        leaf=leaf,
+        nodes=_spans(*nodes),
+        top_k=top_k,
+        normalise=True,
+        round_to=torch.bfloat16,
+        biases=biases,
+        out=torch.empty(len(nodes), num_tokens, hidden),
+        slots=_int64(num_tokens),
+        first_slot=64,
+    )
+    moe.gated_silu_and_mul(_bf16(num_tokens, 2 * columns), logits, num_experts, _int64(num_tokens), 64)
+
+
+def _call_everything() -> None:
+    """As production does, in bf16: what `configs` names has heads of 64 and 128, and these row lengths; of Gemma, heads
+    of 256 and norms' weights in fp32."""
+    for page_size in (16, 64):
+        _call_step_metadata(page_size)
+    for size in (576, 4096, 8192):
+        rms_norm(_bf16(4, size), _bf16(size), EPS)
+        add_rms_norm(_bf16(4, size), _bf16(4, size), _bf16(size), EPS)
+    rms_norm(_bf16(4, 2304), torch.empty(2304), EPS)
+    add_rms_norm(_bf16(4, 2304), _bf16(4, 2304), torch.empty(2304), EPS)
+    fill(_bf16(4, 1536), (1, -2), 0.1, 0.0, Span(0, 4), Span(0, 1536), torch.bfloat16)
+    for activation in ("silu", "gelu", "gelu_tanh"):
+        act_and_mul(_bf16(4, 2 * 1536), activation)
+    for num_rows in (16, 256):
+        act_and_mul_in_fp8(_bf16(num_rows, 2 * 1536), "silu", Groups(0, 128, 0, 1))
+        add_rms_norm_in_fp8(_bf16(num_rows, 4096), _bf16(num_rows, 4096), _bf16(4096), EPS, Groups(0, 128, 0, 1))
+    for head_dim in (64, 128):
+        _call_qk_norm_rope_store(head_dim, head_dim, None)
+        _call_qk_norm_rope_store(head_dim, head_dim, _bf16(head_dim))
+    _call_qk_norm_rope_store(256, 256, torch.empty(256))
+    _call_qk_norm_rope_store(256, 64, torch.empty(256))
+    # Batches for which keys are split and not, in blocks of 64 and of 32: see decode.choose.
+    for batch_size, head_dim, page_size in itertools.product((4, 16, 32, 64), (64, 128), (16, 64)):
+        _call_decode(batch_size, page_size, _layer(head_dim))
+    for batch_size, features in itertools.product((4, 64), ATTENTION_FEATURES):
+        _call_decode(batch_size, 64, _layer(128, **features))
+    for head_dim, group, dtype in ((128, 48, torch.bfloat16), (256, 20, torch.bfloat16), (256, 4, torch.float32)):
+        _call_decode(4, 16, _layer(head_dim, group=group), dtype)
+    for head_dim, page_size in itertools.product((64, 96, 128, 256), (16, 64)):
+        _call_extend(page_size, _layer(head_dim))
+    for features in ATTENTION_FEATURES:
+        _call_extend(64, _layer(128, **features))
+    for head_dim in (128, 256):
+        _call_extend(16, _layer(head_dim), is_part=True)
+        _call_extend(16, _layer(head_dim), torch.float32)
+    for head_dim in (64, 96, 256):
+        _call_exact(4, 64, _layer(head_dim))
+    for num_tokens, page_size in ((4, 16), (64, 64)):  # decodes that are cut into runs, and that are not
+        _call_exact(num_tokens, page_size, _layer(128))
+    for features in ATTENTION_FEATURES:
+        _call_exact(4, 64, _layer(128, **features))
+    _call_exact(4, 64, _layer(128, group=20), torch.bfloat16, FP8)
+    _call_exact(4, 64, _layer(256), torch.float32)
+    for num_heads, page_size, dtype in (
+        (16, 16, torch.bfloat16),
+        (16, 64, torch.bfloat16),
+        (5, 64, torch.bfloat16),
+        (32, 64, torch.bfloat16),
+        (128, 64, torch.bfloat16),
+        (16, 64, torch.float32),
+    ):
+        _call_latent(num_heads, page_size, dtype)
+    for num_heads in (16, 128):
+        _call_latent(num_heads, 64, kv_dtype=FP8)
+    _call_qk_norm_rope_store(128, 128, None, FP8)
+    for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16, torch.float32), (64, 96, 128, 256)):
+        for batch_size in (4, 16, 64):
+            _call_decode(batch_size, 16, _layer(head_dim, softcap=50.0, sinks=True), dtype, FP8)
+        _call_extend(64, _layer(head_dim, window=4096), dtype, FP8)
+    _call_decode(4, 64, _layer(128, group=48), kv_dtype=FP8)
+    for first_id, num_ids in ((0, 49152), (75968, 75968), (101290, 50646)):
+        _call_sampler(first_id, num_ids)
+    for num_rows, in_features, dtype in itertools.product((1, 2, 16), (4096, 6400), (torch.bfloat16, torch.float32)):
+        out = torch.empty(num_rows, 1536, dtype=dtype)
+        skinny_gemm(_bf16(num_rows, in_features), _bf16(1536, in_features), None, out=out)
+    skinny_gemm(_bf16(2, 4096), _bf16(1536, 4096), _bf16(1536), out=_bf16(2, 1536))
+    # As many tokens for the experts as take each of the tiles.
+    for num_tokens in (1, 16, 256, 1024, 8192):
+        _call_mixture(num_tokens, 768, num_experts=128, top_k=8, shared=False)
+        _call_mixture(num_tokens, 768, num_experts=128, top_k=8, shared=False, fp8=True)
+    for num_tokens in (1, 64):
+        _call_mixture(num_tokens, 480, num_experts=60, top_k=4, shared=True)
+        _call_mixture(num_tokens, 704, num_experts=64, top_k=6, shared=True, gated=False)
+        # DeepSeek-V3 on eight ranks, GLM-4.5-Air, and Llama 4 Scout.
+        v3 = routing.Scoring(True, torch.empty(256), 8, 4)
+        _call_mixture(num_tokens, 256, num_experts=256, top_k=8, shared=True, gated=False, scoring=v3)
+        air, llama4 = routing.Scoring(True, torch.empty(128)), routing.Scoring(True, scales_input=True)
+        _call_mixture(num_tokens, 352, num_experts=128, top_k=8, shared=True, gated=False, scoring=air)
+        _call_mixture(num_tokens, 1024, num_experts=16, top_k=1, shared=True, gated=False, scoring=llama4)
+    # Qwen3-30B-A3B with all of the tiles, and Mixtral's leaves.
+    for num_tokens in (1, 16, 256, 1024, 8192):
+        _call_exact_mixture(num_tokens, 64, ((0, 12),), num_experts=128, top_k=8)
+        _call_exact_mixture(num_tokens, 64, ((0, 12),), num_experts=128, top_k=8, fp8=True)
+    # gpt-oss-20b on one rank and on two; the router's biases are one more here, as the gate is.
+    of_two = [
+        grouped_experts.Biases(torch.empty(33), _bf16(32, 2880), it, 7.0, 1.702) for it in (_bf16(32, 2048), None)
+    ]
+    for num_tokens, biases in itertools.product((1, 64), of_two):
+        _call_mixture(num_tokens, 1440, num_experts=32, top_k=4, shared=False, biases=biases)
+        _call_exact_mixture(num_tokens, 64, ((0, 22),), num_experts=32, top_k=4, biases=biases)
+    for num_tokens in (1, 16, 128, 1024, 8192):  # each of the tiles, on four ranks
+        _call_mixture(num_tokens, 736, num_experts=32, top_k=4, shared=False, biases=of_two[0], mxfp4=True)
+    for num_tokens in (1, 8192):
+        _call_exact_mixture(num_tokens, 512, ((0, 1), (1, 28)), num_experts=8, top_k=2)
+    for num_ranks, size in itertools.product((2, 3, 4), (576, 4096)):
+        _call_all_reduce_add_norm(num_ranks, _bf16(size))
+        _call_shares(num_ranks, size)
+    _call_all_reduce_add_norm(2, torch.empty(2304))
+    _call_exact_products()
+
+
+class _H200:
+    """The driver of no device. Triton asks it nothing else before a launch."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _name(kernel: Any) -> str:
+    return f"{kernel.__module__}.{kernel.__name__}"
+
+
+def _all_kernels() -> set[str]:
+    """What Triton may compile and no other such function calls: only the host can launch it."""
+    functions, called = set(), set()
+    for path in [*ROOT.glob("*/kernels/*.py"), *ROOT.glob("*/*/kernels/*.py")]:
+        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for function in vars(module).values():
+            if isinstance(function, JITFunction):
+                functions.add(_name(function))
+                names = (node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name))
+                called |= {_name(it) for it in map(function.__globals__.get, names) if isinstance(it, JITFunction)}
+    return functions - called
+
+
+def _layouts_of_sums(ir: str) -> list[tuple[str, str]]:
+    """Length and layout of what a kernel in Triton's GPU dialect reduces."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ir, re.MULTILINE))
+    reduced = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<(\d+)xf32, (#\w+)>\)', ir, re.DOTALL)
+    return [(length, layouts[layout]) for length, layout in reduced]
+
+
+def _compile_everything() -> Report:
+    compiling: list[tuple[str, Any]] = []
+
+    def compile_only(kernel: Any, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            compiling.append((_name(kernel), kernel.run(*args, grid=grid, warmup=True, **kwargs)))
+
+        return launch
+
+    triton.runtime.driver.set_active(_H200())
+    mark_compilations()  # has Triton describe every one of them
+    KernelInterface.__getitem__ = compile_only
+    for module in list(sys.modules.values()):
+        # They ask about CUDA tensors, which there are none of here.
+        for name in ("has_dependent_launch", "is_dependent"):
+            if hasattr(module, name):
+                setattr(module, name, lambda *of: True)
+    errors: dict[str, list[str]] = {}
+    reductions: dict[str, dict[str, set[str]]] = {}
+    fp8_widths: set[str] = set()
+    fp8_dots: set[str] = set()
+    mxfp4_in_place: dict[str, bool] = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        _call_everything()
+        for kernel, compilation in dict.fromkeys(compiling):
+            said = errors.setdefault(kernel, [])
+            try:
+                compiled = compilation.result()
+                if compiled.metadata.shared > SHARED_BYTES:
+                    said.append(f"takes {compiled.metadata.shared} bytes of shared memory")
+                if "mov.b32 $0, $1;" in compiled.asm["ttgir"]:  # of `plain_tile`
+                    fp8_widths.update(re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"]))
+                if kernel.endswith("._fp8_gemm_kernel"):
+                    dots = re.findall(r"(mma\.sync|wgmma\.mma_async)\.\S*f32\.(\w+)\.", compiled.asm["ptx"])
+                    fp8_dots.update(" ".join(it) for it in dots)
+                unpacked = re.findall(r"fma\.rn\.bf16x2.*-> (tensor.*)", compiled.asm["ttgir"])
+                if unpacked and "warp_group_dot" not in compiled.asm["ttgir"]:
+                    is_in_place = all("#blocked" not in tile for tile in unpacked)
+                    mxfp4_in_place[kernel] = mxfp4_in_place.get(kernel, True) and is_in_place
+                for length, layout in _layouts_of_sums(compiled.asm["ttgir"]) if kernel.endswith(NORMS) else ():
+                    reductions.setdefault(length, {}).setdefault(layout, set()).add(kernel)
+            except Exception as error:  # noqa: BLE001 -- the report of all kernels names it
+                said.append("".join(traceback.format_exception(error, limit=-1)))
+    ordered = {length: {layout: sorted(it) for layout, it in by.items()} for length, by in reductions.items()}
+    return Report(sorted(_all_kernels()), errors, ordered, sorted(fp8_widths), sorted(fp8_dots), mxfp4_in_place)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(asdict(_compile_everything())))
