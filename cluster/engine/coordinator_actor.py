@@ -23,10 +23,11 @@ from cluster.engine.weight_change import change_weights
 from cluster.logs import log_to_stderr
 from cluster.messages.engine import WeightsChanged
 from cluster.messages.state import EngineState
+from cluster.ranks.group_memory import GroupMemory
 from cluster.ranks.liveness import Liveness, end_stopped, is_replica
 from cluster.ranks.rank import RankStarter
 from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
-from cluster.ranks.rank_group import GENERATION, GroupMemory, RankGroup
+from cluster.ranks.rank_group import GENERATION, RankGroup
 from cluster.ranks.recovery import Recovery
 from cluster.scheduling.limits import SchedulerLimits, max_item_tokens
 from cluster.scheduling.scheduler import Scheduler

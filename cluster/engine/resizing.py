@@ -24,10 +24,11 @@ import psutil  # type: ignore[import-untyped]  # ships no types
 
 from cluster.engine.changes import OtherRanks
 from cluster.engine.coordinator import Coordinator
+from cluster.ranks.group_memory import GroupMemory
 from cluster.ranks.held_gpus import HeldGPU, hold, release
 from cluster.ranks.host import host_facts
 from cluster.ranks.rank import CUDA_ENVIRONMENT
-from cluster.ranks.rank_group import GroupMemory, RankGroup
+from cluster.ranks.rank_group import RankGroup
 from configs.errors import ConfigError, EngineError, LockstepError
 from configs.kv_pages import WindowPool, pool_bytes
 from configs.resolve import resolve

@@ -12,7 +12,6 @@ import importlib
 import logging
 import math
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,18 +22,19 @@ import ray
 
 from cluster.ranks import recovery
 from cluster.ranks.calls import call, call_failure, log_stacks, watch
+from cluster.ranks.group_memory import GroupMemory, pool_within
 from cluster.ranks.held_gpus import HeldGPU
+from cluster.ranks.meeting_place import MeetingPlace
 from cluster.ranks.rank import Rank, RankStarter
 from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
 from cluster.ranks.spares import WarmSpares
 from cluster.ranks.step_channel import StepChannel
-from configs.errors import ConfigError, EngineError, LockstepError, RankDiedError, RankLostError, StepHungError
+from configs.errors import EngineError, LockstepError, RankDiedError, RankLostError, StepHungError
 from configs.kept_types import kept_types
-from configs.kv_pages import PageBytes, WindowPool, dtype_bytes, pages_within
+from configs.kv_pages import dtype_bytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
 from parallel.channel.ring import FrameReader, FrameWriter
-from parallel.channel.store_relay import STORE_HOST, StoreGate
 from parallel.kept_memory import WEIGHTS, Keeper, kv_block
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
@@ -52,25 +52,6 @@ _END_TIMEOUT_S = 2.0
 _MOST_FAILED = 2
 _LAYERS_AT_ONCE = 8
 _PROGRESS_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class GroupMemory:
-    """The ranks' answers after loading, in rank order."""
-
-    loads: tuple[RankLoad, ...]
-    on_cpu: bool
-
-    @property
-    def bytes_per_page(self) -> tuple[PageBytes, ...]:
-        """KV bytes of one page on each rank."""
-        return tuple(load.kv_page_bytes for load in self.loads)
-
-    @property
-    def free_bytes(self) -> tuple[int, ...]:
-        """Memory that each rank may still use; ranks on CPU share their node's."""
-        shared_by = len(self.loads) if self.on_cpu else 1
-        return tuple(load.free_bytes // shared_by for load in self.loads)
 
 
 @dataclass(frozen=True)
@@ -103,11 +84,8 @@ class RankGroup:
         self._runs: dict[int, ray.ObjectRef[None]] = {}  # by rank, the calls that are watched
         self._pool: PoolShape | None = None
         self._on_failure: Callable[[LockstepError], None] | None = None
-        self._store: Any = None  # the meeting place of several ranks
-        self._gate: StoreGate | None = None  # ranks of other nodes reach the store through it
-        self._store_at: int | str | None = None  # see `RankActor.join`; None: the ranks have not met
+        self._meeting: MeetingPlace | None = None  # None: the ranks have not met
         self._memory: GroupMemory | None = None
-        self._host = "127.0.0.1"
         self.one_node = True
         """All ranks run where this is; known after `load`."""
         self._closing = threading.Event()
@@ -283,13 +261,7 @@ class RankGroup:
     def _meet(self) -> None:
         here = ray.get_runtime_context().get_node_id()
         self.one_node = all(location.node_id == here for location in self.locations)
-        self._host = "127.0.0.1" if self.one_node else ray.util.get_node_ip_address()
-        self._store = _open_store() if self.size > 1 else None
-        self._store_at = 0 if self._store is None else self._store.port
-        if self._store is not None and not self.one_node:
-            self._store.set(STORE_HOST, self._host)
-            self._gate = StoreGate(self._host, self._store.port)
-            self._store_at = self._gate.address
+        self._meeting = MeetingPlace(self.size, one_node=self.one_node)
         for rank, room_bytes in zip(self._ranks, self._join(GENERATION), strict=True):
             rank.room_bytes = room_bytes
 
@@ -301,7 +273,7 @@ class RankGroup:
 
     def _load_in_place_of(self, old: RankGroup) -> GroupMemory:
         """Loads every shard, now that the pools of `old` have gone; those of `prepare` come from the node's memory."""
-        if self._store_at is None:
+        if self._meeting is None:
             return self.load()
         assert old._memory is not None, "it has loaded"
         # Nobody waits for a step to be measured: fewer ranks need no more for it together than those did.
@@ -309,7 +281,8 @@ class RankGroup:
         return self._loaded(self._on(self._ranks, "bring", step_bytes))
 
     def _join(self, generation: int) -> list[int]:
-        return self._on(self._ranks, "join", self._store_at, generation, self.one_node)
+        assert self._meeting is not None, "the ranks meet before they join"
+        return self._on(self._ranks, "join", self._meeting.store, generation, self.one_node)
 
     def measure(self) -> tuple[float, float]:
         """Measures what the loaded ranks can do together, at the same time: (FLOP/s, bytes/s of memory)."""
@@ -346,7 +319,8 @@ class RankGroup:
         how = self.size, max_message_bytes, self.config.parallel, functools.partial(self._on, self._ranks)
         if self.one_node:
             return StepChannel.over_shared_memory(*how)
-        return StepChannel.over_tcp(*how, self._host)
+        assert self._meeting is not None, "the ranks have met"
+        return StepChannel.over_tcp(*how, self._meeting.host)
 
     def start_spares(self) -> None:
         """Starts the processes that take the places of ranks that die; returns at once."""
@@ -465,7 +439,7 @@ class RankGroup:
             if not self._ranks:
                 self.start()
             if self._memory is None:
-                pool = self._pool_within(self._load_in_place_of(old), pool)
+                pool = pool_within(self._load_in_place_of(old), pool, self.config, self.model)
                 for rank, before in zip(self._ranks, old._ranks, strict=False):
                     rank.room_bytes = max(rank.room_bytes, before.room_bytes)
             loaded = time.monotonic()
@@ -481,25 +455,6 @@ class RankGroup:
         )
         old.close()
         self.start_spares()
-
-    def _pool_within(self, memory: GroupMemory, pool: PoolShape) -> PoolShape:
-        """`pool`, or one with fewer pages where they take too much memory. Raises ConfigError where so few hold no
-        sequence of `max_model_len`."""
-        kv_cache = self.config.kv_cache
-        window_pool = None if pool.num_window_pages is None else WindowPool.of(self.config, self.model)
-        share, limit = kv_cache.memory_fraction or 1.0, kv_cache.memory_bytes or math.inf
-        room = zip(memory.free_bytes, memory.bytes_per_page, strict=True)
-        most = min(pages_within(min(share * free, limit), page, window_pool) for free, page in room)
-        if most * kv_cache.page_size < pool.max_model_len:
-            raise ConfigError(
-                f"the KV pool of {self.size} ranks has room for {max(most, 0) * kv_cache.page_size} tokens beside the "
-                f"weights of those that go, fewer than max_model_len={pool.max_model_len}"
-            )
-        if most >= pool.num_pages:
-            return pool
-        num_window_pages = None if window_pool is None else window_pool.num_pages(most)
-        logger.warning("the KV pool of %d ranks has %d pages, it had %d", self.size, most, pool.num_pages)
-        return dataclasses.replace(pool, num_pages=most, num_window_pages=num_window_pages)
 
     def _stop(self, reason: LockstepError, *, keeps_kv: bool = False) -> list[Rank]:
         """Makes all ranks leave what they wait in and keep their weights alone, and ends the processes of those that do
@@ -557,8 +512,8 @@ class RankGroup:
             rank.await_end(0.0 if failure is None else _END_TIMEOUT_S)
         self._spares.close()
         self._keeper.close()
-        if self._gate is not None:
-            self._gate.close()
+        if self._meeting is not None:
+            self._meeting.close()
         self._ranks = self._measured = []
         self._runs = {}
         self._close_channel()
@@ -566,12 +521,3 @@ class RankGroup:
     def _on(self, ranks: Iterable[Rank], method: str, *args: object) -> list[Any]:
         """Returns the answers of `method` on `ranks`, within `parallel.init_timeout_s`."""
         return call(ranks, method, *args, size=self.size, timeout_s=self.config.parallel.init_timeout_s)
-
-
-def _open_store() -> Any:
-    """A rendezvous store that listens on loopback only; by itself it would on every interface, and it knows no keys."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared; torch takes seconds
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

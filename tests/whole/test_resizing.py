@@ -26,9 +26,10 @@ from cluster.commands.resize import resize_all
 from cluster.engine import resizing
 from cluster.messages.engine import SamplingParams
 from cluster.observability.timeline import Timeline, timeline
+from cluster.ranks.group_memory import GroupMemory, pool_within
 from cluster.ranks.rank import Rank, RankStarter
 from cluster.ranks.rank_actor import Location, PoolShape, RankActor, RankLoad
-from cluster.ranks.rank_group import GroupMemory, RankGroup
+from cluster.ranks.rank_group import RankGroup
 from cluster.serve.app import live_size
 from cluster.serve.running_engine import RunningEngine
 from configs.errors import ConfigError, EngineError
@@ -252,9 +253,9 @@ def test_a_pool_that_takes_over_has_as_many_pages_as_before_where_they_fit(
     pool = PoolShape(2000, 1000, None, 1 << 16)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
-            group._pool_within(memory, pool)
+            pool_within(memory, pool, group.config, group.model)
     else:
-        assert group._pool_within(memory, pool) == replace(pool, num_pages=expected)
+        assert pool_within(memory, pool, group.config, group.model) == replace(pool, num_pages=expected)
 
 
 @pytest.mark.ray

@@ -1,0 +1,42 @@
+"""The rendezvous store of a group's ranks, which the coordinator's process keeps: any rank may die, and the store
+stays."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import ray
+
+from parallel.channel.store_relay import STORE_HOST, StoreGate
+
+
+class MeetingPlace:
+    """The store of `size` ranks, where more than one has to meet. It listens on loopback; ranks of other nodes reach it
+    through a gate that asks for a proof of their key."""
+
+    def __init__(self, size: int, *, one_node: bool) -> None:
+        self.host = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
+        """The address of this node that ranks connect to."""
+        self._store = _open_store() if size > 1 else None
+        self._gate: StoreGate | None = None
+        self.store: int | str = 0 if self._store is None else self._store.port
+        """The argument of `RankActor.join`: a port on loopback, or a gate's address; 0 for one rank."""
+        if self._store is not None and not one_node:
+            self._store.set(STORE_HOST, self.host)
+            self._gate = StoreGate(self.host, self._store.port)
+            self.store = self._gate.address
+
+    def close(self) -> None:
+        """Closes the gate."""
+        if self._gate is not None:
+            self._gate.close()
+
+
+def _open_store() -> Any:
+    """A rendezvous store that listens on loopback only; by itself it would on every interface, and it knows no keys."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared; torch takes seconds
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
