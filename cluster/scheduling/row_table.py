@@ -1,6 +1,18 @@
 """The numbers of every running request, as one array per number indexed by row, so that a step costs no Python
-per request. `Scheduler` writes them at each launch and retirement; `PrefillQueue` writes `num_computed` of rows in
-prefill, `GuidedRows` makes rows ready, and `LifeCycle` ends them. `RowPages` keeps the pages.
+per request. `RowPages` keeps the pages.
+
+`RowTable` itself writes all columns of a row in `take`, and `live` and `ready` in `end`. Besides it these write:
+
+    column          written by
+    num_computed    Launcher and PrefillQueue when a step is launched, Chunks for cached pages, StepTokens for drafts
+    num_known       StepTokens when a step retires
+    tokens          StepTokens when a step retires
+    slack           Launcher when drafts are launched, StepTokens when the step retires
+    ready           Launcher, Drafter and GuidedRows at a launch; StepTokens for drafts, GuidedRows for masks
+    in_flight       Launcher at a launch, Scheduler when a step retires or is lost
+    num_drafts      Drafter at a launch
+    predicted       Drafter when a step retires
+    num_cacheable   Scheduler, for a row whose logits held a NaN
 """
 
 from __future__ import annotations
