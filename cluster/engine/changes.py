@@ -1,7 +1,7 @@
 """Changes of an engine that serves, each made between two steps: other ranks, other weights, sleep.
 
 A change is loaded beside the steps, by the thread that asks for it. The coordinator's loop then retires the steps in
-flight and calls `take`. Where `take` fails, `undo` has what was there before go on.
+flight and calls `take`. Where `take` fails, `after_failure` has what was there before go on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Undone(NamedTuple):
+class Failed(NamedTuple):
     """The end of a change that failed."""
 
     told: LockstepError
@@ -43,11 +43,17 @@ class Change(Protocol):
     def take(self, engine: Coordinator) -> None:
         """Makes the change, while requests are taken and wait. Raises LockstepError where that failed."""
 
-    def undo(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Undone:
-        """Has what was before the change go on after `failure`, for which requests have waited `pause_s` seconds."""
+    def after_failure(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Failed:
+        """Goes on with what was there before the change, or says why that cannot be.
 
-    def hold(self, engine: Coordinator) -> None:
-        """Returns when steps may run again; the caller knows by then that the change is made."""
+        Args:
+            failure: what `take` raised.
+            pause_s: seconds that requests have waited so far.
+        """
+
+    def wait_until_resumed(self, engine: Coordinator) -> None:
+        """Returns when steps may run again. The loop calls it after the change was made and its caller was told; only
+        `Sleep` blocks here."""
 
 
 class OtherRanks:
@@ -62,26 +68,26 @@ class OtherRanks:
         return True
 
     def take(self, engine: Coordinator) -> None:
-        """Has the others run in the next generation."""
+        """Runs the other ranks in the next generation."""
         self._keeps_kv = self._others.takes_kv(engine.ranks)
         engine.requeue(keeps_kv=self._keeps_kv)
         logger.info("the ranks are exchanged, %d requests wait", len(engine.scheduler.live_ids()))
         engine.replace_ranks(self._others, engine.cached_pages() if self._keeps_kv else None)
         engine.fit_ranks()
 
-    def undo(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Undone:
-        """Has the ranks of before run again, in one more generation."""
+    def after_failure(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Failed:
+        """Runs the old ranks again, in one more generation."""
         logger.error("the new ranks do not run; those of before go on", exc_info=failure)
         if self._keeps_kv:
             engine.requeue()  # the others may have taken some of the KV
         try:
             engine.replace_ranks(failure)
         except LockstepError as error:
-            return Undone(error, error)
+            return Failed(error, error)
         stays = f"tensor_parallel_size stays {engine.ranks.size}, requests waited {pause_s:.2f} s"
-        return Undone(EngineError(f"{stays}: {failure}"))
+        return Failed(EngineError(f"{stays}: {failure}"))
 
-    def hold(self, engine: Coordinator) -> None:
+    def wait_until_resumed(self, engine: Coordinator) -> None:
         """Steps may run at once."""
 
 
@@ -111,15 +117,16 @@ class WeightChange:
         self.take_staged()
         engine.send_report()
 
-    def undo(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Undone:
-        """The weights of before go on, unless ranks have ended with some of the new ones."""
+    def after_failure(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Failed:
+        """The old weights go on serving if no rank tried to take the new ones. Else all ranks have ended, and the loop
+        rebuilds them with the new weights."""
         if self.generation != engine.scheduler.generation:
             engine.scheduler.admit_new()
-            return Undone(failure)
-        engine.await_blame()  # the watcher of the processes says later which rank failed
-        return Undone(EngineError(f"the group is rebuilt with the new weights: {failure}"), failure)
+            return Failed(failure)
+        engine.wait_for_watcher()
+        return Failed(EngineError(f"the group is rebuilt with the new weights: {failure}"), failure)
 
-    def hold(self, engine: Coordinator) -> None:
+    def wait_until_resumed(self, engine: Coordinator) -> None:
         """Steps may run at once."""
 
 
@@ -143,12 +150,12 @@ class Sleep:
             raise error
         engine.life.enter(EngineState.SLEEPING)
 
-    def undo(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Undone:
-        """The loop has the ranks replaced that could not put their weights away."""
-        engine.blame_ranks()
-        return Undone(failure, failure)
+    def after_failure(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Failed:
+        """The loop will replace the ranks that could not put their weights away."""
+        engine.mark_ranks_failed()
+        return Failed(failure, failure)
 
-    def hold(self, engine: Coordinator) -> None:
+    def wait_until_resumed(self, engine: Coordinator) -> None:
         """Sleeps until `is_over`, and has the ranks come back; raises LockstepError where they do not."""
         try:
             seconds = engine.sleep_until(self.is_over)

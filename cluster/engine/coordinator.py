@@ -86,7 +86,7 @@ class Coordinator:
         self._fewer = fewer
         self._socket = EngineSocket()
         self._closing = threading.Event()
-        self._blamed = threading.Event()  # `fail` was called
+        self._ranks_failed = threading.Event()  # `fail` was called
         self._failure: LockstepError | None = None
         self.is_preparing = True
         """Whether the ranks may have CUDA graphs left to capture, which they do while there is nothing else."""
@@ -138,7 +138,7 @@ class Coordinator:
         """Makes `run` end every request with `error` and raise it; callable from another thread. The first counts."""
         if self._failure is None:
             self._failure = error
-        self._blamed.set()
+        self._ranks_failed.set()
         self.ranks.frames.fail(str(error))
         self.ranks.results.fail(str(error))
         self._socket.wake()
@@ -148,8 +148,8 @@ class Coordinator:
         meanwhile. One at a time.
 
         Returns:
-            Seconds that no step ran until the change was made. An error where what was before went on, or the engine
-            ends.
+            The pause in seconds; or an error if the change failed and serving went on as before, or if the engine
+            ended.
         """
         done: Future[float] = Future()
         self._change = (change, done)
@@ -167,9 +167,11 @@ class Coordinator:
             self.life.enter(EngineState.RUNNING)
             failure = self._serve()
             while failure is not None:
-                failure = self._recover(failure) or self._serve()
+                failure = self._recover(failure)
+                if failure is None:
+                    failure = self._serve()
         except Exception as error:  # noqa: BLE001 -- whatever ended the loop, the requests must not wait for it
-            failure = self._blame(error)
+            failure = self._root_cause(error)
             self._fail_all(failure)
             raise failure from None
         finally:
@@ -179,13 +181,15 @@ class Coordinator:
                 self._change[1].set_exception(EngineError("the engine ended"))
 
     def _serve(self) -> LockstepError | None:
-        """Steps until closed. Returns why the ranks failed, where that is what ended it; raises what else did."""
+        """Runs steps until closed. Returns the failure if ranks failed and may be replaced, and None if closed; raises
+        any other error."""
         busy = self.scheduler.has_work  # requests may have waited for a rebuild
         try:
             while not self._closing.is_set():
                 if not busy:
                     self._rest()
-                self._take_messages(0.0 if busy or self._prepare() else _IDLE_POLL_S)
+                is_capturing = not busy and self._capture_graph()
+                self._take_messages(0.0 if busy or is_capturing else _IDLE_POLL_S)
                 if self._failure is not None:
                     raise self._failure
                 if self._change is not None:
@@ -193,8 +197,8 @@ class Coordinator:
                 busy = self._advance()
             self._leave()
         except LockstepError as error:
-            failure = self._blame(error)
-            is_of_ranks = self._blamed.is_set() or isinstance(error, DeadlineError)
+            failure = self._root_cause(error)
+            is_of_ranks = self._ranks_failed.is_set() or isinstance(error, DeadlineError)
             if is_of_ranks and not self._closing.is_set():
                 if isinstance(failure, OutOfMemoryError):
                     logger.warning("steps have at most %d tokens from now on", self.scheduler.halve_steps())
@@ -249,15 +253,15 @@ class Coordinator:
         except LockstepError as failure:
             if self._closing.is_set():
                 raise
-            undone = change.undo(self, failure, time.monotonic() - began)
+            failed = change.after_failure(self, failure, time.monotonic() - began)
             self._change = None
-            done.set_exception(undone.told)
-            if undone.fatal is not None:
-                raise undone.fatal from None
+            done.set_exception(failed.told)
+            if failed.fatal is not None:
+                raise failed.fatal from None
             return
         self._change = None
         done.set_result(time.monotonic() - began)
-        change.hold(self)
+        change.wait_until_resumed(self)
 
     # Parts of changes and rebuilds, called on the loop's thread
 
@@ -276,13 +280,13 @@ class Coordinator:
         """Has the ranks replaced as `RankGroup.replace_ranks` does, on another thread, while requests are taken and
         wait. Raises LockstepError where no ranks run then."""
         self._failure = None
-        self._blamed.clear()
+        self._ranks_failed.clear()
         self.life.enter(EngineState.REBUILDING)
         closed = how if isinstance(how, LockstepError) else EngineError("closed while its ranks were exchanged")
         replaced = self.run_apart(closed, self.ranks.replace_ranks, self.scheduler.generation, how, kept_pages)
         if isinstance(error := replaced.exception(), LockstepError):
             self._failure = error
-            self.blame_ranks()
+            self.mark_ranks_failed()
             raise error
         self.ranks, self.is_preparing = replaced.result(), True
         self._meter.cost = self.ranks.cost
@@ -316,14 +320,15 @@ class Coordinator:
         """Sends the figures of now to the Engine replica."""
         self._socket.send(StepOutput(stats=self._report()))
 
-    def blame_ranks(self) -> None:
-        """Counts what went wrong as a failure of ranks, which are replaced where that may be."""
-        self._blamed.set()
+    def mark_ranks_failed(self) -> None:
+        """Counts the error that the loop is about to raise as a failure of ranks, which may be replaced."""
+        self._ranks_failed.set()
 
-    def await_blame(self) -> None:
-        """Gives whoever watches the ranks' processes time to say which one failed; then the ranks did."""
-        self._blamed.wait(_BLAME_S)
-        self.blame_ranks()
+    def wait_for_watcher(self) -> None:
+        """Waits for the watcher of the ranks' processes to name the failed rank; then counts the error as a failure of
+        ranks in any case."""
+        self._ranks_failed.wait(_BLAME_S)
+        self.mark_ranks_failed()
 
     def run_apart(self, closed: LockstepError, function: Callable[..., _T], *args: object) -> Future[_T]:
         """Runs a function of the ranks to its end on a thread of its own, while requests are taken and wait. Raises
@@ -338,11 +343,11 @@ class Coordinator:
             self._take_messages(_WATCH_S)
         return done
 
-    def _blame(self, error: Exception) -> LockstepError:
-        """The cause of the loop's end: a rank that failed, where one did, rather than what that did to the channel."""
+    def _root_cause(self, error: Exception) -> LockstepError:
+        """The root cause of `error`: the failed rank if one is known, rather than the channel error that it caused."""
         if isinstance(error, LockstepError):
             if self._failure is None:
-                self._blamed.wait(_BLAME_S)
+                self._ranks_failed.wait(_BLAME_S)
         else:
             logger.exception("the step loop failed")
             error = EngineError(f"the step loop failed: {error!r}")
@@ -379,7 +384,7 @@ class Coordinator:
         if self.scheduler.num_in_flight:
             self._retire()
             return True
-        # Requests that are held go on with the exchange that they wait for.
+        # Requests that a change of weights holds back are not stuck: the change will release them.
         if self.scheduler.has_work and not self.scheduler.is_awaiting_masks and self._change is None:
             raise EngineError("the scheduler has work but neither launched a step nor has one in flight")
         return False
@@ -394,7 +399,7 @@ class Coordinator:
     def _await_masks(self) -> None:
         """Gives guides a moment, so that their rows join the next step; the ranks have one to run meanwhile.
 
-        A row that misses it is sampled in every third step where it could be in every second.
+        With two steps in flight a guided row can join every second step; if its mask is late, only every third.
         """
         deadline = time.monotonic() + _MASK_WAIT_S
         while (left := deadline - time.monotonic()) > 0:
@@ -403,9 +408,9 @@ class Coordinator:
                     return
             self._take_messages(left)
 
-    def _prepare(self) -> bool:
-        """Has the ranks capture one CUDA graph more, if no request is there; returns whether they may have others
-        left. A request that comes meanwhile waits for that one."""
+    def _capture_graph(self) -> bool:
+        """Has the ranks capture one more CUDA graph if no request is there, and waits for it; returns whether there may
+        be more to capture. A request that comes meanwhile waits for that one."""
         if self.is_preparing and not self.scheduler.has_work:
             frame = StepFrame(self.scheduler.generation, self.scheduler.last_step, kind=FrameKind.CAPTURE)
             self.ranks.frames.send(frame.encode(), self._step_timeout_s)

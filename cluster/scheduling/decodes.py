@@ -15,9 +15,9 @@ class Decodes:
 
     rows: Int32Array
     draws: Int32Array
-    """[num_rows]: inputs of each row, all of which are sampled: its last token, and the drafts that it verifies."""
+    """[num_rows]: inputs of each row, its last token and the drafts to verify. A token is sampled after each."""
     num_wanted: int = 0
-    """Drafts that the ranks are to make of each row that the step samples."""
+    """New drafts that the draft head is to make behind each row that the step samples."""
     deltas: Int32Array | None = None
     """[n, 3] page deltas that the rows need; None before they have got their pages."""
 

@@ -275,7 +275,7 @@ class Drafter:
         table.num_drafts[sampled] = 0
         if decodes.num_wanted and len(sampled):
             # No more than may be verified, nor than there are pages for.
-            ends = table.num_computed[sampled] + table.slack[sampled]
+            ends = table.num_computed[sampled] + table.num_unverified[sampled]
             room = np.minimum(table.max_total[sampled] - ends - 2, capacity - ends + 1)
             wanted = np.clip(room, 0, decodes.num_wanted)
             builder.add(num_wanted=wanted)
@@ -295,8 +295,9 @@ class Drafter:
         return np.array(ids, np.int32)
 
     def _chances(self, rows: Int32Array, most: int) -> npt.NDArray[np.float64]:
-        """[len(rows), most] how likely each draft is right, with all before it; 0 past a row's length. Where a step in
-        flight brings the predicted next token, they are of the drafts behind it, unless ranks make new ones then."""
+        """[len(rows), most] how likely each draft is right, with all before it; 0 past a row's length. With
+        n-gram drafts a step in flight already samples the first predicted token: the chances are then of the drafts
+        after that token."""
         table = self._rows
         histories = [table.request(row).history for row in rows.tolist()]
         ahead = self.has_ahead(rows)
@@ -307,7 +308,7 @@ class Drafter:
         first, then = np.array([it or FIRST_RATES for it in chances], np.float64).T
         places = np.arange(most)
         is_behind = (table.in_flight[rows, None] > 0) & (not self._asks)
-        room = table.max_total[rows] - table.num_computed[rows] - table.slack[rows] - 2
+        room = table.max_total[rows] - table.num_computed[rows] - table.num_unverified[rows] - 2
         num_drafts = np.array([0 if it is None else it.num_drafts for it in histories])
         room = np.minimum(room, np.where(ahead, table.num_drafts[rows], num_drafts))
         if table.num_guided:

@@ -51,16 +51,17 @@ class Launcher:
         is_timed = self._drafter is not None and not prefills.rows
         kind = self._drafter.launch(decodes) if self._drafter is not None and is_timed else FrameKind.STEP
         frame = builder.build(generation, step, kind)
-        # The next step's rows may take what this one is the last to read.
+        # Pages of the window pool that only this step still reads are free for the next.
         self._pages.advance_windows(frame.rows, table.num_computed[frame.rows])
         table.in_flight[frame.rows] += 1
         table.ready[sampled[table.may_end(sampled)]] = False
-        known = frame.starts.copy()
-        known[: len(starts)] = starts
+        # The frame has upper bounds of where rows with drafts are; the snapshot keeps the lower ones.
+        min_starts = frame.starts.copy()
+        min_starts[: len(starts)] = starts
         launched = Launched(
             step=step,
             rows=frame.rows,
-            starts=known,
+            starts=min_starts,
             sampled=sampled,
             num_draws=frame.num_draws,
             prefilled=ending.tolist(),
@@ -78,6 +79,8 @@ class Launcher:
         flags = np.full(len(rows), _SAMPLE, np.int32)
         if self._drafter is not None and decodes.has_drafts:
             flags |= self._drafter.add_tokens(decodes, builder)
-        builder.add(rows=rows, starts=table.num_computed[rows] + table.slack[rows], lens=decodes.draws, flags=flags)
+        builder.add(
+            rows=rows, starts=table.num_computed[rows] + table.num_unverified[rows], lens=decodes.draws, flags=flags
+        )
         table.num_computed[rows] += 1
-        table.slack[rows] += decodes.draws - 1
+        table.num_unverified[rows] += decodes.draws - 1

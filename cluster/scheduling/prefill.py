@@ -37,7 +37,7 @@ _LAST_CHUNK = int(RowFlag.HAS_TOKENS | RowFlag.SAMPLE)
 MAX_OVERTAKEN = 16
 # Requests behind a head that cannot be admitted of which it is tried in one step.
 _LOOKAHEAD = 4
-# How long a client with most rows leaves the last one to others after there was another client.
+# A client with more than half of the rows does not take the last free one if another client was active so lately.
 _LAST_ROW_S = 10.0
 
 
@@ -69,7 +69,8 @@ class PrefillQueue:
         """Rows in prefill, in order of admission."""
         self.total_prompt_tokens = 0
         """Tokens of admitted requests."""
-        # All that were tried lacked pages, and nothing has happened since that could change it: spares their matches.
+        # The last attempt to admit requests failed for lack of pages, and none came free since. Another attempt would
+        # match prompts against the prefix cache in vain.
         self._is_blocked = False
         self._shared_s = -_LAST_ROW_S
         """When requests of more than one client last waited or ran."""
@@ -131,7 +132,7 @@ class PrefillQueue:
         may_admit = self.has_rows and not all(self._leaves_last_row(client, now) for client in self.waiting.clients)
         shares = self.shares() if is_shared and may_admit and not self._is_blocked else None
         if in_progress := tuple(self.prefilling):
-            self._admit(plan, shares, longest=min(budget // 2, budget - self._limits.max_item_tokens))
+            self._admit(plan, shares, early_budget=min(budget // 2, budget - self._limits.max_item_tokens))
         for row, num_clients in self._in_turns(in_progress):
             if plan.budget <= 0:
                 break
@@ -215,20 +216,21 @@ class PrefillQueue:
 
     # Admission
 
-    def _admit(self, plan: PrefillPlan, shares: Shares | None, longest: int | None = None) -> None:
+    def _admit(self, plan: PrefillPlan, shares: Shares | None, early_budget: int | None = None) -> None:
         """Admits waiting requests in turn. Those that cannot be admitted now keep their place.
 
         Args:
             shares: the shares of the clients. None: there is one client.
-            longest: most tokens in all of the requests that need not wait for the prompts in progress. Before a prompt
-                of its own client a request must fit as a whole. None: no prompt is waited for.
+            early_budget: for requests that are admitted ahead of the prompts in progress: the tokens that they may take
+                together. Such a request must fit as a whole, unless another client's prompt in progress has more left.
+                None: prompts in progress have had their chunks.
         """
         waiting = self.waiting
         if self._is_blocked or not waiting:
             return
-        budget = plan.budget if longest is None else longest
+        budget = plan.budget if early_budget is None else early_budget
         num_left: dict[str, int] = {}  # by client with a prompt in progress
-        if shares is not None and longest is not None:
+        if shares is not None and early_budget is not None:
             num_left = {self._rows.request(row).client: self._num_left(row) for row in self.prefilling}
 
         def comes_last(client: str) -> bool:
@@ -245,7 +247,7 @@ class PrefillQueue:
                 break
             # Beside a longer prompt of another client, one may begin with a part of it.
             most = max(num_left.values(), default=0) if request.client not in num_left else 0
-            if longest is not None and len(request.tokens) > max(budget, most):
+            if early_budget is not None and len(request.tokens) > max(budget, most):
                 break
             before = plan.budget
             plan.budget = min(before, budget)

@@ -7,7 +7,7 @@ per request. `RowPages` keeps the pages.
     num_computed    Launcher and PrefillQueue when a step is launched, Chunks for cached pages, StepTokens for drafts
     num_known       StepTokens when a step retires
     tokens          StepTokens when a step retires
-    slack           Launcher when drafts are launched, StepTokens when the step retires
+    num_unverified  Launcher when drafts are launched, StepTokens when the step retires
     ready           Launcher, Drafter and GuidedRows at a launch; StepTokens for drafts, GuidedRows for masks
     in_flight       Launcher at a launch, Scheduler when a step retires or is lost
     num_drafts      Drafter at a launch
@@ -45,10 +45,11 @@ class RowTable:
         self.num_known = np.zeros(num_rows, np.int32)
         """Tokens the host has seen: valid columns of `tokens`."""
         self.num_computed = np.zeros(num_rows, np.int32)
-        """Tokens whose KV is there once every launched step has run: position of the next input token. Where steps in
-        flight verify drafts, as if none were right."""
-        self.slack = np.zeros(num_rows, np.int32)
-        """How many more they are if all are."""
+        """Tokens whose KV is there once every launched step has run: position of the next input token. A lower bound:
+        each step in flight counts as if none of its drafts were right."""
+        self.num_unverified = np.zeros(num_rows, np.int32)
+        """Drafts in flight whose verification is not known yet. The row's true position lies between `num_computed` and
+        `num_computed + num_unverified`."""
         self.num_drafts = np.zeros(num_rows, np.int32)
         """Drafts that the ranks make of the row in the last step that names it."""
         self.goes_ahead = np.zeros(num_rows, np.bool_)
@@ -99,7 +100,7 @@ class RowTable:
             num_tokens - request.num_item_tokens if request.item_lens else request.max_total_tokens
         )
         self.max_total[row] = request.max_total_tokens
-        self.in_flight[row] = self.slack[row] = self.num_drafts[row] = 0
+        self.in_flight[row] = self.num_unverified[row] = self.num_drafts[row] = 0
         self.goes_ahead[row] = self._ranks_draft and request.guide is None and not request.has_timed_biases
         self.admission[row] = self._num_admissions
         self.ends_on_eos[row] = not request.sampling.ignore_eos
@@ -112,7 +113,7 @@ class RowTable:
 
     def may_end(self, rows: Int32Array) -> npt.NDArray[np.bool_]:
         """Whether the steps in flight may use up the length of each of `rows`."""
-        most: npt.NDArray[np.bool_] = self.num_computed[rows] + self.slack[rows] + 1 >= self.max_total[rows]
+        most: npt.NDArray[np.bool_] = self.num_computed[rows] + self.num_unverified[rows] + 1 >= self.max_total[rows]
         return most
 
     def end(self, row: int) -> None:

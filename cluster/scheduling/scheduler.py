@@ -359,7 +359,7 @@ class Scheduler:
     def _plan_decodes(self, now: float) -> Decodes | None:
         """The rows that decode, with their pages; possibly none. Preempts requests where pages have run out. None:
         nothing may be launched before a step in flight retires."""
-        # A step with prompts is long already, and may be none of those that were captured for drafts.
+        # A step with prompts is long already, and may fit no graph that was captured for drafts.
         takes_drafts = self._drafter is not None and not self._queue.is_busy
         while True:
             rows = np.flatnonzero(self._rows.ready).astype(np.int32)
@@ -369,7 +369,7 @@ class Scheduler:
             if decodes is None or self._take_pages(decodes):
                 return decodes
             if takes_drafts:
-                takes_drafts = False  # no request has to go for what may be wrong
+                takes_drafts = False  # no request is preempted to make room for drafts
             elif self._in_flight:
                 return None  # a retire may free pages; and only a row that no step names can be preempted
             else:
@@ -378,7 +378,7 @@ class Scheduler:
     def _take_pages(self, decodes: Decodes) -> bool:
         """Takes the pages that the rows' inputs need; False, with nothing done, if there are too few."""
         table, rows = self._rows, decodes.rows
-        ends = table.num_computed[rows] + table.slack[rows] + decodes.draws
+        ends = table.num_computed[rows] + table.num_unverified[rows] + decodes.draws
         if decodes.num_wanted > 1:  # ranks go on from their drafts
             ends = np.maximum(ends, np.minimum(ends + decodes.num_wanted - 1, table.max_total[rows] - 1))
         decodes.deltas = self._pages.grow_rows(rows, ends)

@@ -117,7 +117,8 @@ class StepTokens(NamedTuple):
         return [row for row in np.unique(np.concatenate(found)).tolist() if table.live[row]] if found else []
 
     def write(self, table: RowTable, launched: Launched) -> None:
-        """Makes the tokens known, all of which are kept; rows that could bring several are known to be behind them."""
+        """Writes the tokens, all of which are kept, to the table. For rows that verified drafts, corrects
+        `num_computed` and `num_unverified` now that it is known how many were right, and makes the rows ready."""
         rows, positions = self.rows, self.positions
         num_kept = np.bincount(rows, minlength=len(table.live)) if len(launched.num_draws) else None
         table.tokens[rows, positions] = self.tokens
@@ -131,7 +132,7 @@ class StepTokens(NamedTuple):
             at = np.flatnonzero((launched.num_draws > 1) & table.live[launched.sampled])
             rows = launched.sampled[at]
             table.num_computed[rows] += num_kept[rows] - 1
-            table.slack[rows] -= launched.num_draws[at] - 1
+            table.num_unverified[rows] -= launched.num_draws[at] - 1
             table.ready[rows] = ~table.guided[rows] & ~table.may_end(rows)
 
 

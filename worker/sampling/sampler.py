@@ -8,7 +8,7 @@ among its logits, on whichever rank, gets -1 on all of them.
 
 Logits are sharded by vocabulary. Every row is sampled by the plain rule, which a CUDA graph can hold and which moves
 two numbers a row between ranks, and on GPUs a list of the likeliest tokens, from which rows with a small top-k are
-drawn. Rows with other filters, adjustments or logprobs are looked at again behind it, as whole rows. The arithmetic is
+drawn. Rows with other filters, adjustments or logprobs are sampled again after it, as whole rows. The arithmetic is
 in worker/kernels for CUDA, and in worker/sampling/torch_sampling.py for CPU.
 """
 
@@ -33,7 +33,7 @@ from worker.sampling.logprobs import LogprobTensors
 from worker.upload import upload
 
 _CHUNK_ROWS = 128
-"""Rows looked at again at a time, which bounds their memory: about 30 bytes for each logit. On CUDA one SM works on a
+"""Rows sampled again at a time, which bounds their memory: about 30 bytes for each logit. On CUDA one SM works on a
 row."""
 
 

@@ -95,7 +95,7 @@ class CudaGraphRunner:
 
     @property
     def largest(self) -> list[StepShape]:
-        """The shapes in whose memory the others find room: the last of the prompts and of the decodes."""
+        """The largest shapes of prompts and of decodes, whose memory the smaller graphs use too."""
         return [*self._prompts[-1:], *self._decodes[-1:]]
 
     @property

@@ -1,13 +1,15 @@
 """The draft head's passes behind a step: one over all of the step's tokens, and one for each draft after the first.
 
-The first leaves the head's keys and values in the pages that hold the model's. The token that follows one is the next
-input or what was sampled there. Behind a chunk that is not the last it is not known here, nor behind a page that other
-requests go on from: a wrong one there costs drafts that are wrong, and no answer depends on drafts.
+The first pass leaves the head's keys and values in the pages that hold the model's. The head needs the token after
+each input: the next input, or the token that was sampled. After a chunk that is not the last that token is not known
+here, and after a shared page of a prefix it differs between requests. A wrong token stands there then. It makes drafts
+worse, and no answer depends on drafts.
 
 Where the backend plans nothing for decodes on the host, passes are CUDA graphs, between which the host neither copies
-nor waits. The first is one more of the step's shape: only behind the step's own have rows with filters or adjustments
-their tokens. It is eager behind eager steps, and behind prompts, which take longer to run than to launch. Each pass
-after it replays the graph of that number of rows, which moves them on by itself.
+nor waits. The first pass has a graph of its own of the step's shape, since rows with filters or adjustments have their
+final tokens only after the step's graph. The first pass is eager after eager steps, and after prompts, which take
+longer to run than to launch. Each pass after the first replays the graph of that number of rows, which moves the rows
+on.
 """
 
 from __future__ import annotations
@@ -136,7 +138,7 @@ class DraftPasses:
         if captured is not None and name is not None:
             self._graphs.replay_pass(name, captured)
         else:
-            self._inputs.settle(captured or step.shape)
+            self._inputs.restore_starts(captured or step.shape)
             batch = self._inputs.batch(step)
             self._backend.init_forward_metadata(batch)
             self._first(batch, _following(batch, output.tokens, batch.sample_indices), states, predicts=most > 0)
@@ -157,7 +159,7 @@ class DraftPasses:
         rows, more = frame.rows * (wanted > 1), (wanted - 1).clip(0)
         if self._states is not None:
             shape = self._rows_of(frame)
-            self._inputs.upload(_decodes(rows, np.zeros_like(rows)), shape, knows_starts=True)
+            self._inputs.upload(_decodes(rows, np.zeros_like(rows)), shape, use_frame_starts=True)
             starts = (self._inputs.next_starts(shape.num_rows) - 1).clamp_(min=0)
             self._inputs.starts(shape.num_rows).copy_(starts)
             self._lasts.zero_()
@@ -165,7 +167,7 @@ class DraftPasses:
             self._lasts[: shape.num_rows].add_(starts)
         else:
             # This waits for the device.
-            placed = self._inputs.placed(_decodes(rows, np.zeros_like(rows)))
+            placed = self._inputs.with_device_starts(_decodes(rows, np.zeros_like(rows)))
             host_starts = (placed.frame.starts - 1) * (rows > 0)
             lasts = host_starts + more
         for _ in range(1, most):
@@ -174,7 +176,7 @@ class DraftPasses:
             else:
                 host_starts = np.minimum(host_starts + 1, lasts)
                 moved = _decodes(rows, host_starts)
-                self._inputs.upload(moved, moved.shape, knows_starts=True)
+                self._inputs.upload(moved, moved.shape, use_frame_starts=True)
                 batch = self._inputs.batch(moved)
                 self._backend.init_forward_metadata(batch)
                 self._next(batch)
@@ -197,7 +199,7 @@ class DraftPasses:
 
     def _captured_first(self, shape: StepShape, *, predicts: bool) -> None:
         assert self._states is not None, "a graph's pass before use_graphs"
-        self._inputs.settle(shape)
+        self._inputs.restore_starts(shape)
         batch, tokens = self._inputs.graph_batch(shape), self._tokens[: shape.num_sampled]
         self._backend.prepare_capture(batch, shape)
         if shape.is_decode:

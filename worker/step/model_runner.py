@@ -2,8 +2,8 @@
 
 On CUDA all is queued on the stream. A step that a captured shape holds, of decodes alone or with prompts, replays a
 CUDA graph of the whole step; any other, and every step where the backend captures nothing, runs eagerly through the
-same code. Rows with filters, adjustments or logprobs are looked at again behind it, before the next step reads their
-tokens.
+same code. Rows with filters, adjustments or logprobs are sampled again by kernels that are queued after the step's own
+and before the next step reads their tokens.
 """
 
 from __future__ import annotations
@@ -114,9 +114,8 @@ class ModelRunner:
         Does nothing where the backend cannot be captured.
 
         Args:
-            which: shapes captured now: all, or the largest of each ladder, in whose memory those of the others find
-                room. Each of the rest is captured by `capture_next`, or when a step of its shape comes for the second
-                time.
+            which: shapes captured now: all, or the largest of each ladder, whose memory the smaller graphs use too.
+                Other shapes are captured by `capture_next`, or when a step of their shape comes for the second time.
         """
         backend, max_model_len = self._backend, self._limits.max_model_len
         if not backend.captures_cuda_graphs:
@@ -199,10 +198,15 @@ class ModelRunner:
         return shape
 
     def _upload(self, step: Step, graph: StepShape | None) -> Step:
-        """Queues the copy of the step's inputs and parameters, padded to the shape `graph` where that is given. Returns
-        the step with its true starts."""
+        """Queues the copy of the step's inputs and parameters, padded to the shape `graph` where that is given.
+
+        Returns:
+            The step. For eager steps, and for backends that plan on the host, its starts are read back from the device.
+            Else they are the frame's, which may be too high for rows whose drafts are not verified yet: only masks and
+            biases with an end read them, and rows with these have exact starts.
+        """
         if graph is None or self._backend.plans_on_host:
-            step = self._inputs.placed(step)
+            step = self._inputs.with_device_starts(step)
         self._draft_passes.prepare(step)
         self._inputs.upload(step, graph or step.shape)
         self._sampler.update(step.frame)

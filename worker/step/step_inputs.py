@@ -33,8 +33,8 @@ class StepInputs:
         max_tokens: most input tokens of a step, padding included.
         page_size: of the KV pool.
         max_sampled: most sampled inputs of a step, if more than `max_rows`.
-        num_drafts: most drafts that the ranks make of a row. They then know where rows are, which who sends frames
-            need not.
+        num_drafts: most drafts that the ranks make of a row. If that is more than 0, these tensors track each row's
+            position, which the scheduler may not know yet.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StepInputs:
         """Keeps `drafts` [n, most] of what follows the last tokens of `rows` [n], all int64."""
         self._last_tokens[:, 1 : 1 + drafts.shape[1]].index_copy_(0, rows, drafts)
 
-    def placed(self, step: Step) -> Step:
+    def with_device_starts(self, step: Step) -> Step:
         """The step with the true starts of rows whose tokens are only on the device. Where ranks make drafts, the
         scheduler does not know those starts; this waits for the device then."""
         frame = step.frame
@@ -106,18 +106,20 @@ class StepInputs:
         rows = self._buffer[self._layout.rows(num_rows)]
         return self._next_starts.index_select(0, rows).where(rows > 0, 0)
 
-    def settle(self, shape: StepShape) -> None:
-        """Has rows of the last step, or of the captured one that it was padded to, begin where they did whatever has
-        been sampled since, for passes that read its inputs again. A graph may capture it."""
+    def restore_starts(self, shape: StepShape) -> None:
+        """Writes the start positions of the last step's rows, or of the captured step that it was padded to, back into
+        the buffer, since sampling has moved the tracked positions on. Draft passes then read the same inputs again. A
+        graph may capture it."""
         bounds = self._buffer[self._layout.cu_seqlens_q(shape.num_rows)]
         seq_lens = self._tensors.cache_seqlens[: shape.num_rows]
         self.starts(shape.num_rows).copy_(seq_lens - bounds.diff())
 
-    def upload(self, step: Step, shape: StepShape, *, knows_starts: bool = False) -> None:
+    def upload(self, step: Step, shape: StepShape, *, use_frame_starts: bool = False) -> None:
         """Queues the copy of the step's frame, padded to `shape`, and the page table's update.
 
         Args:
-            knows_starts: whether rows whose tokens the frame does not have begin where it says, in any case.
+            use_frame_starts: take the frame's starts of rows without HAS_TOKENS. Else -1 is uploaded for such rows
+                where positions are tracked, and the kernel puts the tracked position in its place.
 
         Raises EngineError, before anything is written, if the step is larger than these tensors.
         """
@@ -131,7 +133,7 @@ class StepInputs:
         self._next_stage = (self._next_stage + 1) % _NUM_STAGES
         stage.wait()
         begin = self._layout.pack(stage.array, step, shape)
-        if self._next_starts is not None and not knows_starts:
+        if self._next_starts is not None and not use_frame_starts:
             stage.array[self._layout.starts(len(frame.rows))][~frame.has_tokens] = -1
         deltas, num_page_deltas = frame.page_deltas, len(frame.page_deltas)
         if len(frame.window_pages):
