@@ -19,12 +19,10 @@ from cluster.text.stop_regex import StopRegex
 from cluster.text.stops import TextOptions
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import RequestError
-from configs.schema import GenerationDefaults, ServerConfig
+from configs.schema import GenerationDefaults, SamplingValues, ServerConfig
 
 _MAX_BAD_WORD_TOKENS = 1024
 _T = TypeVar("_T")
-_DEFAULTED = [name for name in GenerationDefaults.model_fields if name in SamplingParams.__struct_fields__]
-"""Fields that the model's makers or the operator may give a value; without any the engine's own is neutral."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +72,7 @@ def sampling_params(
     words = bad_words(fields.bad_words or (), vocabulary)
     bias |= {word[0]: -math.inf for word in words if len(word) == 1}
     _check_choice_left(allowed, bias, {*stop_token_ids, *vocabulary.eos_token_ids} if min_tokens else set())
-    given = [(name, _given(getattr(fields, name), getattr(defaults, name))) for name in _DEFAULTED]
+    given = [(name, _given(getattr(fields, name), getattr(defaults, name))) for name in SamplingValues.model_fields]
     chosen = {name: value for name, value in given if value is not None}
     if not 0 <= chosen.get("top_k", 0) < size:
         del chosen["top_k"]
