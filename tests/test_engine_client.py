@@ -25,6 +25,7 @@ from cluster.messages.engine import (
     SamplingParams,
     StepOutput,
     Submit,
+    Terms,
     TokenLogprobs,
 )
 from cluster.requests.engine_client import EngineClient, wait_ready
@@ -120,8 +121,10 @@ def test_what_the_sequences_of_one_request_share_is_sent_once(run: Callable[[Sce
         for prompt in range(2)
     ]
 
+    terms = Terms(level=2, priority=3, client="who", cache_salt=b"salt", deadline_s=9.0)
+
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
-        streams = client.submit(prompts, params, level=2, priority=3, client="who", cache_salt=b"salt", deadline_s=9.0)
+        streams = client.submit(prompts, params, terms)
         submit = await coordinator.received.get()
         assert isinstance(submit, Submit)
         assert len(msgspec.msgpack.encode(submit)) < len(prompts[0]) + 35_000
@@ -129,8 +132,7 @@ def test_what_the_sequences_of_one_request_share_is_sent_once(run: Callable[[Sce
         assert [request.id for request in requests] == [stream.id for stream in streams]
         assert [request.prompt for request in requests] == 64 * [prompts[0]] + 64 * [prompts[1]]
         assert [request.sampling for request in requests] == [*params[0], *params[1]]
-        assert {(r.level, r.priority, r.client, r.cache_salt) for r in requests} == {(2, 3, "who", b"salt")}
-        assert {request.deadline_s for request in requests} == {9.0}
+        assert {request.terms for request in requests} == {terms}
 
     run(scenario)
 

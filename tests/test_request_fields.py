@@ -144,8 +144,8 @@ def test_priority_and_salt_reach_the_engine(run: Run) -> None:
         await stack.chat(cache_salt="other")
         await stack.chat()
         first, second, third = stack.coordinator.requests
-        assert (first.priority, third.priority) == (-3, 0)
-        assert len({first.cache_salt, second.cache_salt, third.cache_salt}) == 3
+        assert (first.terms.priority, third.terms.priority) == (-3, 0)
+        assert len({first.terms.cache_salt, second.terms.cache_salt, third.terms.cache_salt}) == 3
 
     run(scenario)
 

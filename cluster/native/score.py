@@ -81,8 +81,7 @@ async def score(model: ServedModel, body: bytes, context: RequestContext) -> Htt
         id=f"score-{uuid.uuid4().hex}",
         prompts=[group.prompt for group in groups],
         sampling=[[msgspec.structs.replace(sampling, item_lens=group.item_lens)] for group in groups],
-        client=context.share_owner,
-        cache_salt=context.cache_salt(),
+        terms=model.terms(context),
     )
     writer = _ScoreWriter(model.run(job), model.model_name, softmax=softmax)
     return answer(writer, streamed=False, headers=ignored_header(ignored))

@@ -31,6 +31,7 @@ from cluster.messages.engine import (
     SamplingParams,
     StepOutput,
     Submit,
+    Terms,
     TokenLogprobs,
     shared_sampling,
 )
@@ -43,6 +44,7 @@ from parallel.sockets import LENGTH, MAX_FRAME_BYTES, read_frame
 logger = logging.getLogger(__name__)
 
 _MAX_UNSENT_BYTES = 64 << 20
+_NO_TERMS = Terms()
 MAX_CHUNK_TOKENS = 128
 """Tokens that a reader who was away reads at once: the event loop is not only its."""
 
@@ -277,19 +279,13 @@ class EngineClient:
         self,
         prompts: Sequence[bytes],
         params: Sequence[Sequence[SamplingParams]],
-        *,
-        level: int = 0,
-        priority: int = 0,
-        client: str = "",
-        cache_salt: bytes = b"",
-        deadline_s: float = 0.0,
+        terms: Terms = _NO_TERMS,
     ) -> list[RequestStream]:
         """Queues the sequences of one HTTP request, all or none: for each prompt one for each of its `params`, and in
         this order the streams.
 
         Args:
             prompts: little-endian int32 token ids, at least one each.
-            level, priority, client, cache_salt, deadline_s: as in GenerateRequest.
 
         Raises:
             EngineError: the coordinator is gone.
@@ -303,17 +299,7 @@ class EngineClient:
         sampling, choices = shared_sampling(params)
         streams = [RequestStream(self, next(self._ids), own) for of_prompt in params for own in of_prompt]
         self._send(
-            Submit(
-                first_id=streams[0].id,
-                prompts=list(prompts),
-                sampling=sampling,
-                choices=choices,
-                level=level,
-                priority=priority,
-                client=client,
-                cache_salt=cache_salt,
-                deadline_s=deadline_s,
-            )
+            Submit(first_id=streams[0].id, prompts=list(prompts), sampling=sampling, choices=choices, terms=terms)
         )
         self._streams.update((stream.id, stream) for stream in streams)
         return streams

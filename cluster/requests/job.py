@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cluster.http.context import RequestContext, current_request
-from cluster.messages.engine import FinishReason, SamplingParams
+from cluster.messages.engine import FinishReason, SamplingParams, Terms
 from cluster.observability.record import RequestRecord
 from cluster.requests.engine_client import EngineClient, wait_ready
 from cluster.requests.generation import Delta, Output
@@ -59,7 +59,7 @@ class JobOptions:
     """-1 none, k the token's own and the k likeliest; so is the next one."""
     num_prompt_logprobs: int = -1
     priority: int = 0
-    """Lower goes first; see `Job`."""
+    """Lower goes first; see `Terms`."""
     cache_salt: str | None = None
     """Prompts share cached pages only under the same one. None: one of the client's own."""
     name: str | None = None
@@ -76,15 +76,11 @@ class Job:
     """Token ids, at least one each."""
     sampling: list[list[SamplingParams]]
     """For each prompt, one for each of its choices."""
+    terms: Terms
+    """Its deadline is that of the whole run."""
     text: TextOptions = field(default_factory=TextOptions)
     form: AnswerFormat | None = None
     """How answers in a chat are read: thinking, content and calls. None: they are text."""
-    client: str = ""
-    level: int = 0
-    """Order among the requests of all clients; see `granted_level`."""
-    priority: int = 0
-    """Order among the client's own requests."""
-    cache_salt: bytes = b""
 
     @property
     def num_choices(self) -> int:
@@ -101,21 +97,13 @@ class Job:
         return self.prompts[index // self.num_choices]
 
 
-def granted_level(priority: int, granted: tuple[int, int] | None) -> int:
-    """The level at which a request of this `priority` waits among those of other clients: the nearest number in the
-    range that an operator granted its key, or 0 without a grant."""
-    return 0 if granted is None else min(max(priority, granted[0]), granted[1])
-
-
 class Run:
     """A job in the engine, from `deltas()` on."""
 
-    def __init__(self, job: Job, engine: EngineClient, tokenizer: Tokenizer, *, timeout_s: float) -> None:
-        """`timeout_s`: for the whole of it; `server.request_timeout_s`."""
+    def __init__(self, job: Job, engine: EngineClient, tokenizer: Tokenizer) -> None:
         self.job = job
         self._engine = engine
         self._tokenizer = tokenizer
-        self._timeout_s = timeout_s
         self._outputs: list[Output] = []
         self._aborted = False
         self._late = False
@@ -137,14 +125,14 @@ class Run:
             self.abort()
         context, telemetry = current_request(), self._engine.telemetry
         # One timer a request: one a wait costs a tenth of what a token costs.
-        timer = asyncio.get_running_loop().call_later(self._timeout_s, self._be_late)
+        timer = asyncio.get_running_loop().call_later(self.job.terms.deadline_s, self._be_late)
         pending = self._outputs
         streams = [output.stream for output in pending]
         try:
             while pending:
                 await wait_ready(streams)
                 if self._late:
-                    limit = self._timeout_s
+                    limit = self.job.terms.deadline_s
                     raise DeadlineError(f"The request did not finish within server.request_timeout_s={limit:g}.")
                 ready = [output for output in pending if output.stream.ready]
                 for first in range(0, len(ready), _OUTPUTS_AT_ONCE):
@@ -216,15 +204,7 @@ class Run:
     async def _submit(self) -> None:
         assert not self._outputs, "a run is read once"
         job = self.job
-        streams = self._engine.submit(
-            await _int32(job.prompts),
-            job.sampling,
-            level=job.level,
-            priority=job.priority,
-            client=job.client,
-            cache_salt=job.cache_salt,
-            deadline_s=self._timeout_s,
-        )
+        streams = self._engine.submit(await _int32(job.prompts), job.sampling, job.terms)
         try:
             sampling = [params for of_prompt in job.sampling for params in of_prompt]
             for index, (stream, params) in enumerate(zip(streams, sampling, strict=True)):

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from cluster.http.context import RequestContext, current_request
-from cluster.messages.engine import SamplingParams, WeightsChanged
+from cluster.messages.engine import SamplingParams, Terms, WeightsChanged
 from cluster.messages.state import EngineState
 from cluster.requests.engine_client import EngineClient
 from cluster.requests.engine_info import EngineInfo
 from cluster.requests.fair_threads import FairThreads
 from cluster.requests.fields import FieldPolicy
-from cluster.requests.job import Job, JobOptions, Run, granted_level
+from cluster.requests.job import Job, JobOptions, Run
 from cluster.requests.json_body import validated
 from cluster.requests.sampling import Vocabulary, sampling_params, text_options
 from cluster.requests.sampling_fields import SamplingFields
@@ -128,8 +128,9 @@ class ServedModel:
         or did not answer within `timeout_s`; None: `server.request_timeout_s`."""
         prompt = [*self._known(self.tokenizer.bos_token_id), *self._known(self.tokenizer.eos_token_id), 0][:1]
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        job = Job(id="probe", prompts=[prompt], sampling=[[sampling]], level=_FIRST)
-        async with aclosing(self.run(job, timeout_s=timeout_s).deltas()) as steps:
+        terms = Terms(level=_FIRST, deadline_s=self.server.request_timeout_s if timeout_s is None else timeout_s)
+        job = Job(id="probe", prompts=[prompt], sampling=[[sampling]], terms=terms)
+        async with aclosing(self.run(job).deltas()) as steps:
             num_tokens = sum([len(delta.token_ids) async for deltas in steps for delta in deltas])
         if num_tokens != 1:
             raise EngineError(f"one token was asked for, and {num_tokens} came")
@@ -271,19 +272,28 @@ class ServedModel:
             ),
             text=text_options(fields, self._defaults, self.server, prompt_only=prompt_only),
             form=form,
-            client=context.share_owner,
-            level=granted_level(options.priority, context.priorities),
-            priority=options.priority,
-            cache_salt=context.cache_salt(options.cache_salt),
+            terms=self.terms(context, options),
         )
 
-    def run(self, job: Job, *, timeout_s: float | None = None) -> Run:
-        """`job` in this model's engine; it starts with the first delta that is read. `timeout_s`: None:
-        `server.request_timeout_s`. Raises RequestError, 429 if the client's quota does not allow it now."""
-        timeout_s = self.server.request_timeout_s if timeout_s is None else timeout_s
+    def terms(self, context: RequestContext, options: JobOptions | None = None) -> Terms:
+        """The terms of the request `context`. Its level among other clients' requests is the number nearest to its
+        priority in the range that an operator granted its key, or 0 without a grant."""
+        options = options or JobOptions()
+        least, most = context.priorities or (0, 0)
+        return Terms(
+            level=min(max(options.priority, least), most),
+            priority=options.priority,
+            client=context.share_owner,
+            cache_salt=context.cache_salt(options.cache_salt),
+            deadline_s=self.server.request_timeout_s,
+        )
+
+    def run(self, job: Job) -> Run:
+        """`job` in this model's engine; it starts with the first delta that is read. Raises RequestError, 429 if the
+        client's quota does not allow it now."""
         if (context := current_request()) is not None:
             context.meter.begin(job.num_outputs, sum(map(len, job.prompts)))
-        return Run(job, self.engine, self.tokenizer, timeout_s=timeout_s)
+        return Run(job, self.engine, self.tokenizer)
 
     async def stream_text(
         self,
