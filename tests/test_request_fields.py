@@ -306,6 +306,16 @@ def test_continuous_usage_counts_up_in_every_chunk(run: Run) -> None:
     run(scenario, step_s=0.001)
 
 
+def test_usage_in_every_chunk_needs_usage_at_all(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        response = await stack.chat(stream=True, stream_options={"continuous_usage_stats": True})
+        *chunks, _ = events(response)
+        assert chunks
+        assert not any("usage" in chunk for chunk in chunks)
+
+    run(scenario)
+
+
 def test_times_and_ignored_fields_are_headers(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
         response = await stack.chat(wat=1, **{"a,b\r\nx: y": 2}, chat_template_kwargs={"thinking": True})

@@ -38,6 +38,7 @@ from parallel.plan import ShardPlan
 from tests import test_families, test_latent_models, test_moe_models
 from tests.local_group import Limits, LocalGroup
 from tests.odd_ranks import use_ranks
+from tests.streams import next_chunk
 from tests.test_failure import running, write_tiny
 from tests.test_recovery import LONG, PROMPT, answer, answer_struck
 from tests.tiny_engine import MODEL, TinyEngine, tiny_engine, write_tiny_checkpoint
@@ -301,7 +302,7 @@ def test_a_group_serves_other_weights_from_then_on_whatever_becomes_of_its_ranks
             assert (await answer(engine))[0] == before
             met = asyncio.create_task(answer(engine))
             [endless] = engine.client.submit([PROMPT], [[LONG]])
-            await anext(endless)
+            await next_chunk(endless)
             changing = asyncio.create_task(engine.update_weights(str(second), version="step-2", running="finish"))
             await asyncio.sleep(0.3)  # calls of an actor's threads may overtake one another
             for other in (engine.update_weights(str(first)), engine.resize(1)):

@@ -102,7 +102,7 @@ def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[list[int], boo
     prompts = []
     # One at a time: each has the whole query, so all of them may be very long.
     for i, prompt in enumerate(_prompts(model, request)):
-        model.checked_max_tokens(prompt, 1, default=1, param=f"items[{i}]")
+        model.checked_max_tokens(prompt, 1, param=f"items[{i}]")
         prompts.append(prompt)
     groups = grouped(prompts, model.max_item_tokens, model.max_model_len)
     return labels, bool(request.apply_softmax), groups, ignored

@@ -181,7 +181,7 @@ class Run:
         completion = sum(output.num_tokens for output in self._outputs)
         # A prompt's later choices find the first one's pages; only what the first one found was free.
         firsts = self._outputs[:: self.job.num_choices]
-        cached = sum(output.prefilled.num_cached_tokens for output in firsts if output.prefilled is not None)
+        cached = sum(it.num_cached_tokens for output in firsts if (it := output.stream.prefilled) is not None)
         thought = sum(output.num_reasoning_tokens for output in self._outputs)
         details = CompletionTokensDetails(thought)
         if drafted := sum(output.stream.num_drafted for output in self._outputs):
@@ -192,7 +192,7 @@ class Run:
     def server_timing(self) -> str:
         """The value of a Server-Timing header, in milliseconds: the slowest sequence's wait in the queue and its
         prefill, and once all have ended the time since the first token."""
-        done = [output.prefilled for output in self._outputs if output.prefilled is not None]
+        done = [it for output in self._outputs if (it := output.stream.prefilled) is not None]
         times = {
             "queue": max((prefilled.queue_s for prefilled in done), default=0.0),
             "prefill": max((prefilled.prefill_s for prefilled in done), default=0.0),
@@ -206,10 +206,9 @@ class Run:
         job = self.job
         streams = self._engine.submit(await _int32(job.prompts), job.sampling, job.terms)
         try:
-            sampling = [params for of_prompt in job.sampling for params in of_prompt]
-            for index, (stream, params) in enumerate(zip(streams, sampling, strict=True)):
+            for index, stream in enumerate(streams):
                 prompt = job.prompt_of(index)
-                self._outputs.append(Output(index, stream, self._tokenizer, prompt, params, job.text, job.form))
+                self._outputs.append(Output(index, stream, self._tokenizer, prompt, job.text, job.form))
                 if len(self._outputs) % _OUTPUTS_AT_ONCE == 0:
                     await asyncio.sleep(0)
         except BaseException:
@@ -231,7 +230,7 @@ class Run:
             finish_reasons=[output.finish_reason or unfinished for output in self._outputs],
             sampling=self.job.sampling[0][0],
             chat=self.job.form is not None,
-            prefilled=self._outputs[0].prefilled,
+            prefilled=self._outputs[0].stream.prefilled,
             error=None if self._error is None else type(self._error).__name__,
         )
 

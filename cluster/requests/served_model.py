@@ -94,7 +94,7 @@ class ServedModel:
             tokenizer, self.formats, max_model_len, special_tokens_in_text=server.special_tokens_in_text
         )
         self.threads = FairThreads(max_model_len)
-        self._defaults = defaults or GenerationDefaults()
+        self.defaults = defaults or GenerationDefaults()
         self._next_seed = next_seed
         self._probe: asyncio.Task[None] | None = None
         self.started = int(time.time())
@@ -176,15 +176,6 @@ class ServedModel:
         """`token_id`, if the tokenizer has it and the model does."""
         return [token_id] if token_id is not None and token_id < self.vocab_size else []
 
-    def room(self, prompt: Sequence[int]) -> int:
-        """Tokens that fit after `prompt`; 1 when none does, so that asking for them names the prompt's length."""
-        return max(self.max_model_len - len(prompt), 1)
-
-    def default_max_tokens(self, prompt: Sequence[int]) -> int:
-        """How many tokens follow a chat's `prompt` when nobody says."""
-        limit = self._defaults.max_new_tokens
-        return self.room(prompt) if limit is None else min(limit, self.room(prompt))
-
     def truncated(self, prompt: list[int], keep: int | None, max_tokens: int | None) -> list[int]:
         """The last `keep` tokens of `prompt`; None: all, -1: as many as leave room for `max_tokens`."""
         if keep is None:
@@ -193,11 +184,14 @@ class ServedModel:
             keep = max(self.max_model_len - (max_tokens or 1), 1)
         return prompt[-keep:] if keep else []
 
-    def checked_max_tokens(self, prompt: Sequence[int], asked: int | None, *, default: int, param: str) -> int:
+    def checked_max_tokens(
+        self, prompt: Sequence[int], asked: int | None, *, param: str, default: int | None = None
+    ) -> int:
         """How many tokens may follow `prompt`. Every prompt passes here before it is put to the engine.
 
         Args:
             param: the field `prompt` came from.
+            default: most tokens where `asked` is None. None: as many as fit.
 
         Raises:
             RequestError: the prompt has no tokens, or one that the model has no embedding for.
@@ -205,7 +199,8 @@ class ServedModel:
         """
         if not prompt:
             raise RequestError(f"{param} has no tokens.", code="empty_string", param=param)
-        max_tokens = default if asked is None else asked
+        room = max(self.max_model_len - len(prompt), 1)  # 1 where none fits: the error then names the prompt's length
+        max_tokens = asked if asked is not None else room if default is None else min(default, room)
         # The engine always generates a token, also when only the prompt is of interest.
         if len(prompt) + max(max_tokens, 1) > self.max_model_len:
             raise ContextLengthError(
@@ -263,14 +258,14 @@ class ServedModel:
             prompts=prompts,
             sampling=sampling_params(
                 fields,
-                self._defaults,
+                self.defaults,
                 self._vocabulary,
                 options,
                 max_tokens=[max(limit, 1) for limit in max_tokens],  # the engine always generates a token
                 next_seed=self._next_seed,
                 grammar=grammar,
             ),
-            text=text_options(fields, self._defaults, self.server, prompt_only=prompt_only),
+            text=text_options(fields, self.defaults, self.server, prompt_only=prompt_only),
             form=form,
             terms=self.terms(context, options),
         )
@@ -308,7 +303,7 @@ class ServedModel:
         RequestError where the prompt is empty or does not fit, EngineError where the engine failed."""
         turns = Conversation(turns=[Turn(role="user", text=prompt)])
         ids = await self.encode_chat(turns, len(prompt)) if chat else self.prompts.encode(prompt)
-        limit = self.checked_max_tokens(ids, max_tokens, default=self.room(ids), param="prompt")
+        limit = self.checked_max_tokens(ids, max_tokens, param="prompt")
         fields = SamplingFields(temperature=temperature, seed=seed)
         job = self.job("text-", fields, [ids], [limit], RequestContext(request_id=uuid.uuid4().hex), JobOptions())
         async with aclosing(self.run(job).deltas()) as steps:
