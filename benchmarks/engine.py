@@ -47,6 +47,7 @@ from configs.load import load_app_config
 from configs.schema import EngineConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
+from tests.helpers.streams import next_chunk
 
 PARTS = ("decode", "workload", "prefill", "ttft", "floor")
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -266,7 +267,7 @@ async def measure_ttft(driver: Driver, options: Options, tokens: int, beside: in
     others = driver.submit(driver.prompts(beside, options.prompt_tokens), [endless] * beside)
     try:
         for stream in others:
-            await anext(stream)
+            await next_chunk(stream)
         runs = [1e3 * await driver.seconds(driver.prompts(1, tokens), [1]) for _ in range(_NUM_TTFT_RUNS + 1)]
         if any(stream.take().finished is not None for stream in others):
             return {**row, "skipped": f"the other requests reached max_model_len={driver.max_model_len}"}

@@ -36,6 +36,7 @@ from cluster.serve.placement import NodeResources, uses_gpus
 from cluster.serve.running_engine import describe
 from cluster.serve.session import ray_session
 from configs.load import load_app_config
+from tests.helpers.streams import chunks_of
 
 _STAGES = ("client", "prepare", "queue", "step", "deliver")
 _REPLICA_PORTS = range(30_000, 30_020)  # Ray Serve's, behind HAProxy
@@ -91,7 +92,7 @@ async def engine_first_token_s(driver: Driver, prompt: list[int], max_tokens: in
     [stream] = driver.submit([np.array(prompt, np.int32).tobytes()], [max_tokens])
     await wait_ready((stream,))
     seconds = time.perf_counter() - began
-    async for _ in stream:
+    async for _ in chunks_of(stream):
         pass
     return seconds
 

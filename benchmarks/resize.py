@@ -24,6 +24,7 @@ from cluster.requests.engine_client import RequestStream
 from cluster.serve.placement import NodeResources, uses_gpus
 from cluster.serve.running_engine import describe
 from configs.schema import EngineConfig
+from tests.helpers.streams import chunks_of
 
 _PROMPT_TOKENS = 128
 
@@ -32,7 +33,7 @@ async def _read(stream: RequestStream) -> tuple[list[int], list[float]]:
     """The tokens of `stream`, and when its chunks came."""
     tokens: list[int] = []
     times: list[float] = []
-    async for chunk in stream:
+    async for chunk in chunks_of(stream):
         if chunk.token_ids:
             tokens += chunk.token_ids
             times.append(time.perf_counter())

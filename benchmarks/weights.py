@@ -30,13 +30,14 @@ from cluster.serve.placement import NodeResources, uses_gpus
 from cluster.serve.running_engine import describe
 from configs.errors import ConfigError
 from configs.schema import EngineConfig
+from tests.helpers.streams import chunks_of
 
 _PROMPT_TOKENS = 128
 
 
 async def _times(stream: RequestStream) -> list[float]:
     """When tokens of `stream` came, to its end."""
-    return [time.perf_counter() async for chunk in stream if chunk.token_ids]
+    return [time.perf_counter() async for chunk in chunks_of(stream) if chunk.token_ids]
 
 
 async def measure(driver: Driver, model: str, running: str, revision: str, streams: int) -> dict[str, Any]:

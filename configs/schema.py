@@ -182,16 +182,31 @@ class PlacementConfig(_Section):
     """Ray placement strategy of a group. STRICT_PACK: one node, always what NVLink wants."""
 
 
-class GenerationDefaults(_Section):
-    """Values for requests that name none. None: the neutral value."""
+class SamplingValues(BaseModel):
+    """How tokens are drawn: what a request may say, and what the operator or the model's makers may say for requests
+    that do not. A new field is declared here, in `SamplingParams` and in the ranks' `PARAMS_DTYPE`, by one name."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     temperature: float | None = Field(None, ge=0.0, le=2.0)
+    """0: the likeliest token. None, here and below: what the model's makers or the operator set, else neutral."""
     top_p: float | None = Field(None, gt=0.0, le=1.0)
-    top_k: int | None = Field(None, ge=-1)
+    """Only of the likeliest tokens that have this probability together."""
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    """0 and -1 both turn it off."""
     min_p: float | None = Field(None, ge=0.0, le=1.0)
+    """Only of tokens with at least this share of the likeliest one's probability."""
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    """Taken from a token's logit for each time the answer has it."""
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    """Taken from the logit of each token the answer has."""
     repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
+    """Above 1 against repetition. The bounds keep every logit finite in float32."""
+
+
+class GenerationDefaults(SamplingValues, _Section):
+    """Values for requests that name none. None: the neutral value."""
+
     max_new_tokens: int | None = Field(None, ge=1)
     """Most tokens of a chat's answer."""
     skip_special_tokens: bool | None = None

@@ -31,7 +31,7 @@ from cluster.requests.fields import STYLING, UNSUPPORTED  # noqa: E402
 from cluster.requests.sampling_fields import SamplingFields  # noqa: E402
 from configs.attention import BACKENDS, BackendSpec, Feature, Phase  # noqa: E402
 from configs.attention_times import LATENT, rank, read_times  # noqa: E402
-from configs.schema import EngineConfig  # noqa: E402
+from configs.schema import EngineConfig, SamplingValues  # noqa: E402
 
 _STEPS: dict[Phase, str] = {"prefill": "with a prompt in them", "decode": "of decodes alone"}
 _MADE = "<!-- made by docs/generate.py -->"
@@ -197,7 +197,8 @@ def _fields() -> str:
         "objects are in [openapi.json](../openapi.json).",
     ]
     for title, kind in (
-        ("Both routes: sampling and where a text ends", SamplingFields),
+        ("Both routes: how tokens are drawn", SamplingValues),
+        ("Both routes: more of sampling, and where a text ends", SamplingFields),
         ("Both routes: the request", GenerationRequest),
         ("Chat", ChatRequest),
         ("Completions", CompletionRequest),

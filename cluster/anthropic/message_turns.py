@@ -62,10 +62,8 @@ def output_grammar(request: MessagesRequest) -> GrammarSpec | None:
 
 
 def _tool(tool: ToolParam, path: str) -> Tool:
-    function = {"name": tool.name, "parameters": tool.input_schema}
-    for name in ("description", "strict"):
-        if (value := getattr(tool, name)) is not None:
-            function[name] = value
+    options = tool.model_dump(include={"description", "strict"}, exclude_none=True)
+    function = {"name": tool.name, "parameters": tool.input_schema, **options}
     return function_tool(function, path, parameters_name="input_schema")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from cluster.anthropic import message_objects as objects
-from cluster.anthropic.message_objects import ContentBlock, MessageUsage, StopReason, TextBlock, ThinkingBlock
+from cluster.anthropic.message_objects import ContentBlock, MessageUsage, TextBlock, ThinkingBlock
 from cluster.messages.engine import FinishReason
 from cluster.requests.answer import AnswerWriter
 from cluster.requests.blocks import BlockBuilder
@@ -35,34 +35,45 @@ def message_usage(usage: Usage) -> MessageUsage:
     return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-class MessageBuilder(BlockBuilder):
-    """One message as it grows: `begin`, any number of `tell`, `finish`."""
+class MessageWriter(BlockBuilder, AnswerWriter):
+    """Answers of /v1/messages."""
 
-    def __init__(self, message_id: str, model_name: str) -> None:
-        super().__init__()
-        self.message = objects.AnthropicMessage(id=message_id, model=model_name, usage=MessageUsage(0, 0, 0))
+    def __init__(self, run: Run, model_name: str, request_id: str) -> None:
+        """`request_id`: what an error in the stream names."""
+        BlockBuilder.__init__(self)
+        AnswerWriter.__init__(self, run)
+        self._message = objects.AnthropicMessage(id=run.job.id, model=model_name, usage=MessageUsage(0, 0, 0))
+        self._request_id = request_id
+        self._last: Delta | None = None
+        self._called = False
 
-    def begin(self, usage: Usage) -> bytes:
-        """The message begins; `usage` counts the prompt."""
-        self.message.usage = message_usage(usage)
-        return sse(objects.MessageStart(self.message)) + sse(objects.Ping())
+    def events(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        if self._last is None:
+            self._message.usage = message_usage(self.run.usage())
+            yield sse(objects.MessageStart(self._message)) + sse(objects.Ping())
+        for delta in deltas:
+            for event in delta.events:
+                self._called = self._called or isinstance(event, CallStarted)
+                yield self.tell(event)
+            self._last = delta
 
-    def finish(self, reason: StopReason, stop_sequence: str | None, usage: Usage) -> bytes:
-        """The model has ended."""
-        events = b"".join(self._close())
-        message = self.message
-        message.usage = message_usage(usage)
-        message.stop_reason, message.stop_sequence = reason, stop_sequence
-        delta = objects.MessageDelta(objects.Stop(reason, stop_sequence), message.usage)
-        return events + sse(delta) + sse(objects.MessageStop())
+    def end(self) -> Iterable[bytes]:
+        events = [*self._close()]
+        message, stop = self._message, self._stop()
+        message.usage = message_usage(self.run.usage())
+        message.stop_reason, message.stop_sequence = stop.stop_reason, stop.stop_sequence
+        return (*events, sse(objects.MessageDelta(stop, message.usage)), sse(objects.MessageStop()))
 
-    def encoded(self) -> bytes:
-        """The finished message."""
-        return _encode(self.message)
+    def whole(self) -> Iterable[bytes]:
+        self.end()
+        return (_encode(self._message),)
+
+    def failed(self, error: RequestError) -> bytes:
+        return sse(objects.AnthropicError.of(error, self._request_id))
 
     @property
     def _index(self) -> int:
-        return len(self.message.content) - 1
+        return len(self._message.content) - 1
 
     def _begun(self, event: Content | Reasoning | CallStarted) -> bytes:
         block: ContentBlock
@@ -73,16 +84,16 @@ class MessageBuilder(BlockBuilder):
                 block = TextBlock()
             case CallStarted(_, call_id, name):
                 block = objects.ToolUseBlock(call_id, name)
-        self.message.content.append(block)
+        self._message.content.append(block)
         return sse(objects.ContentBlockStart(self._index, block))
 
     def _grown(self, text: str) -> bytes:
-        return sse(objects.ContentBlockDelta(self._index, _DELTAS[type(self.message.content[-1])](text)))
+        return sse(objects.ContentBlockDelta(self._index, _DELTAS[type(self._message.content[-1])](text)))
 
     def _close(self) -> Iterator[bytes]:
         if self._open is None:
             return
-        block, text = self.message.content[-1], "".join(self._texts)
+        block, text = self._message.content[-1], "".join(self._texts)
         if isinstance(block, TextBlock):
             block.text = text
         elif isinstance(block, ThinkingBlock):
@@ -92,46 +103,15 @@ class MessageBuilder(BlockBuilder):
         self._open = None
         yield sse(objects.ContentBlockStop(self._index))
 
-
-class MessageWriter(AnswerWriter):
-    """Answers of /v1/messages."""
-
-    def __init__(self, run: Run, model_name: str, request_id: str) -> None:
-        """`request_id`: what an error in the stream names."""
-        super().__init__(run)
-        self._builder = MessageBuilder(run.job.id, model_name)
-        self._request_id = request_id
-        self._last: Delta | None = None
-        self._called = False
-
-    def events(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
-        if self._last is None:
-            yield self._builder.begin(self.run.usage())
-        for delta in deltas:
-            for event in delta.events:
-                self._called = self._called or isinstance(event, CallStarted)
-                yield self._builder.tell(event)
-            self._last = delta
-
-    def end(self) -> Iterable[bytes]:
-        return (self._builder.finish(*self._stop(), self.run.usage()),)
-
-    def whole(self) -> Iterable[bytes]:
-        self.end()
-        return (self._builder.encoded(),)
-
-    def failed(self, error: RequestError) -> bytes:
-        return sse(objects.AnthropicError.of(error, self._request_id))
-
-    def _stop(self) -> tuple[StopReason, str | None]:
+    def _stop(self) -> objects.Stop:
         """Why the model stopped, and the stop sequence that made it."""
         last = self._last
         assert last is not None, "a sequence ends with a delta"
         if last.finish_reason is FinishReason.LENGTH:
-            return "max_tokens", None
+            return objects.Stop("max_tokens", None)
         if isinstance(last.stop_reason, str):
-            return "stop_sequence", last.stop_reason
-        return "tool_use" if self._called else "end_turn", None
+            return objects.Stop("stop_sequence", last.stop_reason)
+        return objects.Stop("tool_use" if self._called else "end_turn", None)
 
 
 def _object(text: str) -> dict[str, object]:

@@ -71,14 +71,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The grammar that the answer must match, as llguidance's JSON of a checked grammar (`cluster.structured`)."""
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate."""
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """When the sequences of one HTTP request have their turn, how long they may take, and whose pages they share."""
 
-    id: int
-    """Unique in the Engine replica, from 1, below 2**63."""
-    prompt: bytes
-    """int32 token ids, at least one."""
-    sampling: SamplingParams
     level: int = 0
     """Order among the requests of all clients, within what an operator granted. Lower goes first."""
     priority: int = 0
@@ -89,6 +84,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts of different salts share no page."""
     deadline_s: float = 0.0
     """Seconds from its arrival after which it ends with the code `deadline_exceeded`, wherever it is; 0: never."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate."""
+
+    id: int
+    """Unique in the Engine replica, from 1, below 2**63."""
+    prompt: bytes
+    """int32 token ids, at least one."""
+    sampling: SamplingParams
+    terms: Terms = Terms()
 
 
 class Choice(msgspec.Struct, frozen=True, array_like=True):
@@ -113,12 +119,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
     sampling: list[SamplingParams]
     """Parameters that are not in `Choice`."""
     choices: list[Choice]
-    level: int = 0
-    """This and what follows: as in GenerateRequest."""
-    priority: int = 0
-    client: str = ""
-    cache_salt: bytes = b""
-    deadline_s: float = 0.0
+    terms: Terms = Terms()
 
     def requests(self) -> list[GenerateRequest]:
         """The submitted requests, one for each sequence; those of one prompt have the same bytes."""
@@ -132,11 +133,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
                     seed=choice.seed,
                     prompt_logprobs=choice.prompt_logprobs,
                 ),
-                level=self.level,
-                priority=self.priority,
-                client=self.client,
-                cache_salt=self.cache_salt,
-                deadline_s=self.deadline_s,
+                terms=self.terms,
             )
             for request_id, choice in enumerate(self.choices, self.first_id)
         ]

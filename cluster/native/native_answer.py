@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from cluster.messages.engine import FinishReason, TokenLogprobs
+from cluster.messages.engine import FinishReason
 from cluster.requests.answer import AnswerWriter
-from cluster.requests.engine_client import WholePromptLogprobs
-from cluster.requests.generation import Delta
+from cluster.requests.generation import Collected, Delta
 from cluster.requests.job import Run
 from cluster.requests.json_parts import DONE, event_parts, finite, json_parts, long_list
 from cluster.text.tokenizer import Tokenizer
@@ -69,17 +68,6 @@ class NativeAnswer(msgspec.Struct):
     """The sequence's index, in a stream of several."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobOptions:
-    """The log probabilities wanted of one prompt's answers."""
-
-    logprobs: bool
-    start: int
-    """Position in the prompt from which on its tokens' are wanted; -1: none."""
-    num_top: int
-    token_ids: list[int]
-
-
 class NativeWriter(AnswerWriter):
     """Answers of /generate."""
 
@@ -87,19 +75,23 @@ class NativeWriter(AnswerWriter):
         self,
         run: Run,
         tokenizer: Tokenizer,
-        options: Sequence[LogprobOptions],
+        starts: Sequence[int],
         ids: Sequence[str],
         *,
         as_list: bool,
         with_text: bool,
     ) -> None:
-        """`options` and `ids`: for each prompt. `as_list`: whole answers are a list, and streamed ones say which
-        sequence they are of. `with_text`: log probabilities come with their tokens' text."""
+        """Args:
+        starts: for each prompt, the position from which on log probabilities of its tokens are wanted; -1: of none.
+        ids: for each prompt.
+        as_list: whole answers are a list, and streamed ones say which sequence they are of.
+        with_text: log probabilities come with their tokens' text.
+        """
         super().__init__(run)
         self._as_list = as_list
         prompts = [index // run.job.num_choices for index in range(run.job.num_outputs)]
         self._outputs = [
-            _Output(run, index, tokenizer, ids[prompt], options[prompt], with_text)
+            _Output(run, index, tokenizer, ids[prompt], starts[prompt], with_text)
             for index, prompt in enumerate(prompts)
         ]
 
@@ -130,52 +122,43 @@ class _Output:
     index: int
     tokenizer: Tokenizer
     name: str
-    options: LogprobOptions
+    start: int
     with_text: bool
     begin: float = field(default_factory=time.monotonic)
-    text: str = ""
-    ids: list[int] = field(default_factory=list)
-    finish_reason: MatchedStop | ReachedLength | WasAborted | None = None
+    got: Collected = field(default_factory=Collected)
     logprobs: list[Entry] = field(default_factory=list)
-    rows: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: WholePromptLogprobs | None = None
     prompt: list[Entry] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         """Takes what a step brought."""
-        self.text += delta.text
-        self.ids += delta.token_ids
-        self.rows += delta.logprobs
+        self.got.add(delta)
         for token, row in zip(delta.token_ids, delta.logprobs, strict=False):
             self.logprobs.append(self._entry(row.logprob, token))
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
-        if delta.finish_reason is not None:
-            self.finish_reason = self._reason(delta)
 
     def shown(self) -> NativeAnswer:
         """The sequence as clients read it."""
-        output, options = self.run.output(self.index), self.options
-        has_ended = self.finish_reason is not None
+        output = self.run.output(self.index)
+        sampling, prefilled = output.stream.sampling, output.stream.prefilled
+        has_ended = self.got.finish_reason is not None
         meta = MetaInfo(
             id=self.name,
-            finish_reason=self.finish_reason,
+            finish_reason=self._reason(),
             prompt_tokens=len(self.run.job.prompt_of(self.index)),
             completion_tokens=output.num_tokens,
-            cached_tokens=0 if output.prefilled is None else output.prefilled.num_cached_tokens,
+            cached_tokens=0 if prefilled is None else prefilled.num_cached_tokens,
         )
         if has_ended:
             meta.e2e_latency = round(time.monotonic() - self.begin, 6)
-        if options.logprobs:
+        if sampling.num_logprobs >= 0:
             meta.input_token_logprobs = long_list(self._prompt_entries())
             meta.output_token_logprobs = long_list(self.logprobs)
-            if options.num_top and has_ended:
-                meta.output_top_logprobs = long_list(self._likeliest(slice(options.num_top)))
-                if options.start >= 0:
+            if sampling.num_logprobs and has_ended:
+                meta.output_top_logprobs = long_list(self._likeliest(slice(sampling.num_logprobs)))
+                if self.start >= 0:
                     meta.input_top_logprobs = long_list(self._prompt_top_logprobs())
-            if options.token_ids and has_ended:
-                meta.output_token_ids_logprobs = long_list(self._likeliest(slice(options.num_top, None)))
-        return NativeAnswer(self.text, self.ids, meta)
+            if sampling.logprob_token_ids and has_ended:
+                meta.output_token_ids_logprobs = long_list(self._likeliest(slice(sampling.num_logprobs, None)))
+        return NativeAnswer("".join(self.got.text), self.got.token_ids, meta)
 
     def _entry(self, logprob: float | None, token: int) -> Entry:
         text = self.tokenizer.token_text(token) if self.with_text else None
@@ -183,40 +166,43 @@ class _Output:
 
     def _likeliest(self, places: slice) -> Iterator[list[Entry]]:
         """The engine's log probabilities that stand at `places`, for each token."""
-        for row in self.rows:
+        for row in self.got.logprobs:
             yield [self._entry(logprob, id_) for id_, logprob in row.top[places]]
 
     def _prompt_entries(self) -> Iterator[Entry]:
         """The prompt's tokens from `start` on, kept for all objects of a stream; the first of all has no log
         probability."""
         yield from self.prompt
-        if self.prompt_logprobs is None:
+        if self.got.prompt_logprobs is None:
             return
-        prompt, logprobs = self.run.job.prompt_of(self.index), self.prompt_logprobs.logprobs
-        for position in range(self.options.start + len(self.prompt), len(prompt)):
+        prompt, logprobs = self.run.job.prompt_of(self.index), self.got.prompt_logprobs.logprobs
+        for position in range(self.start + len(self.prompt), len(prompt)):
             entry = self._entry(float(logprobs[position - 1]) if position else None, prompt[position])
             self.prompt.append(entry)
             yield entry
 
     def _prompt_top_logprobs(self) -> Iterator[list[Entry] | None]:
         """The likeliest tokens in the places of those."""
-        if self.prompt_logprobs is None:
+        if self.got.prompt_logprobs is None:
             return
-        start = self.options.start
-        if start == 0:
+        if self.start == 0:
             yield None
-        first = max(start - 1, 0)
+        first = max(self.start - 1, 0)
         for ids, logprobs in zip(
-            self.prompt_logprobs.top_ids[first:], self.prompt_logprobs.top_logprobs[first:], strict=True
+            self.got.prompt_logprobs.top_ids[first:], self.got.prompt_logprobs.top_logprobs[first:], strict=True
         ):
             yield [self._entry(value, id_) for value, id_ in zip(logprobs.tolist(), ids.tolist(), strict=True)]
 
-    def _reason(self, delta: Delta) -> MatchedStop | ReachedLength | WasAborted:
-        if delta.finish_reason is FinishReason.LENGTH:
-            return ReachedLength(len(self.ids))
-        if delta.finish_reason is FinishReason.STOP:
-            matched = delta.stop_reason
-            if matched is None and self.ids:
-                matched = self.ids[-1]  # the end of sequence
-            return MatchedStop(matched)
+    def _reason(self) -> MatchedStop | ReachedLength | WasAborted | None:
+        got = self.got
+        match got.finish_reason:
+            case None:
+                return None
+            case FinishReason.LENGTH:
+                return ReachedLength(len(got.token_ids))
+            case FinishReason.STOP:
+                matched = got.stop_reason
+                if matched is None and got.token_ids:
+                    matched = got.token_ids[-1]  # the end of sequence
+                return MatchedStop(matched)
         return WasAborted("The request was cancelled.")

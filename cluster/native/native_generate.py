@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field
 
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
-from cluster.native.native_answer import LogprobOptions, NativeWriter
+from cluster.native.native_answer import NativeWriter
 from cluster.requests import checks
 from cluster.requests.answer import answer
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, neutral
@@ -93,14 +93,16 @@ _FIELDS = FieldPolicy(
 
 
 class _Checked(NamedTuple):
-    """A request whose fields are as they should be: for each prompt what is asked of it."""
+    """A request whose fields are as they should be, and for each prompt what is asked of it."""
 
     request: NativeRequest
-    prompts: list[list[int]]
     is_batch: bool
-    sampling: list[NativeSampling]
-    options: list[LogprobOptions]
     ignored: list[str]
+    prompts: list[list[int]]
+    sampling: list[NativeSampling]
+    options: list[JobOptions]
+    starts: list[int]
+    """Positions, as `NativeWriter` has them."""
 
 
 async def generate(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
@@ -113,7 +115,7 @@ async def generate(model: ServedModel, body: bytes, context: RequestContext) -> 
     writer = NativeWriter(
         model.run(job),
         model.tokenizer,
-        checked.options,
+        checked.starts,
         names,
         as_list=checked.is_batch or job.num_choices > 1,
         with_text=bool(request.return_text_in_logprobs),
@@ -126,17 +128,33 @@ def _checked(model: ServedModel, raw: Mapping[str, Any]) -> _Checked:
     prompts = _prompts(model, request)
     count = len(prompts)
     sampling = _sampling(model, request, raw, count)
-    with_logprobs = _spread(request.return_logprob, count, False, "return_logprob")
+    wanted = _spread(request.return_logprob, count, False, "return_logprob")
     starts = _spread(request.logprob_start_len, count, -1, "logprob_start_len")
     tops = _spread(request.top_logprobs_num, count, 0, "top_logprobs_num")
     tokens = _spread_ids(request.token_ids_logprob, count)
+    starts = [start if has else -1 for start, has in zip(starts, wanted, strict=True)]
     options = [
-        LogprobOptions(logprobs, start if logprobs else -1, top if logprobs else 0, ids if logprobs else [])
-        for logprobs, start, top, ids in zip(with_logprobs, starts, tops, tokens, strict=True)
+        JobOptions(
+            num_choices=sampling[0].n or 1,
+            num_logprobs=top if has else -1,
+            num_prompt_logprobs=top if start >= 0 else -1,
+            priority=request.priority or 0,
+        )
+        for top, has, start in zip(tops, wanted, starts, strict=True)
     ]
-    _check(model, options, sampling, prompts)
+    sampling = [
+        given.model_copy(
+            update={
+                "seed": given.seed if given.sampling_seed is None else given.sampling_seed,
+                "min_tokens": given.min_tokens if given.min_new_tokens is None else given.min_new_tokens,
+                "logprob_token_ids": ids if has else None,
+            }
+        )
+        for given, ids, has in zip(sampling, tokens, wanted, strict=True)
+    ]
+    _check(model, options, starts, sampling)
     is_batch = not (isinstance(request.text, str) or (request.input_ids and isinstance(request.input_ids[0], int)))
-    return _Checked(request, prompts, is_batch, sampling, options, ignored)
+    return _Checked(request, is_batch, ignored, prompts, sampling, options, starts)
 
 
 def _prompts(model: ServedModel, request: NativeRequest) -> list[list[int]]:
@@ -163,23 +181,20 @@ def _sampling(model: ServedModel, request: NativeRequest, raw: Mapping[str, Any]
 
 
 def _check(
-    model: ServedModel,
-    options: Sequence[LogprobOptions],
-    sampling: Sequence[NativeSampling],
-    prompts: Sequence[list[int]],
+    model: ServedModel, options: Sequence[JobOptions], starts: Sequence[int], sampling: Sequence[NativeSampling]
 ) -> None:
-    server = model.server
-    num_choices = sampling[0].n or 1
+    num_choices = options[0].num_choices
     if any((fields.n or 1) != num_choices for fields in sampling):
         raise RequestError("n must be the same for all prompts.", param="sampling_params")
-    checks.num_sequences(num_choices, len(prompts), "sampling_params.n", server)
-    for wanted in options:
-        checks.num_logprobs(wanted.num_top, "top_logprobs_num", server)
-        if len(wanted.token_ids) > MAX_ROW_ASKED:
+    checks.num_sequences(num_choices, len(sampling), "sampling_params.n", model.server)
+    for wanted, start, fields in zip(options, starts, sampling, strict=True):
+        checks.num_logprobs(wanted.num_logprobs, "top_logprobs_num", model.server)
+        token_ids = fields.logprob_token_ids or []
+        if len(token_ids) > MAX_ROW_ASKED:
             message = f"token_ids_logprob has more than {MAX_ROW_ASKED} tokens for a prompt."
             raise RequestError(message, param="token_ids_logprob")
-        checks.check_token_ids(wanted.token_ids, "token_ids_logprob", model.vocab_size)
-        if wanted.token_ids and wanted.start >= 0:
+        checks.check_token_ids(token_ids, "token_ids_logprob", model.vocab_size)
+        if token_ids and start >= 0:
             raise RequestError(
                 "token_ids_logprob is for the answer's tokens; it needs logprob_start_len=-1.",
                 code="unsupported_parameter",
@@ -192,37 +207,15 @@ async def _job(model: ServedModel, checked: _Checked, context: RequestContext) -
     request, prompts = checked.request, checked.prompts
     single = len(prompts) == 1
     jobs = []
-    for i, (prompt, given, wanted) in enumerate(zip(prompts, checked.sampling, checked.options, strict=True)):
+    for i, (prompt, fields, options) in enumerate(zip(prompts, checked.sampling, checked.options, strict=True)):
         await asyncio.sleep(0)  # each may allow as many tokens as there are
         param = "text" if request.input_ids is None else "input_ids"
         limit = model.checked_max_tokens(
-            prompt,
-            given.max_new_tokens,
-            default=min(_DEFAULT_NEW_TOKENS, model.room(prompt)),
-            param=param if single else f"{param}[{i}]",
-        )
-        fields = given.model_copy(
-            update={
-                "seed": given.seed if given.sampling_seed is None else given.sampling_seed,
-                "min_tokens": given.min_tokens if given.min_new_tokens is None else given.min_new_tokens,
-                "logprob_token_ids": wanted.token_ids or None,
-            }
+            prompt, fields.max_new_tokens, default=_DEFAULT_NEW_TOKENS, param=param if single else f"{param}[{i}]"
         )
         try:
-            job = model.job(
-                "",
-                fields,
-                [prompt],
-                [limit],
-                context,
-                JobOptions(
-                    num_choices=given.n or 1,
-                    num_logprobs=wanted.num_top if wanted.logprobs else -1,
-                    num_prompt_logprobs=wanted.num_top if wanted.start >= 0 else -1,
-                    priority=request.priority or 0,
-                ),
-                grammar=await model.grammar(fields),
-            )
+            grammar = await model.grammar(fields)
+            job = model.job("", fields, [prompt], [limit], context, options, grammar=grammar)
         except RequestError as error:
             raise below("sampling_params" if single else f"sampling_params[{i}]", error) from error
         jobs.append(job)

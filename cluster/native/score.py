@@ -81,8 +81,7 @@ async def score(model: ServedModel, body: bytes, context: RequestContext) -> Htt
         id=f"score-{uuid.uuid4().hex}",
         prompts=[group.prompt for group in groups],
         sampling=[[msgspec.structs.replace(sampling, item_lens=group.item_lens)] for group in groups],
-        client=context.share_owner,
-        cache_salt=context.cache_salt(),
+        terms=model.terms(context),
     )
     writer = _ScoreWriter(model.run(job), model.model_name, softmax=softmax)
     return answer(writer, streamed=False, headers=ignored_header(ignored))
@@ -103,7 +102,7 @@ def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[list[int], boo
     prompts = []
     # One at a time: each has the whole query, so all of them may be very long.
     for i, prompt in enumerate(_prompts(model, request)):
-        model.checked_max_tokens(prompt, 1, default=1, param=f"items[{i}]")
+        model.checked_max_tokens(prompt, 1, param=f"items[{i}]")
         prompts.append(prompt)
     groups = grouped(prompts, model.max_item_tokens, model.max_model_len)
     return labels, bool(request.apply_softmax), groups, ignored

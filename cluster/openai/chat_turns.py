@@ -10,7 +10,6 @@ from cluster.openai.openai_request import (
     ContentPart,
     Message,
     RefusalPart,
-    ToolCallParam,
     ToolMessage,
 )
 from cluster.openai.tool_fields import parse_tools
@@ -53,7 +52,9 @@ def parse_turns(messages: Sequence[Message]) -> list[Turn]:
 def _turn(message: Message, path: str) -> Turn:
     text = _text(message.content)
     if isinstance(message, AssistantTurn):
-        calls = tuple(map(_call, message.tool_calls or ()))
+        calls = tuple(
+            Call(call.function.name, call.function.arguments or {}, call.id) for call in message.tool_calls or ()
+        )
         return Turn(
             role="assistant",
             text=text or message.refusal or "",
@@ -66,10 +67,6 @@ def _turn(message: Message, path: str) -> Turn:
         return Turn(role="tool", text=text, call_id=message.tool_call_id, name=message.name, path=f"{path}.role")
     # `developer` is the newer name of `system`, which is what templates know.
     return Turn(role="user" if message.role == "user" else "system", text=text, name=message.name, path=f"{path}.role")
-
-
-def _call(call: ToolCallParam) -> Call:
-    return Call(call.function.name, call.function.arguments or {}, call.id)
 
 
 def _text(content: str | Sequence[ContentPart | RefusalPart] | None) -> str:

@@ -72,7 +72,7 @@ class ChatWriter(OpenAIWriter):
             index,
             message,
             self._logprobs(got.token_ids, got.logprobs),
-            self._reason(got.finish_reason, called=bool(message.tool_calls)),
+            self._reason(got.finish_reason or FinishReason.ABORT, called=bool(message.tool_calls)),
             got.stop_reason,
             self._token_ids(got.token_ids),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from cluster.messages.engine import TokenLogprobs
+from cluster.messages.engine import FinishReason, TokenLogprobs
 from cluster.openai.echo import Echo, prompt_top_logprobs
 from cluster.openai.openai_request import CompletionRequest
 from cluster.openai.openai_writer import REASONS, OpenAIWriter, top_logprobs
@@ -59,7 +59,7 @@ class CompletionWriter(OpenAIWriter):
             index,
             text,
             self._logprobs(index, got.token_ids, got.logprobs, got.text_offsets, whole),
-            REASONS[got.finish_reason],
+            REASONS[got.finish_reason or FinishReason.ABORT],
             got.stop_reason,
             self._token_ids(got.token_ids),
             self._token_ids(self._job.prompt_of(index)),

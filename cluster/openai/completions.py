@@ -101,7 +101,7 @@ def _checked_completion(
         else:
             ids = entry
         ids = model.truncated(ids, request.truncate_prompt_tokens, limit)
-        default = min(COMPLETION_DEFAULT_MAX_TOKENS, model.room(ids))
+        default = COMPLETION_DEFAULT_MAX_TOKENS
         max_tokens = model.checked_max_tokens(ids, request.max_tokens, default=default, param=param)
         prompts.append(_Prompt(entry, ids, max_tokens))
     return request, prompts, ignored

@@ -232,16 +232,6 @@ class GenerationRequest(SamplingFields):
         """-1: none."""
         return -1 if self.prompt_logprobs is None else self.prompt_logprobs
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return (
-            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-        )
-
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""

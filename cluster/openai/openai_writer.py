@@ -12,16 +12,15 @@ import msgspec
 
 from cluster.messages.engine import FinishReason, SamplingParams, TokenLogprobs
 from cluster.openai.echo import prompt_logprobs_json
-from cluster.openai.openai_request import ChatRequest, CompletionRequest
+from cluster.openai.openai_request import ChatRequest, CompletionRequest, StreamOptions
 from cluster.openai.wire import ChatChunk, Completion, PromptLogprobsJson, Reason, TokenLogprob, TopLogprob
 from cluster.requests.answer import AnswerWriter
 from cluster.requests.engine_client import WholePromptLogprobs
-from cluster.requests.generation import Delta
+from cluster.requests.generation import Collected, Delta
 from cluster.requests.job import Run, Usage
 from cluster.requests.json_parts import DONE, event_parts, finite, long_list
 from cluster.requests.served_model import ServedModel
 from cluster.text.tokenizer import Tokenizer
-from cluster.text.tools.events import Event
 
 REASONS: dict[FinishReason, Reason] = {
     FinishReason.STOP: "stop",
@@ -30,30 +29,6 @@ REASONS: dict[FinishReason, Reason] = {
 }
 _encode = msgspec.json.Encoder().encode
 _MARK = "\ue000text\ue000"
-
-
-class Collected:
-    """The deltas of one choice of a whole answer."""
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.events: list[Event] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.text_offsets: list[int] = []
-        self.prompt_logprobs: WholePromptLogprobs | None = None
-        self.finish_reason: FinishReason = FinishReason.ABORT
-        self.stop_reason: int | str | None = None
-
-    def add(self, delta: Delta) -> None:
-        self.text.append(delta.text)
-        self.events += delta.events
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.text_offsets += delta.text_offsets
-        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
-        if delta.finish_reason is not None:
-            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
 class OpenAIWriter(AnswerWriter):
@@ -71,8 +46,9 @@ class OpenAIWriter(AnswerWriter):
         self._num_prompt_logprobs = request.num_prompt_logprobs
         self._shows_ids = bool(request.return_token_ids)
         self._names_ids = bool(request.return_tokens_as_token_ids)
-        self._include_usage = request.include_usage
-        self._usage_in_all = request.continuous_usage
+        options = request.stream_options or StreamOptions()
+        self._include_usage = bool(options.include_usage)
+        self._usage_in_all = self._include_usage and bool(options.continuous_usage_stats)
         self._collected: defaultdict[int, Collected] = defaultdict(Collected)
         self._text_only = self._num_logprobs < 0 and not self._shows_ids and not self._usage_in_all
         self._frames: dict[int, tuple[bytes, bytes]] = {}  # the bytes around the text of a choice's chunks

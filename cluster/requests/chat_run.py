@@ -55,9 +55,8 @@ async def chat_run(
     ending = model.tokenizer.decode(ids[-_ENDING_TOKENS:], skip_special_tokens=False)
     form = model.formats.answer_format(conversation.tools, ending, continued)
     prompt = model.truncated(ids, truncate_prompt_tokens, max_tokens)
-    limit = model.checked_max_tokens(
-        prompt, max_tokens, default=model.default_max_tokens(prompt), param=conversation.param
-    )
+    default = model.defaults.max_new_tokens
+    limit = model.checked_max_tokens(prompt, max_tokens, default=default, param=conversation.param)
     grammar = await _grammar(model, fields.grammar(own_grammar), conversation.tools, form)
     job = model.job(prefix, fields, [prompt], [limit], context, options, form=form, grammar=grammar)
     unread = [path for path in conversation.unread(model.tokenizer.template) if path != needs_no_telling]

@@ -13,8 +13,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -31,6 +30,7 @@ from cluster.messages.engine import (
     SamplingParams,
     StepOutput,
     Submit,
+    Terms,
     TokenLogprobs,
     shared_sampling,
 )
@@ -43,6 +43,7 @@ from parallel.sockets import LENGTH, MAX_FRAME_BYTES, read_frame
 logger = logging.getLogger(__name__)
 
 _MAX_UNSENT_BYTES = 64 << 20
+_NO_TERMS = Terms()
 MAX_CHUNK_TOKENS = 128
 """Tokens that a reader who was away reads at once: the event loop is not only its."""
 
@@ -77,111 +78,61 @@ class TokenChunk:
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     """One for each of `token_ids` when the request asked for them."""
-    prefilled: Prefilled | None
-    """How the prompt was worked on; None until the first token."""
     prompt_logprobs: WholePromptLogprobs | None
     """Only on the first chunk with a token, when the request asked for them."""
     finished: Finished | None
     """Set on the last chunk."""
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens taken from the prefix cache; 0 until the first token."""
-        return 0 if self.prefilled is None else self.prefilled.num_cached_tokens
 
-
+@dataclass(slots=True, eq=False, repr=False)
 class RequestStream:
-    """The tokens of one request, in order, as an async iterator of `TokenChunk`.
+    """The tokens of one request, in order: `wait_ready`, then `take`, until `done`.
 
-    One reader at a time. Whoever stops reading early calls `abort()` (or `aclose()`); being cancelled inside a read
-    aborts by itself. A slow reader costs one int per token, bounded by the request's `max_tokens`.
+    One reader at a time. Whoever stops reading early calls `abort()`. A slow reader costs one int per token, bounded by
+    the request's `max_tokens`.
     """
 
-    __slots__ = (
-        "_client",
-        "_done",
-        "_finished",
-        "_logprobs",
-        "_prefilled",
-        "_prompt_runs",
-        "_sampling",
-        "_token_at",
-        "_tokens",
-        "_waiter",
-        "id",
-        "num_accepted",
-        "num_drafted",
-    )
-
-    def __init__(self, client: EngineClient, request_id: int, sampling: SamplingParams) -> None:
-        self.id = request_id
-        self.num_drafted = self.num_accepted = 0
-        """Drafts that were verified for it, and those that became tokens."""
-        self._client = client
-        self._sampling = sampling
-        self._tokens: list[int] = []
-        self._token_at = 0.0  # when the last one came; 0 before the first
-        self._logprobs: list[TokenLogprobs] | None = [] if sampling.num_logprobs >= 0 else None
-        self._prompt_runs: list[PromptLogprobs] | None = [] if sampling.prompt_logprobs >= 0 else None
-        self._prefilled: Prefilled | None = None
-        self._finished: Finished | None = None
-        self._done = False  # the last chunk has been taken
-        self._waiter: asyncio.Future[None] | None = None
+    _client: EngineClient
+    id: int
+    sampling: SamplingParams
+    num_drafted: int = 0
+    """Drafts that were verified for it."""
+    num_accepted: int = 0
+    """Drafts among them that became tokens."""
+    prefilled: Prefilled | None = None
+    """How the prompt was worked on; None until the first token."""
+    done: bool = False
+    """Whether the last chunk has been taken."""
+    _tokens: list[int] = field(default_factory=list)
+    _token_at: float = 0.0  # when the last one came; 0 before the first
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _prompt_runs: list[PromptLogprobs] | None = field(default_factory=list)  # None: taken
+    _finished: Finished | None = None
+    _waiter: asyncio.Future[None] | None = None
 
     @property
     def ready(self) -> bool:
         """Whether `take` would return something."""
-        return not self._done and (bool(self._tokens) or self._finished is not None)
-
-    @property
-    def done(self) -> bool:
-        """Whether the last chunk has been taken."""
-        return self._done
+        return not self.done and (bool(self._tokens) or self._finished is not None)
 
     def take(self) -> TokenChunk:
         """The tokens that have arrived, MAX_CHUNK_TOKENS at most, without waiting; possibly none."""
         tokens, self._tokens = self._tokens[:MAX_CHUNK_TOKENS], self._tokens[MAX_CHUNK_TOKENS:]
-        logprobs = None
-        if self._logprobs is not None:
+        logprobs = prompt_logprobs = None
+        if self.sampling.num_logprobs >= 0:
             logprobs, self._logprobs = self._logprobs[: len(tokens)], self._logprobs[len(tokens) :]
-        prompt_logprobs = None
         if tokens and self._prompt_runs is not None:
-            prompt_logprobs = WholePromptLogprobs.join(self._prompt_runs, self._sampling.prompt_logprobs)
+            if self.sampling.prompt_logprobs >= 0:
+                prompt_logprobs = WholePromptLogprobs.join(self._prompt_runs, self.sampling.prompt_logprobs)
             self._prompt_runs = None
         finished = None if self._tokens else self._finished
-        self._done = finished is not None
-        return TokenChunk(tokens, logprobs, self._prefilled, prompt_logprobs, finished)
+        self.done = finished is not None
+        return TokenChunk(tokens, logprobs, prompt_logprobs, finished)
 
     def abort(self) -> None:
         """Ends the request now, unless it has ended. A pending or later read gets `FinishReason.ABORT`."""
         if self._finished is None:
             self._client._abort(self)
-
-    async def aclose(self) -> None:
-        """Same as `abort`."""
-        self.abort()
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> TokenChunk:
-        if self._done:
-            raise StopAsyncIteration
-        if not self.ready:
-            try:
-                await wait_ready((self,))
-            except asyncio.CancelledError:
-                self.abort()
-                raise
-        return self.take()
-
-    async def __aenter__(self) -> RequestStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
 
     def wake(self) -> None:
         """Ends a pending `wait_ready`, whether there is something to take or not."""
@@ -277,19 +228,13 @@ class EngineClient:
         self,
         prompts: Sequence[bytes],
         params: Sequence[Sequence[SamplingParams]],
-        *,
-        level: int = 0,
-        priority: int = 0,
-        client: str = "",
-        cache_salt: bytes = b"",
-        deadline_s: float = 0.0,
+        terms: Terms = _NO_TERMS,
     ) -> list[RequestStream]:
         """Queues the sequences of one HTTP request, all or none: for each prompt one for each of its `params`, and in
         this order the streams.
 
         Args:
             prompts: little-endian int32 token ids, at least one each.
-            level, priority, client, cache_salt, deadline_s: as in GenerateRequest.
 
         Raises:
             EngineError: the coordinator is gone.
@@ -303,17 +248,7 @@ class EngineClient:
         sampling, choices = shared_sampling(params)
         streams = [RequestStream(self, next(self._ids), own) for of_prompt in params for own in of_prompt]
         self._send(
-            Submit(
-                first_id=streams[0].id,
-                prompts=list(prompts),
-                sampling=sampling,
-                choices=choices,
-                level=level,
-                priority=priority,
-                client=client,
-                cache_salt=cache_salt,
-                deadline_s=deadline_s,
-            )
+            Submit(first_id=streams[0].id, prompts=list(prompts), sampling=sampling, choices=choices, terms=terms)
         )
         self._streams.update((stream.id, stream) for stream in streams)
         return streams
@@ -372,7 +307,7 @@ class EngineClient:
         streams = self._streams
         for prefilled in output.prefilled:
             if (stream := streams.get(prefilled.id)) is not None:
-                stream._prefilled = prefilled
+                stream.prefilled = prefilled
         for drafted in output.drafted:
             if (stream := streams.get(drafted.id)) is not None:
                 stream.num_drafted += drafted.num_drafts
@@ -381,7 +316,7 @@ class EngineClient:
             if (stream := streams.get(run.id)) is not None and stream._prompt_runs is not None:
                 stream._prompt_runs.append(run)
         for logprobs in output.logprobs:
-            if (stream := streams.get(logprobs.id)) is not None and stream._logprobs is not None:
+            if (stream := streams.get(logprobs.id)) is not None:
                 stream._logprobs.append(logprobs)
         # Two tolist() a step are cheaper than one numpy scalar per token.
         ids = np.frombuffer(output.ids, "<i8").tolist()

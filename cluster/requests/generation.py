@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.messages.engine import Finished, FinishReason, Prefilled, SamplingParams, TokenLogprobs
+from cluster.messages.engine import Finished, FinishReason, TokenLogprobs
 from cluster.requests.engine_client import RequestStream, WholePromptLogprobs
 from cluster.text.answer_parser import AnswerFormat, AnswerReader
 from cluster.text.stops import TextEnd, TextOptions
@@ -40,6 +40,31 @@ class Delta:
     """Events that `text` is made of, for a sequence that is the answer in a chat."""
 
 
+class Collected:
+    """The deltas of one sequence so far."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.events: list[Event] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.text_offsets: list[int] = []
+        self.prompt_logprobs: WholePromptLogprobs | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Takes what one read brought."""
+        self.text.append(delta.text)
+        self.events += delta.events
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.text_offsets += delta.text_offsets
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
 class Output:
     """One sequence being generated."""
 
@@ -49,7 +74,6 @@ class Output:
         stream: RequestStream,
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
-        sampling: SamplingParams,
         options: TextOptions,
         form: AnswerFormat | None = None,
     ) -> None:
@@ -57,10 +81,7 @@ class Output:
         self.index = index
         self.stream = stream
         self.num_tokens = 0
-        self.prefilled: Prefilled | None = None
-        """Cached tokens and times, with the first token."""
         self.finish_reason: FinishReason | None = None
-        self._sampling = sampling
         self._options = options
         self._detokenizer = tokenizer.detokenizer(
             prompt_ids,
@@ -80,7 +101,6 @@ class Output:
         """Reads as text what has arrived since the last call. Raises OverloadedError where a queue limit refused the
         request, DeadlineError where its deadline passed in the engine, EngineError where the engine failed."""
         chunk = self.stream.take()
-        self.prefilled = chunk.prefilled
         end = chunk.finished
         if end is not None and end.reason is FinishReason.ERROR:
             raise engine_failure(end)
@@ -98,7 +118,7 @@ class Output:
             offsets.append(self._num_chars)
             text = self._detokenizer.push(token) if i < silent else ""
             self._num_chars += len(text)
-            certain, matched = self._end.push(text, may_end=self.num_tokens + i >= self._sampling.min_tokens)
+            certain, matched = self._end.push(text, may_end=self.num_tokens + i >= self.stream.sampling.min_tokens)
             certain_text += certain
             if matched is not None:
                 num_taken = i + 1
@@ -126,7 +146,7 @@ class Output:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP, matched
             return certain
         delta.finish_reason = end.reason
-        if end.stop_token_id in self._sampling.stop_token_ids:
+        if end.stop_token_id in self.stream.sampling.stop_token_ids:
             delta.stop_reason = end.stop_token_id
         return certain + self._end.flush()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cluster.http.context import RequestContext, current_request
-from cluster.messages.engine import FinishReason, SamplingParams
+from cluster.messages.engine import FinishReason, SamplingParams, Terms
 from cluster.observability.record import RequestRecord
 from cluster.requests.engine_client import EngineClient, wait_ready
 from cluster.requests.generation import Delta, Output
@@ -59,7 +59,7 @@ class JobOptions:
     """-1 none, k the token's own and the k likeliest; so is the next one."""
     num_prompt_logprobs: int = -1
     priority: int = 0
-    """Lower goes first; see `Job`."""
+    """Lower goes first; see `Terms`."""
     cache_salt: str | None = None
     """Prompts share cached pages only under the same one. None: one of the client's own."""
     name: str | None = None
@@ -76,15 +76,11 @@ class Job:
     """Token ids, at least one each."""
     sampling: list[list[SamplingParams]]
     """For each prompt, one for each of its choices."""
+    terms: Terms
+    """Its deadline is that of the whole run."""
     text: TextOptions = field(default_factory=TextOptions)
     form: AnswerFormat | None = None
     """How answers in a chat are read: thinking, content and calls. None: they are text."""
-    client: str = ""
-    level: int = 0
-    """Order among the requests of all clients; see `granted_level`."""
-    priority: int = 0
-    """Order among the client's own requests."""
-    cache_salt: bytes = b""
 
     @property
     def num_choices(self) -> int:
@@ -101,21 +97,13 @@ class Job:
         return self.prompts[index // self.num_choices]
 
 
-def granted_level(priority: int, granted: tuple[int, int] | None) -> int:
-    """The level at which a request of this `priority` waits among those of other clients: the nearest number in the
-    range that an operator granted its key, or 0 without a grant."""
-    return 0 if granted is None else min(max(priority, granted[0]), granted[1])
-
-
 class Run:
     """A job in the engine, from `deltas()` on."""
 
-    def __init__(self, job: Job, engine: EngineClient, tokenizer: Tokenizer, *, timeout_s: float) -> None:
-        """`timeout_s`: for the whole of it; `server.request_timeout_s`."""
+    def __init__(self, job: Job, engine: EngineClient, tokenizer: Tokenizer) -> None:
         self.job = job
         self._engine = engine
         self._tokenizer = tokenizer
-        self._timeout_s = timeout_s
         self._outputs: list[Output] = []
         self._aborted = False
         self._late = False
@@ -137,14 +125,14 @@ class Run:
             self.abort()
         context, telemetry = current_request(), self._engine.telemetry
         # One timer a request: one a wait costs a tenth of what a token costs.
-        timer = asyncio.get_running_loop().call_later(self._timeout_s, self._be_late)
+        timer = asyncio.get_running_loop().call_later(self.job.terms.deadline_s, self._be_late)
         pending = self._outputs
         streams = [output.stream for output in pending]
         try:
             while pending:
                 await wait_ready(streams)
                 if self._late:
-                    limit = self._timeout_s
+                    limit = self.job.terms.deadline_s
                     raise DeadlineError(f"The request did not finish within server.request_timeout_s={limit:g}.")
                 ready = [output for output in pending if output.stream.ready]
                 for first in range(0, len(ready), _OUTPUTS_AT_ONCE):
@@ -193,7 +181,7 @@ class Run:
         completion = sum(output.num_tokens for output in self._outputs)
         # A prompt's later choices find the first one's pages; only what the first one found was free.
         firsts = self._outputs[:: self.job.num_choices]
-        cached = sum(output.prefilled.num_cached_tokens for output in firsts if output.prefilled is not None)
+        cached = sum(it.num_cached_tokens for output in firsts if (it := output.stream.prefilled) is not None)
         thought = sum(output.num_reasoning_tokens for output in self._outputs)
         details = CompletionTokensDetails(thought)
         if drafted := sum(output.stream.num_drafted for output in self._outputs):
@@ -204,7 +192,7 @@ class Run:
     def server_timing(self) -> str:
         """The value of a Server-Timing header, in milliseconds: the slowest sequence's wait in the queue and its
         prefill, and once all have ended the time since the first token."""
-        done = [output.prefilled for output in self._outputs if output.prefilled is not None]
+        done = [it for output in self._outputs if (it := output.stream.prefilled) is not None]
         times = {
             "queue": max((prefilled.queue_s for prefilled in done), default=0.0),
             "prefill": max((prefilled.prefill_s for prefilled in done), default=0.0),
@@ -216,20 +204,11 @@ class Run:
     async def _submit(self) -> None:
         assert not self._outputs, "a run is read once"
         job = self.job
-        streams = self._engine.submit(
-            await _int32(job.prompts),
-            job.sampling,
-            level=job.level,
-            priority=job.priority,
-            client=job.client,
-            cache_salt=job.cache_salt,
-            deadline_s=self._timeout_s,
-        )
+        streams = self._engine.submit(await _int32(job.prompts), job.sampling, job.terms)
         try:
-            sampling = [params for of_prompt in job.sampling for params in of_prompt]
-            for index, (stream, params) in enumerate(zip(streams, sampling, strict=True)):
+            for index, stream in enumerate(streams):
                 prompt = job.prompt_of(index)
-                self._outputs.append(Output(index, stream, self._tokenizer, prompt, params, job.text, job.form))
+                self._outputs.append(Output(index, stream, self._tokenizer, prompt, job.text, job.form))
                 if len(self._outputs) % _OUTPUTS_AT_ONCE == 0:
                     await asyncio.sleep(0)
         except BaseException:
@@ -251,7 +230,7 @@ class Run:
             finish_reasons=[output.finish_reason or unfinished for output in self._outputs],
             sampling=self.job.sampling[0][0],
             chat=self.job.form is not None,
-            prefilled=self._outputs[0].prefilled,
+            prefilled=self._outputs[0].stream.prefilled,
             error=None if self._error is None else type(self._error).__name__,
         )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import msgspec
 
@@ -19,12 +18,10 @@ from cluster.text.stop_regex import StopRegex
 from cluster.text.stops import TextOptions
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import RequestError
-from configs.schema import GenerationDefaults, ServerConfig
+from configs.schema import GenerationDefaults, SamplingValues, ServerConfig
 
 _MAX_BAD_WORD_TOKENS = 1024
-_T = TypeVar("_T")
-_DEFAULTED = [name for name in GenerationDefaults.model_fields if name in SamplingParams.__struct_fields__]
-"""Fields that the model's makers or the operator may give a value; without any the engine's own is neutral."""
+_VALUES = set(SamplingValues.model_fields)
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,8 +71,8 @@ def sampling_params(
     words = bad_words(fields.bad_words or (), vocabulary)
     bias |= {word[0]: -math.inf for word in words if len(word) == 1}
     _check_choice_left(allowed, bias, {*stop_token_ids, *vocabulary.eos_token_ids} if min_tokens else set())
-    given = [(name, _given(getattr(fields, name), getattr(defaults, name))) for name in _DEFAULTED]
-    chosen = {name: value for name, value in given if value is not None}
+    chosen = defaults.model_dump(include=_VALUES, exclude_none=True)
+    chosen |= fields.model_dump(include=_VALUES, exclude_none=True)
     if not 0 <= chosen.get("top_k", 0) < size:
         del chosen["top_k"]
     base = SamplingParams(
@@ -109,13 +106,14 @@ def text_options(
     fields: SamplingFields, defaults: GenerationDefaults, server: ServerConfig, *, prompt_only: bool = False
 ) -> TextOptions:
     """How the answer's text is made. Raises RequestError for a bad stop string or pattern."""
+    skips = defaults.skip_special_tokens if fields.skip_special_tokens is None else fields.skip_special_tokens
     return TextOptions(
         stops=list(checks.stops(fields.stop, "stop", server).values()),
         patterns=[
             StopRegex(text, path) for path, text in checks.stops(fields.stop_regex, "stop_regex", server).items()
         ],
         include_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
-        skip_special_tokens=_given(fields.skip_special_tokens, defaults.skip_special_tokens) is not False,
+        skip_special_tokens=skips is not False,
         prompt_only=prompt_only,
     )
 
@@ -146,7 +144,3 @@ def _check_choice_left(allowed: Sequence[int], bias: dict[int, float], ends: set
         raise RequestError(
             "allowed_token_ids leaves no token: bad_words or min_tokens forbid all of them.", param="allowed_token_ids"
         )
-
-
-def _given(value: _T | None, default: _T | None) -> _T | None:
-    return default if value is None else value

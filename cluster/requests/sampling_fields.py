@@ -9,6 +9,7 @@ from pydantic import Field
 from cluster.requests.shapes import MAX_TOKENS, Checked, Shape, Text
 from cluster.structured.grammar_limits import MAX_ENUM_VALUES
 from cluster.structured.spec import GRAMMAR_FIELDS, GrammarSpec, read_grammar
+from configs.schema import SamplingValues
 
 _INT64_MAX = 2**63 - 1
 _MAX_STOP_TOKEN_IDS = 128
@@ -119,29 +120,15 @@ class StructuredOutputs(Shape):
     disable_any_whitespace: bool | None = None
 
 
-class SamplingFields(Shape):
+class SamplingFields(SamplingValues, Shape):
     """How tokens are chosen and where a text ends: the fields every route that generates shares.
 
     Null means the default, as in OpenAI's own schema. `sampling.sampling_params` makes engine parameters of them, and
     `sampling.text_options` what is done with the text.
     """
 
-    temperature: float | None = Field(None, ge=0.0, le=2.0)
-    """0: the likeliest token. None, here and below: what the model's makers or the operator set, else neutral."""
-    top_p: float | None = Field(None, gt=0.0, le=1.0)
-    """Only of the likeliest tokens that have this probability together."""
-    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS)
-    """0 and -1 both turn it off."""
-    min_p: float | None = Field(None, ge=0.0, le=1.0)
-    """Only of tokens with at least this share of the likeliest one's probability."""
     seed: int | None = Field(None, ge=-_INT64_MAX - 1, le=_INT64_MAX)
     """Equal seeds give equal tokens, whatever else is served."""
-    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    """Taken from a token's logit for each time the answer has it."""
-    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    """Taken from the logit of each token the answer has."""
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
-    """Above 1 against repetition. The bounds keep every logit finite in float32."""
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = Field(None, max_length=1024)
     """Token id, as a string, to what is added to its logit."""
     allowed_token_ids: list[int] | None = Field(None, fail_fast=True)

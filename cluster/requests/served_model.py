@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from cluster.http.context import RequestContext, current_request
-from cluster.messages.engine import SamplingParams, WeightsChanged
+from cluster.messages.engine import SamplingParams, Terms, WeightsChanged
 from cluster.messages.state import EngineState
 from cluster.requests.engine_client import EngineClient
 from cluster.requests.engine_info import EngineInfo
 from cluster.requests.fair_threads import FairThreads
 from cluster.requests.fields import FieldPolicy
-from cluster.requests.job import Job, JobOptions, Run, granted_level
+from cluster.requests.job import Job, JobOptions, Run
 from cluster.requests.json_body import validated
 from cluster.requests.sampling import Vocabulary, sampling_params, text_options
 from cluster.requests.sampling_fields import SamplingFields
@@ -94,7 +94,7 @@ class ServedModel:
             tokenizer, self.formats, max_model_len, special_tokens_in_text=server.special_tokens_in_text
         )
         self.threads = FairThreads(max_model_len)
-        self._defaults = defaults or GenerationDefaults()
+        self.defaults = defaults or GenerationDefaults()
         self._next_seed = next_seed
         self._probe: asyncio.Task[None] | None = None
         self.started = int(time.time())
@@ -128,8 +128,9 @@ class ServedModel:
         or did not answer within `timeout_s`; None: `server.request_timeout_s`."""
         prompt = [*self._known(self.tokenizer.bos_token_id), *self._known(self.tokenizer.eos_token_id), 0][:1]
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        job = Job(id="probe", prompts=[prompt], sampling=[[sampling]], level=_FIRST)
-        async with aclosing(self.run(job, timeout_s=timeout_s).deltas()) as steps:
+        terms = Terms(level=_FIRST, deadline_s=self.server.request_timeout_s if timeout_s is None else timeout_s)
+        job = Job(id="probe", prompts=[prompt], sampling=[[sampling]], terms=terms)
+        async with aclosing(self.run(job).deltas()) as steps:
             num_tokens = sum([len(delta.token_ids) async for deltas in steps for delta in deltas])
         if num_tokens != 1:
             raise EngineError(f"one token was asked for, and {num_tokens} came")
@@ -175,15 +176,6 @@ class ServedModel:
         """`token_id`, if the tokenizer has it and the model does."""
         return [token_id] if token_id is not None and token_id < self.vocab_size else []
 
-    def room(self, prompt: Sequence[int]) -> int:
-        """Tokens that fit after `prompt`; 1 when none does, so that asking for them names the prompt's length."""
-        return max(self.max_model_len - len(prompt), 1)
-
-    def default_max_tokens(self, prompt: Sequence[int]) -> int:
-        """How many tokens follow a chat's `prompt` when nobody says."""
-        limit = self._defaults.max_new_tokens
-        return self.room(prompt) if limit is None else min(limit, self.room(prompt))
-
     def truncated(self, prompt: list[int], keep: int | None, max_tokens: int | None) -> list[int]:
         """The last `keep` tokens of `prompt`; None: all, -1: as many as leave room for `max_tokens`."""
         if keep is None:
@@ -192,11 +184,14 @@ class ServedModel:
             keep = max(self.max_model_len - (max_tokens or 1), 1)
         return prompt[-keep:] if keep else []
 
-    def checked_max_tokens(self, prompt: Sequence[int], asked: int | None, *, default: int, param: str) -> int:
+    def checked_max_tokens(
+        self, prompt: Sequence[int], asked: int | None, *, param: str, default: int | None = None
+    ) -> int:
         """How many tokens may follow `prompt`. Every prompt passes here before it is put to the engine.
 
         Args:
             param: the field `prompt` came from.
+            default: most tokens where `asked` is None. None: as many as fit.
 
         Raises:
             RequestError: the prompt has no tokens, or one that the model has no embedding for.
@@ -204,7 +199,8 @@ class ServedModel:
         """
         if not prompt:
             raise RequestError(f"{param} has no tokens.", code="empty_string", param=param)
-        max_tokens = default if asked is None else asked
+        room = max(self.max_model_len - len(prompt), 1)  # 1 where none fits: the error then names the prompt's length
+        max_tokens = asked if asked is not None else room if default is None else min(default, room)
         # The engine always generates a token, also when only the prompt is of interest.
         if len(prompt) + max(max_tokens, 1) > self.max_model_len:
             raise ContextLengthError(
@@ -262,28 +258,37 @@ class ServedModel:
             prompts=prompts,
             sampling=sampling_params(
                 fields,
-                self._defaults,
+                self.defaults,
                 self._vocabulary,
                 options,
                 max_tokens=[max(limit, 1) for limit in max_tokens],  # the engine always generates a token
                 next_seed=self._next_seed,
                 grammar=grammar,
             ),
-            text=text_options(fields, self._defaults, self.server, prompt_only=prompt_only),
+            text=text_options(fields, self.defaults, self.server, prompt_only=prompt_only),
             form=form,
-            client=context.share_owner,
-            level=granted_level(options.priority, context.priorities),
-            priority=options.priority,
-            cache_salt=context.cache_salt(options.cache_salt),
+            terms=self.terms(context, options),
         )
 
-    def run(self, job: Job, *, timeout_s: float | None = None) -> Run:
-        """`job` in this model's engine; it starts with the first delta that is read. `timeout_s`: None:
-        `server.request_timeout_s`. Raises RequestError, 429 if the client's quota does not allow it now."""
-        timeout_s = self.server.request_timeout_s if timeout_s is None else timeout_s
+    def terms(self, context: RequestContext, options: JobOptions | None = None) -> Terms:
+        """The terms of the request `context`. Its level among other clients' requests is the number nearest to its
+        priority in the range that an operator granted its key, or 0 without a grant."""
+        options = options or JobOptions()
+        least, most = context.priorities or (0, 0)
+        return Terms(
+            level=min(max(options.priority, least), most),
+            priority=options.priority,
+            client=context.share_owner,
+            cache_salt=context.cache_salt(options.cache_salt),
+            deadline_s=self.server.request_timeout_s,
+        )
+
+    def run(self, job: Job) -> Run:
+        """`job` in this model's engine; it starts with the first delta that is read. Raises RequestError, 429 if the
+        client's quota does not allow it now."""
         if (context := current_request()) is not None:
             context.meter.begin(job.num_outputs, sum(map(len, job.prompts)))
-        return Run(job, self.engine, self.tokenizer, timeout_s=timeout_s)
+        return Run(job, self.engine, self.tokenizer)
 
     async def stream_text(
         self,
@@ -298,7 +303,7 @@ class ServedModel:
         RequestError where the prompt is empty or does not fit, EngineError where the engine failed."""
         turns = Conversation(turns=[Turn(role="user", text=prompt)])
         ids = await self.encode_chat(turns, len(prompt)) if chat else self.prompts.encode(prompt)
-        limit = self.checked_max_tokens(ids, max_tokens, default=self.room(ids), param="prompt")
+        limit = self.checked_max_tokens(ids, max_tokens, param="prompt")
         fields = SamplingFields(temperature=temperature, seed=seed)
         job = self.job("text-", fields, [ids], [limit], RequestContext(request_id=uuid.uuid4().hex), JobOptions())
         async with aclosing(self.run(job).deltas()) as steps:

@@ -43,8 +43,10 @@ class Chunks:
 
     def has_room(self, request: Request, plan: PrefillPlan) -> bool:
         """Whether the step finds another log probability, if the request needs one to go on, and takes its items."""
-        if request.item_lens:
-            return request.num_item_tokens <= plan.budget and plan.num_items + len(request.item_lens) <= MAX_ITEMS
+        if request.num_item_tokens:
+            return (
+                request.num_item_tokens <= plan.budget and plan.num_items + len(request.sampling.item_lens) <= MAX_ITEMS
+            )
         return not request.wants_prompt_logprobs or plan.num_prompt_logprobs < self._limits.max_prompt_logprobs
 
     def find_prefix(self, row: int, plan: PrefillPlan) -> Prefix:
@@ -117,7 +119,7 @@ class Chunks:
         if request.wants_prompt_logprobs:
             self._add_prompt_run(request, start, length, plan)
         if start + length == self._rows.num_prefill[row]:
-            plan.num_items += len(request.item_lens)
+            plan.num_items += len(request.sampling.item_lens)
         return True
 
     def _add_prompt_run(self, request: Request, start: int, length: int, plan: PrefillPlan) -> None:
@@ -131,7 +133,7 @@ class Chunks:
         page_size, end = self._limits.page_size, int(self._rows.num_prefill[row])
         length = min(end - start, self._limits.prefill_chunk_size, plan.budget)
         request = self._rows.request(row)
-        if request.item_lens and end - start > min(length, self._limits.max_item_tokens):
+        if request.num_item_tokens and end - start > min(length, self._limits.max_item_tokens):
             length = min(length, int(self._rows.num_cacheable[row]) - start)  # items come all in one step
         if request.wants_prompt_logprobs:
             stop = (

@@ -1,6 +1,6 @@
 """The queue of waiting requests, and which is next. Knows neither pages nor rows, and no time.
 
-1. A lower `Request.level` goes first: it is what an operator granted.
+1. A lower `Terms.level` goes first: it is what an operator granted.
 2. Clients of one level take turns by tokens (start-time fair queueing): next is the client that has been served
    least. Prompts count when they are admitted, answers when they end. A client that comes new, or comes back after it
    had nothing waiting, starts level with those now served: idling saves no credit, and leaving clears no debt.
@@ -31,7 +31,7 @@ _MAX_IDLE_LEVELS = 64
 
 def _place(request: Request) -> tuple[int, int]:
     """The request's place among those of its client."""
-    return request.priority, request.place
+    return request.terms.priority, request.place
 
 
 class FairQueue:
@@ -64,11 +64,11 @@ class FairQueue:
 
     def push(self, request: Request) -> None:
         """Lets a request wait: a new one behind the others of its client and priority, a preempted one before them."""
-        level = self._levels.get(request.level) or self._new_level(request.level)
+        level = self._levels.get(request.terms.level) or self._new_level(request.terms.level)
         level.num_requests += 1
         self._num_tokens += len(request.tokens)
         self._num_pushed += 1
-        self.clients[request.client] += 1
+        self.clients[request.terms.client] += 1
         self._by_arrival[request.id] = request
         request.place = self._num_pushed
         if request.num_preemptions:
@@ -78,7 +78,7 @@ class FairQueue:
 
     def remove(self, request: Request) -> None:
         """Forgets a waiting request that is not set aside."""
-        level = self._levels[request.level]
+        level = self._levels[request.terms.level]
         level.remove(request)
         self._forget(request, level)
 
@@ -93,7 +93,7 @@ class FairQueue:
             last: Request | None = None
             for request in self._by_arrival.values():
                 if request not in self._aside:
-                    if is_oldest or not comes_last(request.client):
+                    if is_oldest or not comes_last(request.terms.client):
                         return request
                     last = last or request
             return last
@@ -104,14 +104,14 @@ class FairQueue:
 
     def pop(self, request: Request) -> None:
         """Removes the request that `first` has just named: it is admitted."""
-        level = self._levels[request.level]
+        level = self._levels[request.terms.level]
         level.take(request)
         self._num_turns += 1
         self._forget(request, level)
 
     def set_aside(self, request: Request) -> None:
         """Passes over the request that `first` has just named, as if it had its turn, until `put_back`."""
-        self._levels[request.level].take(request)
+        self._levels[request.terms.level].take(request)
         self._num_turns += 1
         self._aside.append(request)
 
@@ -119,14 +119,14 @@ class FairQueue:
         """Gives all that were set aside their places again."""
         while self._aside:
             request = self._aside.pop()
-            self._levels[request.level].put_back(request)
+            self._levels[request.terms.level].put_back(request)
             self._num_turns -= 1
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Counts tokens of an admitted request's answer as service that its client had."""
-        level = self._levels.get(request.level)
+        level = self._levels.get(request.terms.level)
         if level is not None and level.num_requests:
-            level.charge(request.client, num_tokens)
+            level.charge(request.terms.client, num_tokens)
 
     def check_integrity(self) -> set[int]:
         """Ids of all requests. Raises AssertionError unless the orders hold the same ones."""
@@ -136,10 +136,10 @@ class FairQueue:
         for key, level in self._levels.items():
             requests = level.requests()
             assert len(requests) == level.num_requests, f"requests of level {key} are miscounted"
-            assert all(request.level == key for request in requests), "a request waits at another level"
+            assert all(request.terms.level == key for request in requests), "a request waits at another level"
             ids += [request.id for request in requests]
         assert sorted(ids) == sorted(self._by_arrival), "a request is lost or twice"
-        clients = Counter(request.client for request in self._by_arrival.values())
+        clients = Counter(request.terms.client for request in self._by_arrival.values())
         assert clients == self.clients and all(self.clients.values()), "waiting requests of clients are miscounted"  # noqa: PT018
         tokens = sum(len(request.tokens) for request in self._by_arrival.values())
         assert tokens == self._num_tokens, "waiting tokens are miscounted"
@@ -156,9 +156,9 @@ class FairQueue:
     def _forget(self, request: Request, level: _Level) -> None:
         del self._by_arrival[request.id]
         self._num_tokens -= len(request.tokens)
-        self.clients[request.client] -= 1
-        if not self.clients[request.client]:
-            del self.clients[request.client]
+        self.clients[request.terms.client] -= 1
+        if not self.clients[request.terms.client]:
+            del self.clients[request.terms.client]
         level.num_requests -= 1
         if not level.num_requests:
             level.begin_anew()
@@ -214,9 +214,9 @@ class _Level:
 
     def put(self, request: Request) -> None:
         """Lets a request wait."""
-        client = self._clients.get(request.client)
+        client = self._clients.get(request.terms.client)
         if client is None:
-            client = self._new_client(request.client)
+            client = self._new_client(request.terms.client)
         elif client.busy_period != self._busy_period:
             client.busy_period, client.served = self._busy_period, 0
         if not client.waiting:
@@ -225,17 +225,17 @@ class _Level:
             client.served = max(client.served, self._least)
             client.began = abs(request.place)
         bisect.insort(client.waiting, request, key=_place)
-        self._offer(request.client, client)
+        self._offer(request.terms.client, client)
 
     def put_back(self, request: Request) -> None:
         """Undoes a take."""
-        client = self._clients[request.client]
+        client = self._clients[request.terms.client]
         client.served -= _cost(request)
         bisect.insort(client.waiting, request, key=_place)
-        self._offer(request.client, client)
+        self._offer(request.terms.client, client)
 
     def remove(self, request: Request) -> None:
-        waiting = self._clients[request.client].waiting
+        waiting = self._clients[request.terms.client].waiting
         index = bisect.bisect_left(waiting, _place(request), key=_place)
         assert waiting[index] is request, "a request is not where it waits"
         del waiting[index]
@@ -255,10 +255,10 @@ class _Level:
     def take(self, request: Request) -> None:
         """Takes a request, which is its client's turn."""
         self.remove(request)
-        client = self._clients[request.client]
+        client = self._clients[request.terms.client]
         client.served += _cost(request)
         if client.waiting:
-            self._offer(request.client, client)
+            self._offer(request.terms.client, client)
 
     def charge(self, name: str, num_tokens: int) -> None:
         client = self._clients.get(name)

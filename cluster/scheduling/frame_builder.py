@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,9 @@ import numpy.typing as npt
 from cluster.scheduling.request import Request
 from worker.protocol import COUNT_DTYPE, PARAMS_DTYPE, FrameKind, Int32Array, StepFrame, UInt32Array
 from worker.sections import Array
+
+_values = attrgetter(*[name for name in PARAMS_DTYPE.names or () if name != "row"])
+"""The values of a `SamplingParams` that the ranks get, in the order of the record."""
 
 
 class FrameBuilder:
@@ -57,19 +61,7 @@ def _params(requests: Sequence[Request]) -> npt.NDArray[np.void]:
     """PARAMS_DTYPE records of newly admitted requests."""
     params = np.zeros(len(requests), PARAMS_DTYPE)
     for index, request in enumerate(requests):
-        sampling = request.sampling
-        params[index] = (
-            request.row,
-            sampling.top_k,
-            sampling.num_logprobs,
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.seed,
-            sampling.repetition_penalty,
-            sampling.frequency_penalty,
-            sampling.presence_penalty,
-        )
+        params[index] = (request.row, *_values(request.sampling))
     return params
 
 

@@ -102,7 +102,7 @@ class LifeCycle:
         requests_used = (num_waiting + len(requests)) / limits.max_num_queued_requests
         tokens_used = (num_waiting_tokens + num_tokens) / limits.max_num_queued_tokens
         used = max(requests_used, tokens_used)
-        if used <= 1 or (used <= 2 and self._is_below_its_share(requests[0].client, len(requests))):
+        if used <= 1 or (used <= 2 and self._is_below_its_share(requests[0].terms.client, len(requests))):
             return None
         if requests_used == used:
             full = f"{num_waiting} requests wait, max_num_queued_requests={limits.max_num_queued_requests}"
@@ -114,8 +114,8 @@ class LifeCycle:
         """Whether a client that is not alone has at most its share of the places in the queue, `num_more` requests
         included, and of the waiting tokens. Walks over all requests."""
         waiting = [request for request in self.live.values() if not request.row]
-        own = [len(request.tokens) for request in waiting if request.client == client]
-        num_clients = len({client, *(request.client for request in waiting)})
+        own = [len(request.tokens) for request in waiting if request.terms.client == client]
+        num_clients = len({client, *(request.terms.client for request in waiting)})
         has_room = (len(own) + num_more) * num_clients <= self._limits.max_num_queued_requests
         return num_clients > 1 and has_room and sum(own) * num_clients <= self._limits.max_num_queued_tokens
 
@@ -131,8 +131,8 @@ class LifeCycle:
         except RequestError as error:
             return _refused(request.id, str(error), error.code)
         self.live[entry.id] = entry
-        if entry.deadline_s > 0:
-            heapq.heappush(self._deadlines, (now + entry.deadline_s, entry.id))
+        if entry.terms.deadline_s > 0:
+            heapq.heappush(self._deadlines, (now + entry.terms.deadline_s, entry.id))
             if len(self._deadlines) > 2 * len(self.live) + 64:
                 self._deadlines = [deadline for deadline in self._deadlines if deadline[1] in self.live]
                 heapq.heapify(self._deadlines)
@@ -149,7 +149,7 @@ class LifeCycle:
             if request is not None:
                 self.total_expired += 1
                 done = "running" if request.row else "waiting"
-                error = f"The request's deadline of {request.deadline_s:g} seconds passed while it was {done}."
+                error = f"The request's deadline of {request.terms.deadline_s:g} seconds passed while it was {done}."
                 self.finish(request, FinishReason.ERROR, error=error, error_code="deadline_exceeded")
 
     def finish(

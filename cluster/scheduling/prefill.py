@@ -150,11 +150,11 @@ class PrefillQueue:
         table = self._rows
         first: dict[str, int] = {}
         for row in rows:
-            first.setdefault(table.request(row).client, row)
+            first.setdefault(table.request(row).terms.client, row)
         if len(first) <= 1:
             return [(row, 1) for row in rows]
         heads = sorted(first.values(), key=self._num_left)
-        turns = [(row, 1 if table.request(row).item_lens else len(heads) - i) for i, row in enumerate(heads)]
+        turns = [(row, 1 if table.request(row).num_item_tokens else len(heads) - i) for i, row in enumerate(heads)]
         return turns + [(row, 1) for row in rows if row not in heads]
 
     def _num_left(self, row: int) -> int:
@@ -198,7 +198,7 @@ class PrefillQueue:
         """Adds the items and the prompt log probabilities that the chunks are computed for."""
         table = self._rows
         if plan.num_items:
-            items = [(row, length) for row in ending for length in table.request(row).item_lens]
+            items = [(row, length) for row in ending for length in table.request(row).sampling.item_lens]
             frame.add(items=np.array(items, ITEM_DTYPE))
         if plan.prompt_runs:
             runs = [(row, first - 1, num, k) for row, first, num, k in plan.prompt_runs]
@@ -231,7 +231,7 @@ class PrefillQueue:
         budget = plan.budget if early_budget is None else early_budget
         num_left: dict[str, int] = {}  # by client with a prompt in progress
         if shares is not None and early_budget is not None:
-            num_left = {self._rows.request(row).client: self._num_left(row) for row in self.prefilling}
+            num_left = {self._rows.request(row).terms.client: self._num_left(row) for row in self.prefilling}
 
         def comes_last(client: str) -> bool:
             return shares is not None and (client in num_left or shares.has_its_share(client))
@@ -243,10 +243,12 @@ class PrefillQueue:
             if request is None or len(lacking) + num_waits > _LOOKAHEAD:
                 self._is_blocked = bool(lacking) and not num_waits
                 break
-            if self._leaves_last_row(request.client, plan.now) or (not self.admits_new and request.admission_s is None):
+            if self._leaves_last_row(request.terms.client, plan.now) or (
+                not self.admits_new and request.admission_s is None
+            ):
                 break
             # Beside a longer prompt of another client, one may begin with a part of it.
-            most = max(num_left.values(), default=0) if request.client not in num_left else 0
+            most = max(num_left.values(), default=0) if request.terms.client not in num_left else 0
             if early_budget is not None and len(request.tokens) > max(budget, most):
                 break
             before = plan.budget
@@ -256,7 +258,7 @@ class PrefillQueue:
             if outcome is _Outcome.ADMITTED:
                 waiting.pop(request)
                 if shares is not None:
-                    shares.add(request.client, self._pages.num_row_pages(request.row))
+                    shares.add(request.terms.client, self._pages.num_row_pages(request.row))
                 budget -= before - plan.budget
                 for other in lacking:
                     other.num_overtaken += 1
@@ -291,7 +293,7 @@ class PrefillQueue:
         if not self.chunks.has_room(request, plan):
             return _Outcome.WAITS
         row = self._rows.take(request)
-        pages.open(row, request.cache_salt)
+        pages.open(row, request.terms.cache_salt)
         request.num_cached_tokens = 0
         num_deltas, num_prefix_deltas = len(plan.deltas), plan.num_prefix_deltas
         prefix = self.chunks.find_prefix(row, plan)

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cluster.messages.engine import GenerateRequest, SamplingParams
+from cluster.messages.engine import GenerateRequest, SamplingParams, Terms
 from cluster.scheduling.draft_history import DraftHistory
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.ngrams import NgramHistory
@@ -152,21 +152,15 @@ class Request:
     """The request ends with LENGTH when prompt and answer are this long."""
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
-    level: int = 0
-    """Order among all requests, as in GenerateRequest."""
-    priority: int = 0
-    """Order among the requests of its client and level."""
-    client: str = ""
+    terms: Terms
     place: int = 0
     """Order among the waiting requests of its client, level and priority; written by FairQueue."""
-    cache_salt: bytes = b""
     adjustments: Adjustments | None = None
     guide: Guide | None = None
     history: NgramHistory | DraftHistory | None = None
     """The tokens that drafts are made from, from its first one on; None: they are not."""
     mask: UInt32Array | None = None
     """The first tokens that may follow its admission; a request with a guide has it before it is queued."""
-    deadline_s: float = 0.0
     arrival_s: float = 0.0
     """Time on the scheduler's clock."""
     waits_since_s: float = 0.0
@@ -180,8 +174,6 @@ class Request:
     has_emitted: bool = False
     next_prompt_logprob: int = 0
     """Position of the first prompt token whose log probability is wanted and was not sent; past the prompt: none."""
-    item_lens: tuple[int, ...] = ()
-    """See SamplingParams."""
     num_item_tokens: int = 0
     num_preemptions: int = 0
     num_overtaken: int = 0
@@ -204,15 +196,10 @@ class Request:
             max_total_tokens=min(len(prompt) + request.sampling.max_tokens, limits.max_model_len),
             sampling=request.sampling,
             stop_token_ids=frozenset(request.sampling.stop_token_ids),
-            level=request.level,
-            priority=request.priority,
-            client=request.client,
-            cache_salt=request.cache_salt,
-            deadline_s=request.deadline_s,
+            terms=request.terms,
             arrival_s=now,
             waits_since_s=now,
             next_prompt_logprob=1 if request.sampling.prompt_logprobs >= 0 else len(prompt),
-            item_lens=request.sampling.item_lens,
             num_item_tokens=sum(request.sampling.item_lens),
             adjustments=adjustments,
             mask=None if adjustments is None else adjustments.allowed,
@@ -248,7 +235,7 @@ class Request:
                 f"the prompt has {num_prompt_tokens} tokens, max_model_len={limits.max_model_len}; "
                 f"send at most {limits.max_model_len - 1}"
             )
-        if (items := self.item_lens) and not (
+        if (items := self.sampling.item_lens) and not (
             min(items) > 0
             and len(items) <= MAX_ITEMS
             and self.num_item_tokens < num_prompt_tokens

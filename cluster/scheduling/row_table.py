@@ -91,13 +91,13 @@ class RowTable:
         self.requests[row] = request
         self.ids[row] = request.id
         self.live[row] = True
-        self.clients[request.client] += 1
+        self.clients[request.terms.client] += 1
         self.ready[row] = self.predicted[row] = False
         self.num_known[row] = num_tokens
         self.num_computed[row] = 0
         self.num_prefill[row] = num_tokens
         self.num_cacheable[row] = (
-            num_tokens - request.num_item_tokens if request.item_lens else request.max_total_tokens
+            num_tokens - request.num_item_tokens if request.num_item_tokens else request.max_total_tokens
         )
         self.max_total[row] = request.max_total_tokens
         self.in_flight[row] = self.num_unverified[row] = self.num_drafts[row] = 0
@@ -120,9 +120,9 @@ class RowTable:
         """The request of a live row ends, or waits again. Steps in flight may name the row still."""
         request = self.request(row)
         self.live[row] = self.ready[row] = False
-        self.clients[request.client] -= 1
-        if not self.clients[request.client]:
-            del self.clients[request.client]
+        self.clients[request.terms.client] -= 1
+        if not self.clients[request.terms.client]:
+            del self.clients[request.terms.client]
 
     def give_back(self, row: int) -> None:
         """Frees the row. Raises EngineError while a step in flight names it."""
@@ -150,7 +150,7 @@ class RowTable:
         assert sorted([*taken, *self._free_rows]) == list(range(1, len(self.requests))), "a row is lost or free twice"
         for row in taken:
             assert self.request(row).row == row, f"row {row} and its request disagree"
-        clients = Counter(self.request(row).client for row in np.flatnonzero(self.live).tolist())
+        clients = Counter(self.request(row).terms.client for row in np.flatnonzero(self.live).tolist())
         assert self.clients == clients, "rows of clients are miscounted"
         free = np.array(self._free_rows, np.int64)
         assert not (self.live[free] | self.ready[free]).any(), "a free row is live"

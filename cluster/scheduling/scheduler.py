@@ -413,10 +413,10 @@ class Scheduler:
         self._next_look_s = now + _LOOK_EVERY_S
         shares, queue = self._queue.shares(), self._queue
         waiting = queue.waiting.first(shares.has_its_share)
-        if waiting is None or now - waiting.waits_since_s < _PATIENCE_S or shares.has_its_share(waiting.client):
+        if waiting is None or now - waiting.waits_since_s < _PATIENCE_S or shares.has_its_share(waiting.terms.client):
             return
         is_stuck = waiting is queue.lacks_pages or not queue.has_rows
-        if is_stuck and (victim := shares.victim(level=waiting.level)) is not None:
+        if is_stuck and (victim := shares.victim(level=waiting.terms.level)) is not None:
             waiting.num_overtaken = MAX_OVERTAKEN
             self._life.requeue(victim.row, now)
             self._total_preemptions += 1

@@ -27,7 +27,7 @@ class Shares:
         self._rows: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
         for request, count in running:
-            self.add(request.client, count)
+            self.add(request.terms.client, count)
         self._num_rows, self._num_pages = num_rows, num_pages
         self._share = 1 / max(len({*waiting, *self._rows}), 1)
 
@@ -52,12 +52,12 @@ class Shares:
         requests = self._running
         if level is not None:
             over = {it for it, rows in self._rows.items() if rows > 1 and self._usage(it) > self._share}
-            requests = [it for it in requests if it.level >= level and it.client in over]
+            requests = [it for it in requests if it.terms.level >= level and it.terms.client in over]
         if not requests:
             return None
-        first = max(requests, key=lambda it: (it.level, self._usage(it.client)))
-        same = [it for it in requests if (it.level, it.client) == (first.level, first.client)]
-        return max(same, key=lambda it: it.priority)
+        first = max(requests, key=lambda it: (it.terms.level, self._usage(it.terms.client)))
+        same = [it for it in requests if (it.terms.level, it.terms.client) == (first.terms.level, first.terms.client)]
+        return max(same, key=lambda it: it.terms.priority)
 
     def _usage(self, client: str, num_more: int = 0) -> float:
         return max((self._rows[client] + num_more) / self._num_rows, self._pages[client] / self._num_pages)

@@ -178,7 +178,7 @@ def token_logprobs(
         # The arrays are as wide as the widest request of the step.
         k, asked = request.sampling.num_logprobs, request.sampling.logprob_token_ids
         ids = array("i", asked).tobytes()
-        if request.item_lens:
+        if request.num_item_tokens:
             after = result.item_logprobs[item_rows == request.row, : len(asked)]
             logprobs.append(TokenLogprobs(request.id, logprob, ids * len(after), after.tobytes()))
         elif k >= 0:

@@ -226,10 +226,10 @@ def test_a_key_is_taken_as_bearer_or_x_api_key_and_reaches_the_engine_as_its_id(
             root = await http.post("/v1/chat/completions", json=BODY, headers=keys.bearer("root"))
             assert root.status_code == 200
         *alices, roots = stack.coordinator.requests
-        assert {request.client for request in alices} == {"alice"}
-        assert len({request.cache_salt for request in alices}) == 1
-        assert len(alices[0].cache_salt) == 32
-        assert (roots.client, roots.cache_salt != alices[0].cache_salt) == ("root", True)
+        assert {request.terms.client for request in alices} == {"alice"}
+        assert len({request.terms.cache_salt for request in alices}) == 1
+        assert len(alices[0].terms.cache_salt) == 32
+        assert (roots.terms.client, roots.terms.cache_salt != alices[0].terms.cache_salt) == ("root", True)
 
     run(scenario)
 
@@ -369,7 +369,7 @@ def test_a_priority_counts_across_clients_within_the_range_that_its_key_is_grant
             for id_, priority in (("alice", -99), ("alice", 2), ("alice", 99), ("bob", -(2**53) + 1), ("bob", None)):
                 body = BODY | {"priority": priority}
                 await http.post("/v1/chat/completions", json=body, headers=keys.bearer(id_))
-        levels = [(request.level, request.priority) for request in stack.coordinator.requests]
+        levels = [(request.terms.level, request.terms.priority) for request in stack.coordinator.requests]
         assert levels == [(-3, -99), (2, 2), (4, 99), (0, -(2**53) + 1), (0, 0)]
 
     run(scenario)

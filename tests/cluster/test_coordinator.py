@@ -36,6 +36,7 @@ from parallel.step_cost import StepCost
 from tests.helpers import fake_engine
 from tests.helpers.fake_engine import EOS
 from tests.helpers.fake_ranks import FakeRanks, Pool
+from tests.helpers.streams import chunks_of, next_chunk
 from worker.protocol import FrameKind, RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
 LIMITS = replace(
@@ -129,7 +130,7 @@ def running(
 async def read(stream: RequestStream) -> tuple[list[int], Finished | None]:
     tokens: list[int] = []
     finished = None
-    async for chunk in stream:
+    async for chunk in chunks_of(stream):
         tokens += chunk.token_ids
         finished = chunk.finished or finished
     return tokens, finished
@@ -178,7 +179,7 @@ def test_graphs_are_captured_while_nobody_waits_and_requests_go_first() -> None:
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
         [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=40)]])
-        await anext(stream)
+        await next_chunk(stream)
         left = rank.num_graphs
         tokens, _ = await asyncio.wait_for(read(stream), 20)
         assert tokens[-1] == 140
@@ -200,9 +201,9 @@ def test_an_abort_frees_the_pages_and_a_lost_connection_frees_them_all() -> None
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
         first, second = (client.submit([prompt(100 * i)], [[SamplingParams(max_tokens=100)]])[0] for i in (1, 2))
-        await anext(first)
+        await next_chunk(first)
         first.abort()
-        await anext(second)
+        await next_chunk(second)
         await client.close()
 
     with running(CountingRank(step_s=0.01)) as coordinator:
@@ -287,7 +288,7 @@ def test_a_guided_request_beside_others_is_sampled_in_every_second_step() -> Non
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
         [plain] = client.submit([prompt(100)], [[SamplingParams(max_tokens=100)]])
-        await anext(plain)
+        await next_chunk(plain)
         [guided] = client.submit([prompt(200)], [[SamplingParams(max_tokens=20)]])
         await asyncio.wait_for(read(guided), 10)
         plain.abort()
@@ -309,7 +310,7 @@ def test_a_failed_engine_ends_every_request_with_its_reason_and_the_connection_a
         client = await EngineClient.connect(coordinator.address)
         [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=100)]])
         [waiting] = client.submit([prompt(100)], [[SamplingParams(max_tokens=100)]])
-        await anext(stream)
+        await next_chunk(stream)
         coordinator.fail(error)
         coordinator.fail(RankDiedError("rank 0 died of the same"))
         for each in (stream, waiting):
@@ -342,8 +343,8 @@ def test_requests_wait_while_the_group_is_rebuilt_and_go_on_with_the_tokens_they
         client = await EngineClient.connect(coordinator.address)
         [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=60)]])
         [leaving] = client.submit([prompt(300)], [[SamplingParams(max_tokens=60)]])
-        first = await anext(stream)
-        await anext(leaving)
+        first = await next_chunk(stream)
+        await next_chunk(leaving)
         coordinator.fail(RankLostError("rank 1 died"))
         await reported(client, lambda stats: stats.state is EngineState.REBUILDING)
         assert coordinator.life.state is EngineState.REBUILDING
@@ -352,7 +353,7 @@ def test_requests_wait_while_the_group_is_rebuilt_and_go_on_with_the_tokens_they
         await reported(client, lambda stats: stats.scheduler.num_waiting == 2)
         began = time.monotonic()
         ready.set()
-        second = await asyncio.wait_for(anext(stream), 20)
+        second = await asyncio.wait_for(next_chunk(stream), 20)
         assert time.monotonic() - began < 0.8, "the first step waited for a message"
         tokens, finished = await asyncio.wait_for(read(stream), 20)
         assert first.token_ids + second.token_ids + tokens == list(range(101, 161))
@@ -388,7 +389,7 @@ def test_requests_wait_while_ranks_are_exchanged_and_lose_no_token() -> None:
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
         [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=60)]])
-        chunk = await anext(stream)
+        chunk = await next_chunk(stream)
         done = coordinator.change(OtherRanks(second))
         await reported(client, lambda stats: stats.state is EngineState.REBUILDING)
         [late] = client.submit([prompt(200)], [[SamplingParams(max_tokens=3)]])
@@ -434,7 +435,7 @@ def test_ranks_go_on_where_those_in_their_place_do_not_run_and_are_rebuilt_where
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
         [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=60)]])
-        chunk = await anext(stream)
+        chunk = await next_chunk(stream)
         words = ["", "tensor_parallel_size stays 1, requests waited .* rank 1 died", "^rank 2 died"][failures]
         with pytest.raises(EngineError, match=words):
             await asyncio.wrap_future(coordinator.change(OtherRanks(second)))
@@ -579,7 +580,7 @@ def test_a_group_that_cannot_be_rebuilt_ends_with_why_the_last_attempt_failed() 
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
         [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=60)]])
-        await anext(stream)
+        await next_chunk(stream)
         coordinator.fail(RankLostError("rank 1 died"))
         _, finished = await asyncio.wait_for(read(stream), 5)
         assert finished is not None
@@ -610,7 +611,7 @@ def test_a_bug_in_the_loop_ends_every_request_and_the_loop(monkeypatch: pytest.M
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
         [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=100)]])
-        await anext(stream)
+        await next_chunk(stream)
         monkeypatch.setattr(coordinator.scheduler, "retire", lambda result: 1 // 0)
         _, finished = await asyncio.wait_for(read(stream), 5)
         assert finished is not None

@@ -24,6 +24,7 @@ from configs.errors import RankLostError
 from parallel.sockets import num_descriptors_left
 from tests.cluster.test_coordinator import CountingRank, prompt, read, running
 from tests.helpers.scripted_engine import MODEL, Run, Stack, served
+from tests.helpers.streams import next_chunk
 
 CALLER = """
 import json, socket, sys
@@ -125,7 +126,7 @@ def test_a_rebuild_waits_for_descriptors_and_says_so(caplog: pytest.LogCaptureFi
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
         [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=60)]])
-        first = await anext(stream)
+        first = await next_chunk(stream)
         with descriptors_left(10):
             coordinator.fail(RankLostError("rank 0 died"))
             await asyncio.sleep(1.5)

@@ -25,11 +25,13 @@ from cluster.messages.engine import (
     SamplingParams,
     StepOutput,
     Submit,
+    Terms,
     TokenLogprobs,
 )
 from cluster.requests.engine_client import EngineClient, wait_ready
 from configs.errors import DeadlineError, EngineError
 from parallel.sockets import pack_frame, read_frame
+from tests.helpers.streams import chunks_of, next_chunk
 
 PROMPT = array("i", [1, 2, 3]).tobytes()
 PARAMS = SamplingParams(max_tokens=8)
@@ -120,8 +122,10 @@ def test_what_the_sequences_of_one_request_share_is_sent_once(run: Callable[[Sce
         for prompt in range(2)
     ]
 
+    terms = Terms(level=2, priority=3, client="who", cache_salt=b"salt", deadline_s=9.0)
+
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
-        streams = client.submit(prompts, params, level=2, priority=3, client="who", cache_salt=b"salt", deadline_s=9.0)
+        streams = client.submit(prompts, params, terms)
         submit = await coordinator.received.get()
         assert isinstance(submit, Submit)
         assert len(msgspec.msgpack.encode(submit)) < len(prompts[0]) + 35_000
@@ -129,8 +133,7 @@ def test_what_the_sequences_of_one_request_share_is_sent_once(run: Callable[[Sce
         assert [request.id for request in requests] == [stream.id for stream in streams]
         assert [request.prompt for request in requests] == 64 * [prompts[0]] + 64 * [prompts[1]]
         assert [request.sampling for request in requests] == [*params[0], *params[1]]
-        assert {(r.level, r.priority, r.client, r.cache_salt) for r in requests} == {(2, 3, "who", b"salt")}
-        assert {request.deadline_s for request in requests} == {9.0}
+        assert {request.terms for request in requests} == {terms}
 
     run(scenario)
 
@@ -156,14 +159,13 @@ def test_tokens_of_several_steps_come_in_one_chunk_to_a_slow_reader(run: Callabl
         coordinator.step([(1, 12)], finished=[Finished(id=1, reason=FinishReason.STOP, stop_token_id=12)])
         await wait_ready([two])
         await asyncio.sleep(0.05)
-        chunks = [chunk async for chunk in one]
+        chunks = [chunk async for chunk in chunks_of(one)]
         assert len(chunks) == 1
         assert chunks[0].token_ids == [10, 11, 12]
-        assert chunks[0].num_cached_tokens == 16
-        assert chunks[0].prefilled == Prefilled(1, 16, queue_s=0.5, prefill_s=0.25)
+        assert one.prefilled == Prefilled(1, 16, queue_s=0.5, prefill_s=0.25)
         assert chunks[0].finished == Finished(id=1, reason=FinishReason.STOP, stop_token_id=12)
         assert chunks[0].logprobs is None
-        assert (await anext(two)).token_ids == [20, 21]
+        assert (await next_chunk(two)).token_ids == [20, 21]
         assert client.num_open == 1
 
     run(scenario)
@@ -182,8 +184,8 @@ def test_logprobs_go_to_the_request_that_asked(run: Callable[[Scenario], None]) 
         await coordinator.received.get()
         row = TokenLogprobs(2, -0.5, np.int32(7).tobytes(), np.float32(-0.25).tobytes())
         coordinator.step([(1, 10), (2, 20)], logprobs=[row])
-        assert (await anext(asked)).logprobs == [row]
-        assert (await anext(plain)).logprobs is None
+        assert (await next_chunk(asked)).logprobs == [row]
+        assert (await next_chunk(plain)).logprobs is None
 
     run(scenario)
 
@@ -200,19 +202,19 @@ def test_a_prompts_scores_come_whole_and_once_with_the_first_token(run: Callable
         await coordinator.received.get()
         coordinator.step([], prompt_logprobs=[scored(1, [-1.0, -2.0])])
         coordinator.step([(2, 20), (3, 30)], prompt_logprobs=[scored(3, [-3.0])])
-        first = await anext(alone)
+        first = await next_chunk(alone)
         assert first.prompt_logprobs is not None
         assert first.prompt_logprobs.top_ids.shape == (0, k), "a prompt of one token has nothing to score"
         assert not stream.ready
         coordinator.step([(1, 10)])
-        first = await anext(stream)
+        first = await next_chunk(stream)
         assert first.prompt_logprobs is not None
         assert first.prompt_logprobs.logprobs.tolist() == [-1, -2, -3]
         assert first.prompt_logprobs.top_ids.shape == first.prompt_logprobs.top_logprobs.shape == (3, k)
         assert first.prompt_logprobs.top_logprobs.sum(axis=1).tolist() == [-k, -k, -3 * k]
         coordinator.step([(1, 11)])
-        assert (await anext(stream)).prompt_logprobs is None
-        assert (await anext(plain)).prompt_logprobs is None
+        assert (await next_chunk(stream)).prompt_logprobs is None
+        assert (await next_chunk(plain)).prompt_logprobs is None
 
     run(scenario)
 
@@ -223,32 +225,13 @@ def test_abort_is_sent_once_and_late_tokens_are_ignored(run: Callable[[Scenario]
         await coordinator.received.get()
         stream.abort()
         stream.abort()
-        await stream.aclose()
         assert await coordinator.received.get() == Abort([1])
         coordinator.step([(1, 10)])
         await asyncio.sleep(0.05)
-        chunks = [chunk async for chunk in stream]
+        chunks = [chunk async for chunk in chunks_of(stream)]
         assert [chunk.token_ids for chunk in chunks] == [[]]
         assert chunks[0].finished == Finished(id=1, reason=FinishReason.ABORT)
         assert coordinator.received.empty()
-        assert client.num_open == 0
-
-    run(scenario)
-
-
-def test_leaving_a_stream_early_or_being_cancelled_in_it_aborts(run: Callable[[Scenario], None]) -> None:
-    async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
-        left, cancelled = client.submit([PROMPT], [[PARAMS, PARAMS]])
-        await coordinator.received.get()
-        coordinator.step([(1, 10)])
-        async with left:
-            await anext(left)
-        assert await coordinator.received.get() == Abort([1])
-        reading = asyncio.create_task(anext(cancelled))  # type: ignore[arg-type]  # an awaitable is enough
-        await asyncio.sleep(0.01)
-        reading.cancel()
-        await asyncio.wait((reading,))
-        assert await coordinator.received.get() == Abort([2])
         assert client.num_open == 0
 
     run(scenario)
@@ -259,8 +242,8 @@ def test_a_finished_stream_is_not_aborted(run: Callable[[Scenario], None]) -> No
         [stream] = client.submit([PROMPT], [[PARAMS]])
         await coordinator.received.get()
         coordinator.step([(1, 10)], finished=[Finished(id=1, reason=FinishReason.LENGTH)])
-        async with stream:
-            assert [chunk.token_ids async for chunk in stream] == [[10]]
+        assert [chunk.token_ids async for chunk in chunks_of(stream)] == [[10]]
+        stream.abort()
         await asyncio.sleep(0.02)
         assert coordinator.received.empty()
 
@@ -277,7 +260,7 @@ def test_a_lost_connection_ends_every_stream_with_an_error(run: Callable[[Scenar
         coordinator.writer.close()
         await client.wait_closed()
         for stream, tokens in zip(streams, ([10], []), strict=True):
-            chunks = [chunk async for chunk in stream]
+            chunks = [chunk async for chunk in chunks_of(stream)]
             assert chunks[-1].token_ids == tokens
             assert chunks[-1].finished is not None
             assert chunks[-1].finished.reason is FinishReason.ERROR
@@ -299,7 +282,7 @@ def test_garbage_on_the_socket_is_a_lost_connection_with_its_reason(
         await coordinator.received.get()
         assert coordinator.writer is not None
         coordinator.writer.write(garbage)
-        chunk = await anext(stream)
+        chunk = await next_chunk(stream)
         assert chunk.finished is not None
         assert chunk.finished.error is not None
         assert "not a step output" in chunk.finished.error
@@ -311,7 +294,7 @@ def test_closing_the_client_ends_its_streams(run: Callable[[Scenario], None]) ->
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
         [stream] = client.submit([PROMPT], [[PARAMS]])
         await client.close()
-        chunk = await anext(stream)
+        chunk = await next_chunk(stream)
         assert chunk.finished is not None
         assert chunk.finished.reason is FinishReason.ERROR
 

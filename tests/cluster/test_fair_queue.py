@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from cluster.messages.engine import GenerateRequest, SamplingParams
+from cluster.messages.engine import GenerateRequest, SamplingParams, Terms
 from cluster.scheduling.fair_queue import FairQueue
 from cluster.scheduling.request import Request
 from tests.helpers.fake_engine import LIMITS
@@ -26,7 +26,10 @@ class Arrivals:
         self.count += 1
         prompt = np.zeros(num_tokens, np.int32).tobytes()
         message = GenerateRequest(
-            id=self.count, prompt=prompt, sampling=SAMPLING, level=level, priority=priority, client=client
+            id=self.count,
+            prompt=prompt,
+            sampling=SAMPLING,
+            terms=Terms(level=level, priority=priority, client=client),
         )
         request = Request.create(message, LIMITS)
         self.queue.push(request)
@@ -78,7 +81,7 @@ def test_clients_that_come_last_have_a_turn_when_no_other_client_waits() -> None
     while (request := arrivals.queue.first(lambda client: client == "last")) is not None:
         arrivals.queue.pop(request)
         arrivals.queue.check_integrity()
-        clients.append((request.level, request.client))
+        clients.append((request.terms.level, request.terms.client))
     assert clients == [(-1, "last"), (0, "first"), (0, "last"), (0, "last"), (0, "last")]
 
 
@@ -86,7 +89,7 @@ def test_clients_take_turns_whoever_has_more_waiting() -> None:
     arrivals = Arrivals()
     for client in 10 * ["many"] + 3 * ["few"]:
         arrivals.push(client)
-    order = [request.client for request in arrivals.admit_all()]
+    order = [request.terms.client for request in arrivals.admit_all()]
     assert order[:7] == ["many", "few", "many", "few", "many", "few", "many"]
 
 
@@ -95,7 +98,7 @@ def test_turns_are_counted_in_prompt_tokens() -> None:
     for _ in range(100):
         arrivals.push("long", num_tokens=100)
         arrivals.push("short", num_tokens=10)
-    served = Counter(arrivals.admit().client for _ in range(55))
+    served = Counter(arrivals.admit().terms.client for _ in range(55))
     assert 4 <= served["long"] <= 8
 
 
@@ -105,9 +108,9 @@ def test_the_tokens_of_answers_count_when_they_end() -> None:
         arrivals.push("talker")
         arrivals.push("listener")
     talker, listener = arrivals.admit(), arrivals.admit()
-    assert (talker.client, listener.client) == ("talker", "listener")
+    assert (talker.terms.client, listener.terms.client) == ("talker", "listener")
     arrivals.queue.charge(talker, 55)
-    assert [arrivals.admit().client for _ in range(7)] == 6 * ["listener"] + ["talker"]
+    assert [arrivals.admit().terms.client for _ in range(7)] == 6 * ["listener"] + ["talker"]
     # Of a client with nothing at this level there is nothing to count.
     arrivals.queue.charge(Arrivals().push("stranger", level=7), 5)
 
@@ -119,10 +122,10 @@ def test_who_comes_late_starts_level_and_who_comes_back_has_saved_nothing() -> N
     for _ in range(10):
         arrivals.admit()
     arrivals.push("late")
-    assert [arrivals.admit().client for _ in range(3)].count("late") == 1
+    assert [arrivals.admit().terms.client for _ in range(3)].count("late") == 1
     for _ in range(10):  # one at a time, again as soon as the last one was admitted
         arrivals.push("late")
-        assert sorted(arrivals.admit().client for _ in range(2)) == ["late", "steady"]
+        assert sorted(arrivals.admit().terms.client for _ in range(2)) == ["late", "steady"]
 
 
 def test_what_was_preempted_goes_first_of_its_client_and_priority_the_last_one_before_the_others() -> None:
@@ -179,7 +182,7 @@ def test_what_is_remembered_of_clients_is_bounded() -> None:
     arrivals.push("last", level=0)
     for index in range(30_000):
         request = Request.create(
-            GenerateRequest(id=2 + index, prompt=bytes(4), sampling=SAMPLING, client=str(index)), LIMITS
+            GenerateRequest(id=2 + index, prompt=bytes(4), sampling=SAMPLING, terms=Terms(client=str(index))), LIMITS
         )
         arrivals.queue.push(request)
         first = arrivals.queue.first()
@@ -207,7 +210,7 @@ def test_being_passed_over_for_long_costs_no_memory() -> None:
         arrivals.queue.put_back()
     [level] = arrivals.queue._levels.values()
     assert len(level._heap) < 100
-    assert [request.client for request in arrivals.admit_all()] == ["a", "b", "a"]
+    assert [request.terms.client for request in arrivals.admit_all()] == ["a", "b", "a"]
 
 
 def test_what_was_served_is_forgotten_once_nothing_waits() -> None:
@@ -218,7 +221,7 @@ def test_what_was_served_is_forgotten_once_nothing_waits() -> None:
     arrivals.admit_all()
     for client in ("heavy", "light", "heavy", "light"):
         arrivals.push(client)
-    assert [request.client for request in arrivals.admit_all()] == ["heavy", "light", "heavy", "light"]
+    assert [request.terms.client for request in arrivals.admit_all()] == ["heavy", "light", "heavy", "light"]
 
 
 def test_any_sequence_of_operations_loses_no_request_and_repeats_none() -> None:

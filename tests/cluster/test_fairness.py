@@ -14,7 +14,7 @@ import pytest
 
 from cluster.http.context import Role
 from cluster.http.keys import KeyRing
-from cluster.messages.engine import GenerateRequest, SamplingParams
+from cluster.messages.engine import GenerateRequest, SamplingParams, Terms
 from cluster.scheduling.request import Request
 from cluster.scheduling.scheduler import SchedulerLimits
 from cluster.scheduling.shares import Shares
@@ -128,9 +128,7 @@ def shares_of(*running: tuple[str, int, int, int], waiting: str, num_rows: int) 
             id=index,
             prompt=bytes(4),
             sampling=SamplingParams(max_tokens=1),
-            client=client,
-            level=level,
-            priority=priority,
+            terms=Terms(client=client, level=level, priority=priority),
         )
         requests.append((Request.create(message, LIMITS), num_pages))
     return Shares(requests[::-1], waiting, num_rows, 100)

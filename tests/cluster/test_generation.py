@@ -54,6 +54,7 @@ class Steps:
     with_logprobs: bool = False
     stop_token_id: int | None = None
     aborted: bool = False
+    sampling: SamplingParams = SamplingParams(max_tokens=1)  # noqa: RUF009 -- frozen
     taken: int = 0
     step: int = field(default=0)
 
@@ -67,7 +68,7 @@ class Steps:
             reason = FinishReason.LENGTH if self.stop_token_id is None else FinishReason.STOP
             finished = Finished(id=1, reason=reason, stop_token_id=self.stop_token_id)
         logprobs = [_row(id_) for id_ in ids] if self.with_logprobs else None
-        return TokenChunk(ids, logprobs, None, None, finished)
+        return TokenChunk(ids, logprobs, None, finished)
 
     def abort(self) -> None:
         self.aborted = True
@@ -75,8 +76,8 @@ class Steps:
 
 def generate(tokenizer: Tokenizer, steps: Steps, prompt: Sequence[int] = (1,), **fields: Any) -> list[Delta]:
     """All deltas of one sequence; `fields` are those of TextOptions, and min_tokens."""
-    sampling = SamplingParams(max_tokens=len(steps.ids), min_tokens=fields.pop("min_tokens", 0))
-    output = Output(0, cast("RequestStream", steps), tokenizer, prompt, sampling, TextOptions(**fields))
+    steps.sampling = SamplingParams(max_tokens=len(steps.ids), min_tokens=fields.pop("min_tokens", 0))
+    output = Output(0, cast("RequestStream", steps), tokenizer, prompt, TextOptions(**fields))
     deltas = []
     while output.finish_reason is None:
         deltas.append(output.advance())

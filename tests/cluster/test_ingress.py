@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from cluster.messages.engine import SamplingParams
+from cluster.messages.engine import SamplingParams, Terms
 from cluster.requests.job import Job
 from cluster.serve.ingress import create_app
 from cluster.text.tokenizer import Tokenizer
@@ -240,6 +240,7 @@ def test_a_large_request_lets_the_event_loop_go_on_while_it_is_submitted(run: Ru
             id="large",
             prompts=[[1] * num_tokens] * num_prompts,
             sampling=[[SamplingParams(max_tokens=1)]] * num_prompts,
+            terms=Terms(deadline_s=60),
         )
         counting = asyncio.create_task(count_turns())
         async with aclosing(stack.model.run(job).deltas()) as steps:

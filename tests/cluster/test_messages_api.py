@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anthropic
 import httpx
@@ -13,9 +14,12 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from cluster.anthropic.message_turns import conversation
-from cluster.anthropic.message_writer import MessageBuilder
+from cluster.anthropic.message_writer import MessageWriter
 from cluster.anthropic.messages_request import MessagesRequest
+from cluster.messages.engine import FinishReason
+from cluster.requests.generation import Delta
 from cluster.requests.job import PromptTokensDetails, Usage
+from cluster.requests.job import Run as JobRun
 from cluster.requests.json_body import validated
 from cluster.text.conversation import Call, Conversation, Turn
 from cluster.text.tools.events import Arguments, CallStarted, Content, Reasoning
@@ -108,21 +112,24 @@ def test_stop_reasons_are_anthropics(run: Run) -> None:
 
 
 def test_thinking_text_and_tools_are_blocks_of_their_own() -> None:
-    builder = MessageBuilder("msg_1", MODEL)
     said = [Reasoning("Hm"), Reasoning("m."), Content("I look."), CallStarted(0, "toolu_1", "weather")]
     said += [Arguments(0, '{"city":'), Arguments(0, '"Rome"}'), CallStarted(1, "toolu_2", "time")]
-    stream = builder.begin(USAGE) + b"".join(map(builder.tell, said)) + builder.finish("tool_use", None, USAGE)
+    run = cast("JobRun", SimpleNamespace(job=SimpleNamespace(id="msg_1"), usage=lambda: USAGE))
+    writer = MessageWriter(run, MODEL, "req_1")
+    delta = Delta(0, "", [], finish_reason=FinishReason.STOP, events=said)
+    stream = b"".join((*writer.events([delta]), *writer.end()))
     events = sse_events(stream.decode())
     starts = [event for event in events if event["type"] == "content_block_start"]
     assert [event["index"] for event in starts] == [0, 1, 2, 3]
     assert starts[2]["content_block"] == {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}}
-    assert json.loads(builder.encoded())["content"] == [
+    [message] = writer.whole()
+    assert json.loads(message)["content"] == [
         {"type": "thinking", "thinking": "Hmm.", "signature": ""},
         {"type": "text", "text": "I look."},
         {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Rome"}},
         {"type": "tool_use", "id": "toolu_2", "name": "time", "input": {}},
     ]
-    Message.model_validate_json(builder.encoded())
+    Message.model_validate_json(message)
 
 
 def test_turns_of_blocks_become_a_chat() -> None:

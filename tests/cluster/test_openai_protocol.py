@@ -73,11 +73,6 @@ def test_no_token_is_asked_for_with_an_echo_alone() -> None:
     assert completion(max_tokens=0, echo=True).max_tokens == 0
 
 
-def test_usage_in_every_chunk_needs_usage_at_all() -> None:
-    assert chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}).continuous_usage
-    assert not chat(stream=True, stream_options={"continuous_usage_stats": True}).continuous_usage
-
-
 def test_logprobs_are_counted_by_each_route_in_its_way() -> None:
     assert chat(top_logprobs=0).num_logprobs == -1
     assert chat(logprobs=True).num_logprobs == 0

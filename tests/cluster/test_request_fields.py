@@ -144,8 +144,8 @@ def test_priority_and_salt_reach_the_engine(run: Run) -> None:
         await stack.chat(cache_salt="other")
         await stack.chat()
         first, second, third = stack.coordinator.requests
-        assert (first.priority, third.priority) == (-3, 0)
-        assert len({first.cache_salt, second.cache_salt, third.cache_salt}) == 3
+        assert (first.terms.priority, third.terms.priority) == (-3, 0)
+        assert len({first.terms.cache_salt, second.terms.cache_salt, third.terms.cache_salt}) == 3
 
     run(scenario)
 
@@ -304,6 +304,16 @@ def test_continuous_usage_counts_up_in_every_chunk(run: Run) -> None:
             assert counts[-1] == last["usage"]["completion_tokens"] == len(stack.coordinator.reply)
 
     run(scenario, step_s=0.001)
+
+
+def test_usage_in_every_chunk_needs_usage_at_all(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        response = await stack.chat(stream=True, stream_options={"continuous_usage_stats": True})
+        *chunks, _ = events(response)
+        assert chunks
+        assert not any("usage" in chunk for chunk in chunks)
+
+    run(scenario)
 
 
 def test_times_and_ignored_fields_are_headers(run: Run) -> None:

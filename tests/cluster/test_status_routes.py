@@ -92,7 +92,7 @@ def test_health_generate_generates_one_token_before_all_that_waits(run: Run) -> 
         assert reply.json()["status"] == "ok"
         [request] = stack.coordinator.requests
         assert request.sampling.max_tokens == 1
-        assert request.level < -(2**61)
+        assert request.terms.level < -(2**61)
 
     run(scenario)
 

@@ -133,10 +133,10 @@ def test_any_text_through_any_tokenizer_gives_ids_of_the_model_or_is_refused(
     ids = model.prompts.encode(text)
     assume(ids)
     if max(ids) < vocab_size:
-        assert model.checked_max_tokens(ids, 1, default=1, param="prompt") == 1
+        assert model.checked_max_tokens(ids, 1, param="prompt") == 1
         return
     with pytest.raises(RequestError, match="which the tokenizer makes token") as caught:
-        model.checked_max_tokens(ids, 1, default=1, param="prompt")
+        model.checked_max_tokens(ids, 1, param="prompt")
     assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 

@@ -31,6 +31,7 @@ from configs.read_config import read_model_config
 from tests.conftest import SHARE_GPUS
 from tests.helpers.gpu_engine import write_shape
 from tests.helpers.odd_ranks import use_ranks
+from tests.helpers.streams import chunks_of
 from worker.protocol import StepFrame
 from worker.step.pending_step import PendingStep
 
@@ -181,7 +182,7 @@ class Streams:
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **sampling)
         [stream] = self._engine.client.submit([prompt.tobytes()], [[params]])
         tokens: list[int] = []
-        async for chunk in stream:
+        async for chunk in chunks_of(stream):
             now = time.monotonic()
             self.last, self.pause_s = now, max(self.pause_s, now - self.last)
             tokens += chunk.token_ids
@@ -351,7 +352,7 @@ def test_a_device_that_is_out_of_memory_in_a_step_gets_smaller_steps_and_the_ans
         prompt = np.random.default_rng(0).integers(0, 150_000, 900, np.int32)
         [stream] = engine.client.submit([prompt.tobytes()], [[SamplingParams(max_tokens=40, ignore_eos=True, seed=1)]])
         tokens: list[int] = []
-        async for chunk in stream:
+        async for chunk in chunks_of(stream):
             tokens += chunk.token_ids
         assert chunk.finished is not None
         assert (chunk.finished.reason, chunk.finished.error) == (FinishReason.LENGTH, None)

@@ -25,6 +25,7 @@ from cluster.messages.engine import (
     Running,
     SamplingParams,
     StepOutput,
+    Terms,
     TokenLogprobs,
 )
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -406,11 +407,7 @@ class Engine:
             id=request_id,
             prompt=np.array(prompt, np.int32).tobytes(),
             sampling=params,
-            level=level,
-            priority=priority,
-            client=client,
-            cache_salt=cache_salt,
-            deadline_s=deadline_s,
+            terms=Terms(level=level, priority=priority, client=client, cache_salt=cache_salt, deadline_s=deadline_s),
         )
         for refusal in self.scheduler.add([request]):
             self.answers[request_id].finished = refusal
@@ -620,7 +617,7 @@ class Engine:
             self.lengths[row] = start + num
             if row in given:
                 self.eras[row] = self.num_changes
-            salt = self.eras[row], self.scheduler._rows.request(row).cache_salt
+            salt = self.eras[row], self.scheduler._rows.request(row).terms.cache_salt
             num_read = -(-start // limits.page_size)
             assert {self.salts[page] for page in table[row, :num_read].tolist()} <= {salt}, (
                 "a page of another salt or era"

@@ -37,6 +37,7 @@ from configs.errors import CheckpointError, DeadlineError, EngineError, Lockstep
 from configs.load import parse_engine_config
 from configs.read_config import read_model_config
 from tests.helpers.odd_ranks import use_ranks
+from tests.helpers.streams import chunks_of, next_chunk
 from worker.weights.checkpoint import expected_shapes
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
@@ -147,7 +148,7 @@ def submit(engine: RunningEngine, count: int = 1) -> list[RequestStream]:
 
 
 async def end_of(stream: RequestStream) -> Finished:
-    async for chunk in stream:
+    async for chunk in chunks_of(stream):
         if chunk.finished is not None:
             return chunk.finished
     raise AssertionError("the stream ended without saying how")
@@ -157,7 +158,7 @@ async def ends_after(engine: RunningEngine, fail: Callable[[], None], timeout_s:
     """How three requests ended that were running when `fail` was called, and how long that took."""
     streams = submit(engine, 3)
     for stream in streams:
-        await asyncio.wait_for(anext(stream), 30)
+        await asyncio.wait_for(next_chunk(stream), 30)
     began = time.monotonic()
     fail()
     ends = await asyncio.wait_for(asyncio.gather(*map(end_of, streams)), timeout_s)
@@ -357,7 +358,7 @@ def test_closing_twice_or_before_the_start_is_done_leaves_nothing(ray_cluster: N
         before = rank_processes()
         async with running(tiny_path) as engine:
             [stream] = submit(engine)
-            await anext(stream)
+            await next_chunk(stream)
             await asyncio.gather(engine.close(), engine.close())
             assert (await end_of(stream)).reason is FinishReason.ERROR
         starting = asyncio.create_task(running(tiny_path).__aenter__())

@@ -25,6 +25,7 @@ from cluster.requests.engine_client import RequestStream
 from cluster.serve.placement import group_bundles
 from cluster.serve.running_engine import RunningEngine, describe
 from configs.load import parse_engine_config
+from tests.helpers.streams import chunks_of, next_chunk
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -106,7 +107,7 @@ def generate(
 
     async def read(stream: RequestStream) -> tuple[list[int], str | None]:
         tokens: list[int] = []
-        async for chunk in stream:
+        async for chunk in chunks_of(stream):
             tokens += chunk.token_ids
             if chunk.finished is not None and chunk.finished.reason is FinishReason.ERROR:
                 return tokens, chunk.finished.error
@@ -124,7 +125,7 @@ def generate(
                 [stream] = engine.client.submit(
                     [PROMPT], [[SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)]]
                 )
-                await asyncio.wait_for(anext(stream), 30)
+                await asyncio.wait_for(next_chunk(stream), 30)
                 began = time.monotonic()
                 if lose is not None:
                     lose({location.pid for location in locations})

@@ -34,6 +34,7 @@ from configs.load import parse_engine_config
 from parallel.kept_memory import KeptMemory
 from tests.helpers.odd_ranks import use_ranks
 from tests.helpers.served_group import ServedGroup, Streamed, served_group
+from tests.helpers.streams import chunks_of, next_chunk
 from tests.whole.test_failure import complete, end_of, processes, running, until
 from worker.protocol import StepFrame
 from worker.step.pending_step import PendingStep
@@ -106,7 +107,7 @@ async def answer(engine: RunningEngine, on_token: Callable[[int], None] = lambda
     params = SamplingParams(max_tokens=600, ignore_eos=True, seed=7, frequency_penalty=0.1)
     [stream] = engine.client.submit([PROMPT], [[params]])
     tokens: list[int] = []
-    async for chunk in stream:
+    async for chunk in chunks_of(stream):
         tokens += chunk.token_ids
         on_token(len(tokens))
     assert chunk.finished is not None
@@ -131,7 +132,7 @@ def test_an_answer_goes_on_after_a_kill_and_a_stop(ray_cluster: None, tiny_path:
             assert latest.scheduler.total_prefix_hit_tokens > 400 - 2 * 64
             # The budget is used up.
             [stream] = engine.client.submit([PROMPT], [[LONG]])
-            await anext(stream)
+            await next_chunk(stream)
             os.kill((await status(engine))["pids"][0], signal.SIGKILL)
             end = await asyncio.wait_for(end_of(stream), 5)
             assert end.error is not None

@@ -40,6 +40,7 @@ from configs.schema import EngineConfig
 from tests.conftest import Endpoint
 from tests.helpers.odd_ranks import use_ranks
 from tests.helpers.served_group import ServedGroup, served_group
+from tests.helpers.streams import next_chunk
 from tests.whole.test_failure import processes, running
 from tests.whole.test_recovery import BODIES, answer, status, streams
 from worker.device.memory import DeviceMemory
@@ -51,8 +52,9 @@ async def num_cached(engine: RunningEngine) -> int:
     """Tokens of a prompt of 200, always the same, that are found in the prefix cache."""
     prompt = np.arange(5, 205, dtype=np.int32).tobytes()
     [stream] = engine.client.submit([prompt], [[SamplingParams(max_tokens=1)]])
-    [prefilled] = [chunk.prefilled async for chunk in stream if chunk.prefilled is not None]
-    return prefilled.num_cached_tokens
+    await next_chunk(stream)
+    assert stream.prefilled is not None
+    return stream.prefilled.num_cached_tokens
 
 
 @pytest.mark.ray

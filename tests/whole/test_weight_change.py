@@ -37,6 +37,7 @@ from parallel.numerics.arithmetic import FAST, ExactArithmetic
 from parallel.plan import ShardPlan
 from tests.helpers.local_group import Limits, LocalGroup
 from tests.helpers.odd_ranks import use_ranks
+from tests.helpers.streams import next_chunk
 from tests.helpers.tiny_engine import MODEL, TinyEngine, tiny_engine, write_tiny_checkpoint
 from tests.whole import test_families, test_latent_models, test_moe_models
 from tests.whole.test_failure import running, write_tiny
@@ -301,7 +302,7 @@ def test_a_group_serves_other_weights_from_then_on_whatever_becomes_of_its_ranks
             assert (await answer(engine))[0] == before
             met = asyncio.create_task(answer(engine))
             [endless] = engine.client.submit([PROMPT], [[LONG]])
-            await anext(endless)
+            await next_chunk(endless)
             changing = asyncio.create_task(engine.update_weights(str(second), version="step-2", running="finish"))
             await asyncio.sleep(0.3)  # calls of an actor's threads may overtake one another
             for other in (engine.update_weights(str(first)), engine.resize(1)):
