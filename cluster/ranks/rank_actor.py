@@ -21,7 +21,7 @@ from configs.checkpoint import resolve_model_path
 from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
 from configs.resolve import ANY_NODES_STRATEGY, ONE_NODE_STRATEGY
-from configs.schema import EngineConfig
+from configs.schema import EngineConfig, ParallelConfig
 from parallel.channel.ring import FrameReader, FrameWriter, Ring
 from parallel.channel.store_relay import open_relay
 from parallel.channel.tcp_channel import TcpReader, TcpWriter, connect
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # these load torch, which the processes that start ranks do w
     import numpy.typing as npt
     import torch
 
-    from parallel.collectives.group import TensorParallelGroup
+    from parallel.collectives.group import Strategy, TensorParallelGroup
     from worker.device.memory import DeviceMemory
     from worker.device.peaks import Peaks
     from worker.tp_worker import TPWorker
@@ -197,13 +197,8 @@ class RankActor:
             return 0
         assert parallel.threads_per_rank is not None, "threads_per_rank is resolved before the ranks start"
         assert parallel.spin_us is not None, "spin_us is resolved before the ranks start"
-        assert parallel.all_reduce != "auto", "all_reduce is resolved before the ranks start"
         torch.set_num_threads(parallel.threads_per_rank)
         device = torch.device(self.where().device)
-        strategy = parallel.all_reduce
-        if not one_node and strategy == ONE_NODE_STRATEGY[device.type]:
-            logger.warning("parallel.all_reduce: %s -> %s (several nodes)", strategy, ANY_NODES_STRATEGY[device.type])
-            strategy = ANY_NODES_STRATEGY[device.type]
         plan = ShardPlan.create(model, config.tensor_parallel_size, exact=config.is_exact)
         room_bytes = 0
         if device.type == "cuda":
@@ -215,7 +210,7 @@ class RankActor:
             size=config.tensor_parallel_size,
             store=store,
             device=device,
-            strategy=strategy,
+            strategy=_strategy(parallel, device.type, one_node=one_node),
             timeout_s=parallel.step_timeout_s,
             generation=generation,
             spin_us=parallel.spin_us,
@@ -404,3 +399,13 @@ class RankActor:
     def _ready(self) -> TPWorker:
         assert self._worker is not None, "join comes first"
         return self._worker
+
+
+def _strategy(config: ParallelConfig, device: str, *, one_node: bool) -> Strategy:
+    """The strategy of the all-reduces: the one of `config`, unless that needs one node and the ranks are on several."""
+    chosen = config.all_reduce
+    assert chosen != "auto", "all_reduce is resolved before the ranks start"
+    if one_node or chosen != ONE_NODE_STRATEGY[device]:
+        return chosen
+    logger.warning("parallel.all_reduce: %s -> %s (several nodes)", chosen, ANY_NODES_STRATEGY[device])
+    return ANY_NODES_STRATEGY[device]

@@ -373,14 +373,7 @@ class RankGroup:
             return how
         replaced = self._stop(how, keeps_kv=kept is not None)
         stopped = time.monotonic()
-        for rank in replaced:
-            assert rank.location is not None, "it has run"
-            spec = dataclasses.replace(
-                self.starter.spec(rank.index),
-                device=rank.location.device,
-                room_bytes=rank.room_bytes - self._keeper.num_bytes(rank.index),
-            )
-            rank.actor, rank.has_weights = self._spares.take(spec) or self.starter.start(spec), False
+        self._start_again(replaced)
         try:
             self._settle(replaced)
             self._on(self._ranks, "where")  # one that died since would keep the others waiting for it
@@ -413,6 +406,17 @@ class RankGroup:
         )
         self.start_spares()
         return self
+
+    def _start_again(self, replaced: Iterable[Rank]) -> None:
+        """Gives each of these ranks a new process on the device that it had: a warm spare, if there is one."""
+        for rank in replaced:
+            assert rank.location is not None, "it has run"
+            spec = dataclasses.replace(
+                self.starter.spec(rank.index),
+                device=rank.location.device,
+                room_bytes=rank.room_bytes - self._keeper.num_bytes(rank.index),
+            )
+            rank.actor, rank.has_weights = self._spares.take(spec) or self.starter.start(spec), False
 
     def sleep(self) -> None:
         """Has the ranks give up the memory of their devices: KV is lost, and weights go to the node's memory, until
