@@ -272,7 +272,7 @@ class BrokenRank(RankActor):
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_group_serves_other_weights_from_then_on_whatever_becomes_of_its_ranks(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
