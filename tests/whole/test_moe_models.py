@@ -112,7 +112,7 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path: Path, mode
     theirs = transformers.AutoConfig.for_model(model_type, **{**given, "num_attention_heads": 16})
     kv_heads = {axis.num_groups for layer in ours.layers for axis in layer.mixer.axes if hasattr(axis, "num_groups")}
     assert kv_heads == {theirs.num_key_value_heads}
-    assert ours.rotary_dim == 64 // 16
+    assert ours.layers[0].mixer.rotary_dim == 64 // 16
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.layers[0].mixer.rope.theta == theirs.rope_parameters["rope_theta"]
     assert {layer.mixer.window for layer in ours.layers} == {None}
