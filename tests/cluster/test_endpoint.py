@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from tests.conftest import ROOT
+from tests.whole.test_failure import processes
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -184,6 +185,12 @@ def test_the_engine_shows_in_the_metrics_and_a_rank_says_where_it_is(client: ope
     [replica] = {s.labels["replica"] for s in samples}
     rank = ray.get_actor(f"{endpoint.app_name}:{replica}:tp1", namespace="lockstep")
     assert "_next_frame" in ray.get(rank.stacks.remote(), timeout=30)
+
+
+def test_threads_of_cpu_ranks_give_their_cores_up_while_they_wait(endpoint: Any) -> None:
+    variables = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in processes("ray::Rank")]
+    assert variables
+    assert all(b"GOMP_SPINCOUNT=1000" in each for each in variables)
 
 
 def test_a_requests_timeline_shows_the_steps_of_its_life(endpoint: Any) -> None:
