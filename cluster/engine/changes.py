@@ -98,7 +98,7 @@ class WeightChange:
     weights: Weights
     running: Running
     generation: int
-    """The generation whose ranks have them."""
+    """The generation of ranks that staged the weights."""
     take_staged: Callable[[], None]
     """Has the ranks serve with them; raises LockstepError where one cannot, and then all processes have ended."""
 

@@ -293,7 +293,7 @@ class Coordinator:
         self.life.enter(EngineState.RUNNING)
 
     def fit_ranks(self) -> None:
-        """Adapts what depends on the number of ranks to those that run now, none of whose steps was launched."""
+        """Adapts hang detection and the number of pages to new ranks, which have not been sent a step yet."""
         self._liveness.begin(min(1.0, self.ranks.size / self._first_size))
         with self._lock:
             self.scheduler.set_num_pages(self.ranks.pool.num_pages, self.ranks.pool.num_window_pages)

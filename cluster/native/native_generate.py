@@ -93,7 +93,7 @@ _FIELDS = FieldPolicy(
 
 
 class _Checked(NamedTuple):
-    """A request whose fields are as they should be, and for each prompt what is asked of it."""
+    """A request whose fields were checked, and what it asks for each prompt."""
 
     request: NativeRequest
     is_batch: bool

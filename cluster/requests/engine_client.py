@@ -88,7 +88,7 @@ class TokenChunk:
 class RequestStream:
     """The tokens of one request, in order: `wait_ready`, then `take`, until `done`.
 
-    One reader at a time. Whoever stops reading early calls `abort()`. A slow reader costs one int per token, bounded by
+    One reader at a time. A reader that stops early calls `abort()`. A slow reader costs one int per token, bounded by
     the request's `max_tokens`.
     """
 

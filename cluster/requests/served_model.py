@@ -191,7 +191,7 @@ class ServedModel:
 
         Args:
             param: the field `prompt` came from.
-            default: most tokens where `asked` is None. None: as many as fit.
+            default: the limit of tokens if `asked` is None; None: as many as fit.
 
         Raises:
             RequestError: the prompt has no tokens, or one that the model has no embedding for.

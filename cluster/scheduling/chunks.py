@@ -1,8 +1,8 @@
 """The next chunk of a prompt: what of it is cached, how long the chunk is, and the pages that it takes.
 
-A prompt of which another row computes the same part in the same step waits for that row: a step later the prefix cache
-has it. A prompt whose log probabilities are wanted reads no cache, and takes no more tokens of a step than may
-have them.
+If another row computes the same part of a prompt in the same step, the prompt waits for that row: a step later the
+prefix cache has that part. A prompt with log probabilities reads no cache. It takes no more tokens of a step than the
+step finds log probabilities for.
 """
 
 from __future__ import annotations

@@ -360,16 +360,14 @@ class Scheduler:
         """The rows that decode, with their pages; possibly none. Preempts requests where pages have run out. None:
         nothing may be launched before a step in flight retires."""
         # A step with prompts is long already, and may fit no graph that was captured for drafts.
-        takes_drafts = self._drafter is not None and not self._queue.is_busy
+        drafter = None if self._queue.is_busy else self._drafter
         while True:
             rows = np.flatnonzero(self._rows.ready).astype(np.int32)
-            decodes: Decodes | None = Decodes.plain(rows)
-            if self._drafter is not None and takes_drafts:
-                decodes = self._drafter.choose(rows, self._max_step_tokens)
+            decodes = Decodes.plain(rows) if drafter is None else drafter.choose(rows, self._max_step_tokens)
             if decodes is None or self._take_pages(decodes):
                 return decodes
-            if takes_drafts:
-                takes_drafts = False  # no request is preempted to make room for drafts
+            if drafter is not None:
+                drafter = None  # no request is preempted to make room for drafts
             elif self._in_flight:
                 return None  # a retire may free pages; and only a row that no step names can be preempted
             else:

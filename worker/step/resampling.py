@@ -11,7 +11,7 @@ from worker.step.step_inputs import StepInputs
 
 
 class Resampling:
-    """Looks at such rows again, behind the step and before the next step reads their tokens."""
+    """Samples such rows again, after the step's own kernels and before the next step reads their tokens."""
 
     def __init__(self, sampler: Sampler, inputs: StepInputs) -> None:
         self._sampler = sampler

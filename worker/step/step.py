@@ -109,10 +109,10 @@ class StepOutput:
 
 
 class Extra(Protocol):
-    """Something that only some steps need behind their plain tokens."""
+    """Work that only some steps need after their plain tokens are sampled."""
 
     def is_needed(self, step: Step) -> bool:
         """Whether `add` is to be called for the step."""
 
     def add(self, step: Step, output: StepOutput) -> None:
-        """Queues the work behind the step, and writes what it finds to `output`."""
+        """Queues the work after the step's own, and writes its results to `output`."""
