@@ -56,6 +56,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/budget.py
+	$(BIN)/python .ci/prose.py
 
 # Writes what is made from the code: the reference pages, the schema of config files, the OpenAPI document.
 generate: setup

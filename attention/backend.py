@@ -1,4 +1,4 @@
-"""The interface of an attention backend. attention/registry.py has those there are."""
+"""The interface of an attention backend. attention/registry.py lists the backends."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from attention.step_shape import StepShape
 from configs.attention import BACKENDS
 
 IMPLEMENTATIONS: dict[str, type[AttentionBackend]] = {}
-"""Filled by `register`; attention/registry.py imports all that there are."""
+"""`register` fills this table when attention/registry.py imports the backends."""
 _BackendT = TypeVar("_BackendT", bound="AttentionBackend")
 
 
 def register(name: str) -> Callable[[type[_BackendT]], type[_BackendT]]:
-    """Makes a class the backend that configs/attention.py describes as `name`."""
+    """Registers a class as the backend that configs/attention.py describes as `name`."""
     assert name in BACKENDS, f"{name} is not in the table of what backends can do"
 
     def decorate(cls: type[_BackendT]) -> type[_BackendT]:
@@ -35,18 +35,19 @@ def register(name: str) -> Callable[[type[_BackendT]], type[_BackendT]]:
 class AttentionBackend(ABC):
     """Causal attention of new tokens over the paged KV cache, for the heads of one rank.
 
-    A step calls `init_forward_metadata` once and then `forward` once for each layer, in any order. What does not depend
-    on a layer's values (indices, masks, plans) is made in `init_forward_metadata`, never in `attend`. While a step is
-    captured, `prepare_capture` takes its place; before each replay `prepare_replay` does.
+    A step calls `init_forward_metadata` once and then `forward` once per layer, in any order. Work that does not depend
+    on a layer's values (indices, masks, plans) belongs in `init_forward_metadata`, not in `attend`. While a step is
+    captured, `prepare_capture` replaces `init_forward_metadata`. Before each replay, `prepare_replay` does.
 
-    Which layers and steps it serves is what configs/attention.py says: constructors and steps refuse none of them, but
-    for what a build of another package lacks. Those of backends with `Feature.EXACT` take `exact`.
+    configs/attention.py says which layers and steps a backend serves. Constructors and steps do not check this again,
+    except for features that only some builds of a package have. Backends with `Feature.EXACT` take the argument
+    `exact`.
     """
 
     captures_cuda_graphs: bool = False
     """Whether a step over static `ForwardBatch.paged` buffers can be captured in a CUDA graph and replayed."""
     plans_on_host: bool = False
-    """See `BackendSpec`: whether `prepare_replay` of decodes has to know how long rows are."""
+    """Whether `prepare_replay` of a decode needs the rows' lengths on the host. See `BackendSpec`."""
 
     def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
         for layer in layers:
@@ -60,47 +61,49 @@ class AttentionBackend(ABC):
         self._batch: ForwardBatch | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Prepares for `batch`. Page-table entries past a row's last page are never used."""
+        """Prepares for the step `batch`. Page-table entries after a row's last page are never used."""
         self._batch = batch
 
     def batch_of(self, layer: AttentionLayer) -> ForwardBatch:
-        """The step that was prepared, with slots and pages of the layer's pool."""
+        """The prepared step, with the slots and pages of the layer's pool."""
         assert self._batch is not None, "before init_forward_metadata"
         return self._batch.seen_by(layer.window)
 
     def capture_shapes(self, shape: StepShape, max_model_len: int) -> list[StepShape]:
-        """The shapes, in order, to capture for the steps that `shape` holds: rows of other lengths may want others.
+        """The shapes to capture for steps that fit `shape`, in order.
 
-        The last one holds rows of `max_model_len` tokens. Where there is none, such steps run eagerly.
+        A backend may want several shapes for rows of different lengths. The last shape holds rows of `max_model_len`
+        tokens. If the list is empty, such steps run eagerly.
         """
         return [shape]
 
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
-        """Prepares for `batch`, static tensors of any step of `shape`, one of `capture_shapes`, before it is captured.
+        """Prepares for the capture of a step of `shape`, one of `capture_shapes`.
 
-        The batch's host arrays are those of no particular step. What is queued here is captured.
+        The tensors of `batch` are static. Its host arrays belong to no particular step. Kernels that this method queues
+        are captured too.
         """
         self.init_forward_metadata(batch)
 
-    def prepare_replay(  # noqa: B027 - who plans nothing has nothing to do
+    def prepare_replay(  # noqa: B027 - a backend without plans has nothing to do
         self, shape: StepShape, prefix_lens: Int32Array, extend_lens: Int32Array
     ) -> None:
-        """Prepares for a replay of what was captured of `shape`, whose static tensors are about to hold another step.
+        """Prepares for a replay of the graph of `shape`, whose static tensors are about to hold another step.
 
-        What is queued here runs before the graph: where a backend plans on the host, it plans here.
+        Kernels that this method queues run before the graph. A backend that plans on the host plans here.
 
         Args:
-            prefix_lens: [rows of the step], without padding, on the host: tokens already in the cache.
-            extend_lens: likewise: input tokens.
+            prefix_lens: [number of the step's rows, without padding], host: tokens already in the cache.
+            extend_lens: same shape, host: input tokens.
         """
 
     @abstractmethod
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """Attention over the pool, which already holds K and V of the new tokens.
+        """Attends over the pool, which already holds K and V of the new tokens.
 
         Args:
-            q: [num_tokens, tp_q_head_num * head_dim], after norm and rotary embedding, in the pool's compute_dtype;
-                rows may lie further apart than they are long.
+            q: [num_tokens, tp_q_head_num * head_dim] in the pool's compute_dtype, after norm and rotary embedding. The
+                row stride may exceed the row length.
 
         Returns:
             [num_tokens, tp_q_head_num * head_dim], contiguous.
@@ -109,12 +112,13 @@ class AttentionBackend(ABC):
     def forward(
         self, qkv: torch.Tensor, layer: AttentionLayer, rotation: Rotation, norms: QKNorms | None
     ) -> torch.Tensor:
-        """Norms and rotates the heads of the new tokens, writes their K and V to the pool, and attends.
+        """Applies norms and rotary embedding to the new tokens' heads, writes their K and V to the pool, and attends.
 
         Args:
-            qkv: [num_tokens, (tp_q_head_num + 2 * tp_k_head_num) * head_dim], contiguous; query columns may be changed.
-            rotation: at the positions of the batch.
-            norms: of query and key heads; None for none.
+            qkv: [num_tokens, (tp_q_head_num + 2 * tp_k_head_num) * head_dim], contiguous. The query columns may be
+                overwritten.
+            rotation: for the positions of the batch.
+            norms: of query and key heads, or None if the layer has none.
 
         Returns:
             As `attend`.
@@ -124,10 +128,11 @@ class AttentionBackend(ABC):
         return self.attend(q, layer)
 
     def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
-        """Attention over a pool that already holds the new tokens' latents; of backends that serve such layers only.
+        """Attends over a pool that already holds the new tokens' latents. Only backends with `Feature.LATENT` have
+        this.
 
         Args:
-            q: [num_tokens, tp_q_head_num, nope_dim + rope_dim], the last columns after rotary embedding.
+            q: [num_tokens, tp_q_head_num, nope_dim + rope_dim], the last columns after the rotary embedding.
 
         Returns:
             [num_tokens, tp_q_head_num * v_dim], contiguous.
@@ -143,12 +148,13 @@ class AttentionBackend(ABC):
         rotation: Rotation,
         norm: LatentNorm,
     ) -> torch.Tensor:
-        """Norms and rotates, writes what the pool keeps of the new tokens, and attends.
+        """Applies norm and rotary embedding, writes the new tokens' latents and keys to the pool, and attends.
 
         Args:
-            q: as for `attend_latent`, before rotary embedding; rotated in place.
-            kept: [num_tokens, latent_dim + rope_dim]: the latent before its norm, the key before rotary embedding.
-            rotation: at the positions of the batch.
+            q: as for `attend_latent`, but before the rotary embedding, which is applied in place.
+            kept: [num_tokens, latent_dim + rope_dim]: the latent before its norm, and the key before its rotary
+                embedding.
+            rotation: for the positions of the batch.
 
         Returns:
             As `attend_latent`.

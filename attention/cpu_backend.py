@@ -1,4 +1,4 @@
-"""The backend of CPU ranks: one C kernel, whose answer to a token has the same bits in every step and on every rank."""
+"""The backend of CPU ranks: one C kernel. An answer has the same bits in every step and on every rank."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer, VisibleRange
 
 _LINES = 64
-"""Pairs of a token and a query head that share the loads of a KV head's keys, where one token has no more."""
+"""Number of (token, query head) pairs that share one read of a KV head's keys, unless one token alone has more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One step for the layers of one visible range and one number of query heads a KV head."""
+    """The step's arguments for layers with the same visible range and the same number of query heads per KV head."""
 
     args: StepArgs
     address: int
     kept: tuple[object, ...]
-    """The arrays that `args` points into."""
+    """The arrays that `args` points into. Holding them here keeps their memory alive."""
 
 
 @register("cpu")
 class CpuBackend(AttentionBackend):
-    """Every row of every step by one kernel, attention/kernels/cpu_attention.c, which reads keys where they lie.
+    """Attention by attention/kernels/cpu_attention.c, for every row of every step. The kernel reads keys directly from
+    the pool.
 
-    The bits of an answer follow from its query, the keys that it sees and their positions in the row.
+    The bits of an answer depend only on its query, the keys that it sees, and their positions in the row.
 
     Args:
-        exact: it is so either way.
+        exact: has no effect, because the kernel is always exact.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class CpuBackend(AttentionBackend):
         return out
 
     def _plan(self, batch: ForwardBatch, whole: ForwardBatch, visible: VisibleRange, group: int) -> _Plan:
-        """`batch` has the pages of the layers of `visible`, `whole` the mask."""
+        """Args for one visible range. `batch` has the pages of these layers' pool, and `whole` is the step with its
+        mask."""
         ranges, mask = _visible_ranges(batch, visible), whole.mask
         marks = None if mask is None else mask.visible
         if mask is not None:
@@ -118,7 +120,7 @@ def _args_of(layer: AttentionLayer, pool: TokenToKVPool) -> LayerArgs:
 
 
 def _visible_ranges(batch: ForwardBatch, visible: VisibleRange) -> Int64Array:
-    """[num_tokens, 4]: the VisibleRange of cpu_attention.c of each token of causal rows."""
+    """The VisibleRange (see cpu_attention.c) of each token of causal rows: [num_tokens, 4]."""
     starts = batch.prefix_lens - batch.cu_seqlens_q[:-1]
     positions = np.arange(batch.num_tokens) + np.repeat(starts, batch.extend_lens)
     ranges = np.zeros((batch.num_tokens, 4), np.int64)
@@ -128,13 +130,13 @@ def _visible_ranges(batch: ForwardBatch, visible: VisibleRange) -> Int64Array:
 
 
 def _mask(ranges: Int64Array, batch: ForwardBatch, visible: VisibleRange) -> None:
-    """Writes what the step's mask says over `ranges`."""
+    """Overwrites `ranges` for rows that the step's mask covers."""
     assert batch.mask is not None, "a step without a mask"
     starts, positions = batch.mask.starts.numpy(), batch.mask.positions.numpy()
     for row in np.flatnonzero(starts >= 0):
         prefix_len, num_tokens = batch.prefix_lens[row], batch.extend_lens[row]
         tokens = slice(batch.cu_seqlens_q[row], batch.cu_seqlens_q[row + 1])
-        # Window and chunk hide none of the new tokens.
+        # Window and chunk hide no new token from another one here.
         ranges[tokens, 0] = np.minimum(visible.first_keys(positions[tokens]), prefix_len)
         ranges[tokens, 1] = batch.seq_lens[row]
         ranges[tokens, 2] = prefix_len
@@ -142,7 +144,8 @@ def _mask(ranges: Int64Array, batch: ForwardBatch, visible: VisibleRange) -> Non
 
 
 def _blocks(batch: ForwardBatch, most_tokens: int) -> Int64Array:
-    """[num_blocks, 3]: rows cut into blocks of at most so many tokens: the row, the first of them, and their end."""
+    """Cuts rows into blocks of at most `size` tokens. Returns [num_blocks, 3]: the row, its first token in the block,
+    the end."""
     counts = -(-batch.extend_lens // most_tokens)
     rows = np.repeat(np.arange(batch.batch_size), counts)
     firsts = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,4 +1,4 @@
-"""The backend of Hopper GPUs. Decodes alone are faster by the Triton backend, which `auto` takes for them."""
+"""The FlashAttention-3 backend for Hopper GPUs. For steps that only decode, `auto` uses the faster Triton backend."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import ANY_LEN, FEW_ROWS, StepShape
 
-_UNSPLIT_KEYS = 8  # the longest row's, for each token of a shape whose keys stay whole
+_UNSPLIT_KEYS = 8  # the longest row's length, for each token of a shape whose keys are not split
 
 
 @register("fa3")
 class FlashAttentionBackend(AttentionBackend):
-    """Attention by FlashAttention-3, one call a layer sized by its own `tp_q_head_num` and `tp_k_head_num`.
+    """Attention by FlashAttention-3: one call per layer, sized by the layer's `tp_q_head_num` and `tp_k_head_num`.
 
-    Decodes, prompts, chunks behind a cached prefix and any mixture of them are the same call.
-
-    Unused entries of the page table, unused pages and, for pages below 128 tokens, unused slots of a row's last page
-    are never read. Larger pages are fetched whole for prompts: there an unused slot must hold finite numbers, which
-    weigh nothing, because zero times NaN is NaN.
+    Decodes, prompts, chunks after a cached prefix and mixtures of them use the same call. Unused page-table entries and
+    unused pages are never read. In pages below 128 tokens, unused slots of a row's last page are not read either.
+    Larger pages are read whole for prompts: their unused slots must hold finite numbers, which get weight zero, because
+    zero times NaN is NaN.
 
     Args:
-        provider: of FA3: `sgl_kernel` or `flash_attention_3`. None: the first of them that is installed.
+        provider: the build of FA3: `sgl_kernel` or `flash_attention_3`. If None, the first installed one.
 
     Raises:
-        ConfigError: no build of FA3 is installed, or this one lacks what the layers need.
+        ConfigError: no build of FA3 is installed, or the build lacks a feature that the layers need.
     """
 
     captures_cuda_graphs = True
@@ -65,14 +64,14 @@ class FlashAttentionBackend(AttentionBackend):
         return unsplit_shapes(shape, max_model_len)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Keeps the `paged` tensors of `batch`, which `attend` reads; queues nothing."""
+        """Stores the `paged` tensors of `batch` for `attend`. Queues nothing."""
         super().init_forward_metadata(batch)
         batch.paged.check()
         assert batch.mask is None, "FA3 has no masks"
         self._num_splits = 0
 
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
-        """Lets FA3 split the keys of the rows of a shape that may be long, and of no other."""
+        """Allows FA3 to split keys only for shapes whose rows may be long."""
         super().prepare_capture(batch, shape)
         self._num_splits = 0 if shape.max_seq_len == ANY_LEN else 1
 
@@ -84,7 +83,7 @@ class FlashAttentionBackend(AttentionBackend):
         return out.view(q.shape)
 
     def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
-        """Attends in the absorbed form, whatever the step."""
+        """Attends in the absorbed form in every step."""
         [pages] = self.token_to_kv_pool.pages(layer.layer_id)
         widths, paged = [layer.latent_dim, layer.rope_dim], self.batch_of(layer).paged
         latents, keys = torch.split(pages.unsqueeze(2), widths, dim=-1)
@@ -94,11 +93,11 @@ class FlashAttentionBackend(AttentionBackend):
 
 
 def unsplit_shapes(shape: StepShape, max_model_len: int) -> list[StepShape]:
-    """`shape`, and in front of it or in its place one for short rows, whose keys FA3 is not to split.
+    """Returns `shape`, and before or instead of it a shape for short rows, in which FA3 does not split keys.
 
-    The kernel by which FA3 joins what it split has programs for every token that every row may have, almost all of them
-    empty where rows are many. With 12 decodes of 600 tokens beside a prompt, 512 tokens in all, a layer takes 21 us
-    instead of 201 (benchmarks/prompt_attention.py; H200, 16 query heads).
+    After a split, FA3's combine kernel runs a program for every token that a row may have, and most of them are empty
+    if there are many rows. With 12 decodes of 600 tokens beside a prompt, 512 tokens in all, a layer takes 21 us
+    without a split instead of 201 (benchmarks/prompt_attention.py; H200, 16 query heads).
     """
     if shape.is_decode or shape.num_sampled <= FEW_ROWS:
         return [shape]

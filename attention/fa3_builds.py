@@ -1,9 +1,7 @@
-"""FlashAttention-3 from whichever build of it is installed, behind one call.
+"""Finds an installed build of FlashAttention-3, checks what it can do, and calls it through one interface.
 
-Owns how a build is found, asked what it can do, and called. What a step hands to it is attention/fa3.py's.
-
-One call serves decodes, prompts, chunks behind a cached prefix and any mixture of them: only `cu_seqlens_q` and
-`max_seqlen_q` differ. FA3 never writes the KV cache here.
+attention/fa3.py owns what a step passes to it. One call serves decodes, prompts, chunks after a cached prefix and
+mixtures of them: only `cu_seqlens_q` and `max_seqlen_q` differ. FA3 never writes the KV cache here.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 _PROBED_KEYS, _PROBED_CHUNK = 4, 2
 SGLANG_KERNEL = "0.4.3"
-"""The version of that package that was run, with torch 2.11."""
+"""The tested version of that package, with torch 2.11."""
 
 
 class FA3Provider(ABC):
@@ -44,12 +42,12 @@ class FA3Provider(ABC):
         window: int,
         **same: Any,
     ) -> torch.Tensor:
-        """`attend` by this build.
+        """Calls this build's operator.
 
         Args:
             lens: `cache_seqlens`.
-            window: keys before the query's own position that it sees; -1: all.
-            same: the arguments that every build calls by the same names.
+            window: number of keys before the query's own position that it sees. -1 means all.
+            same: arguments that have the same names in all builds.
         """
 
     def attend(
@@ -65,29 +63,29 @@ class FA3Provider(ABC):
         num_splits: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention of new tokens over the pages of their rows, which already hold these tokens.
+        """Causal attention of new tokens over the pages of their rows. The pages already hold these tokens.
 
-        The mask is aligned to the end: the last query of a row sees all `cache_seqlens` keys of it. Launches two
-        kernels, three when keys are split; no host sync, so it can be captured in a CUDA graph.
+        The mask is aligned at the end: a row's last query sees all `cache_seqlens` keys. This launches two kernels, or
+        three if keys are split. There is no host sync, so a CUDA graph can capture it.
 
         Args:
             q: [num_tokens, tp_q_head_num, head_dim] bf16 or fp16; the last dimension is contiguous.
-            k_pages: [num_pages, page_size, tp_k_head_num, head_dim], of q's dtype; likewise `v_pages`.
-            paged: `page_table` is read up to each row's last page. Its width times page_size is the bound from which
-                the number of splits follows: keep one width where results are to be equal bit for bit.
-            layer: its scale, window, chunk and softcap are applied. Positions, and so chunks, count from the start of
-                the row: its first query is at `cache_seqlens` less its queries.
+            k_pages: [num_pages, page_size, tp_k_head_num, head_dim] in q's dtype. `v_pages` likewise.
+            paged: `page_table` is read up to each row's last page. FA3 chooses the number of splits from its width
+                times page_size, so keep one width if results must be equal bit for bit.
+            layer: its scale, window, chunk and softcap are applied. Positions count from the start of the row: the
+                first query is at `cache_seqlens` minus the row's queries.
             sinks: `sinks_of(layer)`.
-            qv: [num_tokens, tp_q_head_num, columns of a value], of q's dtype: queries that meet the values, whose
-                products are added to the scores. Keys may then be of another width than values; they may lie between
-                one another.
-            num_splits: pieces that a row's keys are cut into, at most. 0 leaves that to FA3: up to 19 times as fast as
-                one piece for one row of 32k tokens (H200, two KV heads), and the last bits of a row then depend on what
-                else is in the batch.
-            out: [num_tokens, tp_q_head_num, columns of a value] to write to. None: a new tensor.
+            qv: [num_tokens, tp_q_head_num, columns of a value] in q's dtype: queries whose products with the values are
+                added to the scores. Keys may then have another width than values, and may be interleaved with each
+                other.
+            num_splits: largest number of pieces of a row's keys. 0 lets FA3 choose: up to 19 times as fast as one piece
+                for one row of 32k tokens (H200, two KV heads), but a row's last bits then depend on the rest of the
+                batch.
+            out: [num_tokens, tp_q_head_num, columns of a value], written. If None, a new tensor.
 
         Returns:
-            `out`, or the new tensor, contiguous.
+            `out` or the new tensor, contiguous.
         """
         not_always_known = {"attention_chunk": layer.chunk, "sinks": sinks, "qv": qv}
         return self._call(
@@ -107,10 +105,12 @@ class FA3Provider(ABC):
         )
 
     def probe(self, layer: AttentionLayer, *, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Attends once from the last of four tokens, as `layer` would but with chunks of two; waits for the device.
+        """Tests the build: attends from the last of four tokens as `layer` would, but with chunks of two. Waits for the
+        device.
 
-        Raises ConfigError when this build has no kernel for it, or returns something else than the mean of the values
-        that are seen, less the share of the sinks.
+        Raises:
+            ConfigError: the build has no kernel for this layer, or its result is not the mean of the visible values
+                less the sinks' share.
         """
         if layer.chunk is not None:
             layer = dataclasses.replace(layer, chunk=_PROBED_CHUNK)
@@ -122,7 +122,7 @@ class FA3Provider(ABC):
             v, k = torch.split(v, [layer.latent_dim, layer.rope_dim], dim=-1)
             qv = torch.zeros(1, layer.tp_q_head_num, layer.latent_dim, dtype=dtype, device=device)
         q = torch.zeros(1, layer.tp_q_head_num, k.shape[-1], dtype=dtype, device=device)
-        # Wider than the window: FA3 takes one that no row can outgrow for none.
+        # The row is longer than the window, because FA3 treats a window that no row can exceed as none.
         page_table = torch.zeros(1, num_pages + (layer.window or 0) // page_size + 1, dtype=torch.int32, device=device)
         page_table[0, :num_pages] = torch.arange(num_pages)
         paged = PagedMetadata(
@@ -141,7 +141,7 @@ class FA3Provider(ABC):
                 value = value * (num_seen / (num_seen + sinks.float().exp()))[:, None]
             if not torch.allclose(out.float(), value, atol=0.01, rtol=0.01):
                 wrong = "it returned wrong values: was it built for this torch and CUDA?"
-        except (RuntimeError, TypeError) as error:  # TypeError: it knows no such argument
+        except (RuntimeError, TypeError) as error:  # TypeError: the build has no such argument
             wrong = str(error).partition("\n")[0]
         if wrong is not None:
             raise ConfigError(
@@ -153,7 +153,7 @@ class FA3Provider(ABC):
 
 
 class SglKernel(FA3Provider):
-    """The build in the sglang-kernel wheel, by its Python function: that is one thin call of the operator."""
+    """The build in the sglang-kernel wheel, called through its thin Python function."""
 
     name = "sgl_kernel"
 
@@ -168,7 +168,8 @@ class SglKernel(FA3Provider):
 
 
 class FlashAttention3(FA3Provider):
-    """FA3's own package, by its operator: the Python function around it takes no `out` and makes two tensors more."""
+    """FA3's own package, called through its operator: its Python function has no `out` and allocates two more
+    tensors."""
 
     name = "flash_attention_3"
 
@@ -182,18 +183,18 @@ class FlashAttention3(FA3Provider):
 
 
 def sinks_of(layer: AttentionLayer) -> torch.Tensor | None:
-    """The sinks of `layer` as FA3 takes them, in bf16, which is how checkpoints have them; a copy."""
+    """A copy of the layer's sinks in bf16, as FA3 takes them and checkpoints store them."""
     return None if layer.sinks is None else layer.sinks.to(torch.bfloat16)
 
 
 def _load_sgl_kernel() -> FA3Provider:
-    from sgl_kernel.flash_attn import flash_attn_with_kvcache  # optional, as the next one is
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache  # optional, like the next import
 
     return SglKernel(flash_attn_with_kvcache)
 
 
 def _load_flash_attention_3() -> FA3Provider:
-    import flash_attn_interface  # noqa: F401  # its import registers the operators
+    import flash_attn_interface  # noqa: F401 # the import registers the operators
 
     return FlashAttention3(torch.ops.flash_attn_3.fwd.default)
 
@@ -205,7 +206,7 @@ _LOADERS: dict[str, Callable[[], FA3Provider]] = {
 
 
 def _other_version(provider: str) -> str | None:
-    """A warning about an sglang-kernel that nobody has run; None where there is nothing to say."""
+    """A warning if this version of sglang-kernel was never tested, else None."""
     if provider != SglKernel.name:
         return None
     try:
@@ -221,10 +222,10 @@ def _other_version(provider: str) -> str | None:
 
 
 def load_provider(name: str | None) -> FA3Provider:
-    """Imports the build called `name`, or the first there is, and logs which.
+    """Imports the build called `name`, or the first installed one, and logs its name.
 
     Raises:
-        ConfigError: no build can be imported, or there is none of that name.
+        ConfigError: no build can be imported, or there is no build of this name.
     """
     if name is not None and name not in _LOADERS:
         raise ConfigError(f"FlashAttention-3 provider {name} is not one of {', '.join(_LOADERS)}")
@@ -232,7 +233,7 @@ def load_provider(name: str | None) -> FA3Provider:
     for candidate in _LOADERS if name is None else (name,):
         try:
             provider = _LOADERS[candidate]()
-        except (ImportError, OSError) as error:  # OSError: a shared library that it needs is not there
+        except (ImportError, OSError) as error:  # OSError: a shared library that the build needs is missing
             failures.append("; ".join(filter(None, (f"{candidate}: {error}", _other_version(candidate)))))
             continue
         _log.info("attention: FlashAttention-3 of %s", candidate)

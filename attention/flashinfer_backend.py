@@ -1,7 +1,7 @@
-"""The backend of FlashInfer, whose kernels are planned on the host: once a step for layers that are alike.
+"""The FlashInfer backend. It plans on the host, once per step for all layers with the same geometry.
 
-One paged call a layer serves prompts, chunks behind a cached prefix and mixtures: the pool holds the new tokens' keys
-and values by then, so there is no second, ragged call to join with it.
+One paged call per layer serves prompts, chunks after a cached prefix and mixtures. The pool already holds the new
+tokens' keys and values, so no second, ragged call has to be merged with it.
 """
 
 from __future__ import annotations
@@ -24,57 +24,58 @@ from attention.step_shape import FEW_ROWS, StepShape
 from configs.errors import ConfigError, EngineError
 
 _FLOAT_WORKSPACE_BYTES = 128 << 20  # the size that FlashInfer recommends
-_INT_WORKSPACE_BYTES = 8 << 20  # the size that its wrappers take
-# FlashInfer gives a program at most so many query rows (times heads of a group), and a multiprocessor two programs.
+_INT_WORKSPACE_BYTES = 8 << 20  # the size that its wrappers need
+# Largest number of query rows (tokens times heads of a group) per program in FlashInfer, with two programs per SM.
 _TILE, _PROGRAMS_OF_SM = 128, 2
 
 Kernels = Literal["decode", "fa2", "fa3"]
-"""decode: one token a row. fa2: any rows; joins the query heads of a group, splits keys. fa3: Hopper's, for prompts: it
-reads a row's keys for each query head and 128 tokens anew and splits none."""
+"""decode: one token per row. fa2: any rows; groups query heads and splits keys. fa3: Hopper kernels for prompts, which
+read a row's keys again for each query head and each 128 tokens, and never split keys."""
 
 
 class _Listed(NamedTuple):
-    """The pages of the rows that some layers read."""
+    """Identifies one list of pages. Layers with equal values share the list."""
 
     windowed: bool
     """Whether these are pages of the window pool."""
     chunk: int | None
-    """Tokens of a chunk: pages from that of each row's first new token on are listed. None: all."""
+    """Tokens per chunk. The list then starts, for each row, at the page in which its first new token's chunk begins. If
+    None, the list has all pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """Tensors that the graph of a shape reads."""
+    """Tensors that the graph of one shape reads."""
 
     kernels: Kernels
     wrappers: dict[Geometry, Any]
     indices: dict[_Listed, torch.Tensor]
-    """[pages of all rows, at most] int32."""
+    """Pages of all rows, int32, with room for the largest number."""
 
 
 class _Mask(NamedTuple):
-    """A step's mask, as layers of one geometry see it."""
+    """A step's mask for layers of one geometry."""
 
     packed: torch.Tensor
     begins: torch.Tensor
-    """See `pack_mask`, which writes them."""
+    """`pack_mask` writes both tensors."""
     max_len: int
-    """Most new tokens of a row."""
+    """Largest number of new tokens of a row."""
 
 
 @register("flashinfer")
 class FlashInferBackend(AttentionBackend):
-    """Attention by FlashInfer's paged wrappers, a plan for each `Geometry`.
+    """Attention by FlashInfer's paged wrappers, with one plan per `Geometry`.
 
-    Its kernels are compiled when first asked for, which takes minutes, and kept on disk: here that is while a rank
-    loads. Unused entries of the page table and unused pages are never read.
+    FlashInfer compiles its kernels at their first use, which takes minutes, and stores them on disk. Here that happens
+    while a rank loads. Unused page-table entries and unused pages are never read.
 
     Args:
-        prompt_kernels: for steps of prompts alone and for captured steps with few rows. None: fa3 on Hopper, else and
-            for FP8 fa2, which all other steps with prompts take, and those with masks.
+        prompt_kernels: kernels for steps with prompts only, and for captured steps with few rows. If None, fa3 on
+            Hopper, else fa2. All other steps with prompts or masks, and FP8, use fa2.
 
     Raises:
-        ConfigError: FlashInfer is not installed, or cannot be compiled or run here.
+        ConfigError: FlashInfer is not installed, or its kernels cannot be compiled or run here.
     """
 
     captures_cuda_graphs = True
@@ -94,20 +95,22 @@ class FlashInferBackend(AttentionBackend):
         from attention.kernels.packed_mask import pack_mask
 
         self._flatten_pages, self._pack_mask = flatten_pages, pack_mask
-        # With keys in FP8 fa3 takes queries in FP8 only.
+        # With FP8 keys, fa3 accepts only FP8 queries.
         has_fa3 = self._library.has_fa3 and token_to_kv_pool.dtype is token_to_kv_pool.compute_dtype
         self._prompt_kernels: Kernels = prompt_kernels or ("fa3" if has_fa3 else "fa2")
         self._geometry_of = {layer.layer_id: Geometry.of(layer) for layer in layers}
         self._geometries = tuple(dict.fromkeys(self._geometry_of.values()))
-        # Zeros, as FlashInfer asks. All wrappers share it: what is in it is read before the next kernel writes.
+        # Zeros, as FlashInfer requires. All wrappers share this buffer: each kernel reads its contents before the next
+        # one writes.
         self._float_workspace = torch.zeros(_FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        # A plan stays in it for a step, so plans of one step need one each, and those of two steps can share.
+        # A plan stays in its buffer for one step. Plans of the same step need separate buffers; different steps share
+        # them.
         self._int_workspaces = {
             geometry: torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             for geometry in self._geometries
         }
         self._uploads = Uploads(_INT_WORKSPACE_BYTES, device)
-        self._latent_uploads = Uploads(0, device)  # into memory that FlashInfer makes
+        self._latent_uploads = Uploads(0, device)  # FlashInfer allocates this memory
         kinds: set[Kernels] = {"decode", "fa2", self._prompt_kernels}
         self._eager = {
             (kernels, geometry): self._wrapper(kernels, geometry)
@@ -120,13 +123,14 @@ class FlashInferBackend(AttentionBackend):
         self._now: dict[Geometry, Any] = {}
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Plans on the host; queues the uploads of the plans and a few small kernels, and waits for nothing.
+        """Plans on the host, and queues the uploads and a few small kernels. Waits for nothing.
 
-        Raises EngineError for a mask over more pairs of a new token and a key than FlashInfer counts.
+        Raises:
+            EngineError: the mask has more bits than FlashInfer can count.
         """
         super().init_forward_metadata(batch)
         batch.paged.check()
-        # A row's only new token sees itself, with a mask or without.
+        # A row's only new token sees itself with or without a mask.
         mask = None if batch.mode is ForwardMode.DECODE else batch.mask
         assert mask is None or all(it.latent_dim is None for it in self._geometries), "a mask over latents"
         kernels = self._kernels_of(batch.mode) if mask is None else "fa2"
@@ -139,7 +143,7 @@ class FlashInferBackend(AttentionBackend):
         self._plan(kernels, self._now, inputs, indices, masks=None if mask is None else self._masks(batch, mask))
 
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
-        """Before a warm-up plans for `batch`; then, for the graph to hold it, queues the list of pages."""
+        """Plans for `batch` (before a warm-up), then queues the page list, which the graph captures."""
         assert batch.mask is None, "a plan with a mask is that of one step"
         super().init_forward_metadata(batch)
         if shape not in self._captured:
@@ -164,7 +168,7 @@ class FlashInferBackend(AttentionBackend):
         return out.view(q.shape)
 
     def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
-        """Attends in the absorbed form, whatever the step."""
+        """Attends in the absorbed form in every step."""
         [pages] = self.token_to_kv_pool.pages(layer.layer_id)
         absorbed = heads.absorb(q).view(-1, layer.tp_q_head_num, layer.head_dim)
         return heads.values(self._now[self._geometry_of[layer.layer_id]].run(absorbed, pages).flatten(1))
@@ -175,7 +179,8 @@ class FlashInferBackend(AttentionBackend):
         return self._prompt_kernels if mode is ForwardMode.EXTEND else "fa2"
 
     def _list_of(self, geometry: Geometry, *, masked: bool = False) -> _Listed:
-        """`masked`: in a step with a mask, in which that says what chunks hide."""
+        """The page list for `geometry`. With a mask (`masked`), the mask hides tokens outside chunks, so all pages are
+        listed."""
         windowed = geometry.window is not None and self.token_to_kv_pool.num_window_pages is not None
         return _Listed(windowed, None if masked else geometry.chunk)
 
@@ -198,7 +203,7 @@ class FlashInferBackend(AttentionBackend):
         }
 
     def _masks(self, batch: ForwardBatch, mask: NewTokenMask) -> dict[Geometry, _Mask]:
-        """Queues a kernel for each window and chunk."""
+        """Packs the step's mask, with one kernel per window and chunk."""
         num_bytes = -(-batch.extend_lens * batch.seq_lens // 8)
         total = int(num_bytes.sum())
         if total >= 1 << 31:
@@ -221,8 +226,8 @@ class FlashInferBackend(AttentionBackend):
             kernels = self._prompt_kernels if shape.num_sampled <= FEW_ROWS else "fa2"
         indices = {}
         for which in map(self._list_of, self._geometries):
-            # The indices are as large as the table: rows may share pages, so the pool's size is no bound. The largest
-            # shape comes first and leaves its own to the others.
+            # The index tensors are as large as the page table, because rows may share pages. The largest shape comes
+            # first, and the other shapes use parts of its tensors.
             table = batch.paged.page_table
             fit = (it.indices[which] for it in self._captured.values() if len(it.indices[which]) >= table.numel())
             found = next(fit, None)
@@ -237,7 +242,8 @@ class FlashInferBackend(AttentionBackend):
         captured = self._captured[shape]
         num_rows = {self._list_of(it): it.num_rows(shape) for it in self._geometries}
         inputs = self._inputs(captured.indices, prefix_lens, extend_lens, num_rows)
-        # FlashInfer copies what it is given to what it was made with: here the same memory, which it sees.
+        # FlashInfer copies its inputs to the buffers that it was created with. They are the same memory here, and
+        # FlashInfer detects that.
         indices = {which: it[: inputs[which].num_pages] for which, it in captured.indices.items()}
         self._plan(captured.kernels, captured.wrappers, inputs, indices, shape)
 
@@ -253,8 +259,8 @@ class FlashInferBackend(AttentionBackend):
         """Plans each of `wrappers`.
 
         Args:
-            shape: of the graph that runs the plan; None: none does.
-            masks: None: rows are causal.
+            shape: of the graph that will run the plan. None for an eager step.
+            masks: None if all rows are causal.
         """
         pool = self.token_to_kv_pool
         for geometry, wrapper in wrappers.items():
@@ -274,7 +280,7 @@ class FlashInferBackend(AttentionBackend):
                 pool.page_size,
             )
             options = self._options(geometry, of_rows, shape, mask)
-            # FlashInfer writes a plan to pinned memory, queues its upload and does not wait.
+            # FlashInfer writes a plan to pinned memory, queues the upload and does not wait for it.
             wrapper._pin_memory_int_workspace_buffer = self._uploads.next_buffer()
             if kernels == "decode":
                 wrapper.plan(*paged, **options)
@@ -282,7 +288,7 @@ class FlashInferBackend(AttentionBackend):
                 wrapper.plan(of_rows.qo_indptr, *paged, causal=True, **options)
             else:
                 wrapper.plan(of_rows.qo_indptr, *paged, packed_custom_mask=mask.packed, **options)
-                # It would count a row's bits for bytes.
+                # FlashInfer would read a row's number of bits as bytes.
                 wrapper._mask_indptr_buf = mask.begins
             self._uploads.record()
 
@@ -292,9 +298,9 @@ class FlashInferBackend(AttentionBackend):
         window_left = -1 if geometry.window is None else geometry.window - 1
         is_whole = shape is not None and self._is_full(shape, geometry)
         if mask is not None and geometry.window is not None:
-            # FlashInfer's window counts from a token's place in its row, and the mask from its position, which may be
-            # any back to the row's first: this much hides nothing that the mask shows. And where there is a window, no
-            # part of split keys has those behind a tile's own.
+            # FlashInfer's window counts from a token's index in its row, but the mask uses positions. This window is
+            # wide enough to hide nothing that the mask shows, and it keeps split keys from including keys after a
+            # tile's own.
             window_left += mask.max_len - 1
             is_whole = True
         return {
@@ -308,21 +314,19 @@ class FlashInferBackend(AttentionBackend):
         }
 
     def _is_full(self, shape: StepShape, geometry: Geometry) -> bool:
-        """Whether a graph of `shape` has programs enough without splitting keys.
-
-        Its grid is fixed, and with split keys every answer goes through memory and a second kernel, also where the plan
-        then splits none: FlashInfer makes no more pieces than the GPU runs programs at once.
-        """
+        """Whether a graph of `shape` has enough programs without splitting keys. Its grid is fixed at capture. With
+        split keys, every answer goes through memory and a second kernel, even if the plan splits none. FlashInfer makes
+        no more pieces than the GPU can run at once."""
         num_tiles = shape.num_rows + (0 if shape.is_decode else shape.num_tokens * geometry.group // _TILE)
         return num_tiles * geometry.num_k_heads >= _PROGRAMS_OF_SM * self._library.num_sms
 
     def _wrapper(
         self, kernels: Kernels, geometry: Geometry, indices: torch.Tensor | None = None, num_rows: int = 0
     ) -> Any:
-        """A wrapper of FlashInfer for layers of `geometry`.
+        """A FlashInfer wrapper for layers of `geometry`.
 
         Args:
-            indices: where a graph of `num_rows` rows finds the pages. None: it is not for a graph.
+            indices: the tensor in which a graph of `num_rows` rows finds its pages. None for eager steps.
         """
         static: dict[str, Any] = {}
         if indices is not None:
@@ -337,7 +341,7 @@ class FlashInferBackend(AttentionBackend):
             return LatentWrapper(mla, geometry, best, workspaces, self._latent_uploads, static)
         module, given = self._library.module, {"use_cuda_graph": indices is not None}
         if kernels == "decode":
-            # Its kernels without tensor cores are made for few heads in a group: 1, 2, 3, 4 and 8.
+            # Its kernels without tensor cores exist only for groups of 1, 2, 3, 4 and 8 heads.
             wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
                 self._float_workspace,
                 "NHD",
@@ -359,7 +363,7 @@ class FlashInferBackend(AttentionBackend):
         return wrapper
 
     def _probe(self, kernels: Kernels, geometry: Geometry) -> None:
-        """Attends once from one token to itself, which compiles what is not compiled yet; waits for the device."""
+        """Attends once from one token to itself, which compiles missing kernels. Waits for the device."""
         pool = self.token_to_kv_pool
         q = torch.zeros(1, geometry.num_q_heads, geometry.head_dim, dtype=pool.compute_dtype, device=pool.device)
         k = q.new_zeros(1, pool.page_size, geometry.num_k_heads, geometry.head_dim, dtype=pool.dtype)
@@ -376,7 +380,7 @@ class FlashInferBackend(AttentionBackend):
                 wrapper.run(q, (k, v), out=out)
             expected = v[0, 0].to(q.dtype).repeat_interleave(geometry.group, dim=0)[:, : geometry.latent_dim]
             wrong = None if torch.allclose(out[0], expected, atol=0.01, rtol=0.01) else "it returned wrong values"
-        except RuntimeError as error:  # also what the compiler says
+        except RuntimeError as error:  # compiler errors too
             wrong = str(error).partition("\n")[0]
         if wrong is not None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""FlashInfer's wrapper for latent layers (MLA), which attends in the absorbed form alone."""
+"""FlashInfer's wrapper for latent layers (MLA). It attends only in the absorbed form."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from attention.flashinfer_plans import Geometry, PlanInputs, Uploads
 
 
 class LatentWrapper:
-    """Plans and runs for latent layers of one geometry.
+    """Plans and runs attention for latent layers of one geometry.
 
-    It makes pinned memory and a workspace of its own for each plan, and says of neither when it is free: pinned memory
-    is kept here until it is on the device.
+    FlashInfer allocates pinned memory and a workspace for each plan, and does not say when they are free. This class
+    holds the pinned memory until its upload is done.
 
     Args:
         module: `flashinfer.mla`.
-        workspaces: of floats and, for a graph's plans, of integers.
-        static: where a graph finds the pages: int32 `qo_indptr`, `kv_indptr`, `kv_indices` and `kv_len_arr`. Empty:
-            it is not for a graph.
+        workspaces: the float workspace and, for plans of a graph, the integer one.
+        static: the int32 tensors `qo_indptr`, `kv_indptr`, `kv_indices` and `kv_len_arr` of a graph. Empty for eager
+            steps.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class LatentWrapper:
         latent_dim = geometry.latent_dim
         assert latent_dim is not None, "of latent layers"
         self._module, self._geometry, self._widths = module, geometry, (latent_dim, geometry.head_dim - latent_dim)
-        # Heads of zeros fill the next power of two: a token with another number of them may end in the middle of a
-        # program's tile, which FlashInfer refuses to plan for some lengths.
+        # Zero heads pad the number of heads to a power of two. Otherwise a token may end in the middle of a program's
+        # tile, and FlashInfer refuses to plan that for some lengths.
         self._num_heads = 1 << (geometry.num_q_heads - 1).bit_length()
         self._uploads, self._in_graph = uploads, bool(static)
         workspace, self._int_workspace = workspaces
@@ -45,24 +45,27 @@ class LatentWrapper:
         self._is_first = True
 
     def plan(self, inputs: PlanInputs, indices: torch.Tensor, page_size: int, dtype: torch.dtype, causal: bool) -> None:
-        """Queues the upload of a plan.
+        """Plans a step and queues the upload of the plan.
 
         Args:
-            causal: not needed where each row has one new token.
+            causal: may be False if each row has one new token.
         """
         self._plan(inputs, indices, page_size, dtype, causal)
         if self._is_first and self._in_graph:
-            # The next plans of a graph are written where the last one was.
+            # Later plans of a graph are written to the same memory as the last one.
             self._wrapper._planned_backend._int_workspace_buffer = self._int_workspace
             self._plan(inputs, indices, page_size, dtype, causal)
         self._is_first = False
 
     def run(self, q: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """Weighted sums of latents [num_tokens, tp_q_head_num, latent_dim].
+        """Attends in the absorbed form.
 
         Args:
             q: [num_tokens, tp_q_head_num, head_dim], absorbed.
             pages: [num_pages, page_size, head_dim].
+
+        Returns:
+            Weighted sums of latents [num_tokens, tp_q_head_num, latent_dim].
         """
         num_heads = q.shape[1]
         out: torch.Tensor = self._wrapper.run(query=F.pad(q, (0, 0, 0, self._num_heads - num_heads)), kv_cache=pages)

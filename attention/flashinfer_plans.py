@@ -1,4 +1,4 @@
-"""The input of FlashInfer's plans of a step, and what its plans need: on the host."""
+"""Builds the host-side input of FlashInfer's planner for a step, and the pinned memory of its plans."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from attention.step_shape import StepShape
 from configs.errors import ConfigError
 
 FLASHINFER = "0.7.2.post1"
-"""The version of flashinfer-python whose planner this is written for."""
-# Plans whose upload may wait behind a step: those of two kinds of layers, of two steps in flight.
+"""The version of flashinfer-python for which this code was written."""
+# Number of plans whose upload may still be queued: two kinds of layers in each of two steps in flight.
 _NUM_UPLOADS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """FlashInfer on a device."""
+    """The imported FlashInfer, for one device."""
 
     module: Any
     num_sms: int
@@ -30,12 +30,12 @@ class Library:
 
 
 def load_flashinfer(device: torch.device) -> Library:
-    """Imports it.
+    """Imports FlashInfer.
 
     Raises:
         ConfigError: it is not installed, or cannot be imported.
     """
-    # Its kernels for later GPUs come as binaries that it would fetch; none of those is called here.
+    # FlashInfer would download kernels for newer GPUs as binaries. None of those is used here.
     os.environ.setdefault("FLASHINFER_NO_DOWNLOAD", "1")
     try:
         import flashinfer
@@ -50,7 +50,7 @@ def load_flashinfer(device: torch.device) -> Library:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The facts about a layer that its plan depends on: layers that agree share one."""
+    """The properties of a layer on which its plan depends. Layers with equal properties share a plan."""
 
     num_q_heads: int
     num_k_heads: int
@@ -60,7 +60,7 @@ class Geometry:
     softcap: float | None
     chunk: int | None
     latent_dim: int | None
-    """None: these are not latent layers."""
+    """None if these are not latent layers."""
 
     @classmethod
     def of(cls, layer: AttentionLayer) -> Geometry:
@@ -70,11 +70,12 @@ class Geometry:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.num_q_heads // self.num_k_heads
 
     def num_rows(self, shape: StepShape) -> int:
-        """Rows that a step of `shape` is planned as, at most: a row that leaves its chunk is two, or more."""
+        """Largest number of planned rows for a step of `shape`. A row that crosses chunks is planned as several
+        rows."""
         if self.chunk is None or shape.is_decode:
             return shape.num_rows
         return 2 * shape.num_rows + shape.num_tokens // self.chunk
@@ -82,19 +83,20 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """The input from which a step is planned. On the host, int32: FlashInfer would wait for tensors of the device.
+    """The planner's input for one step: int32 arrays on the host, because FlashInfer would wait for device tensors.
 
-    Where layers have a chunk, the tokens of a row in one chunk are a row of its own here, whose pages begin with it.
+    If layers have a chunk, the part of a row inside one chunk is a separate row here, and its pages begin with that
+    chunk.
     """
 
     qo_indptr: torch.Tensor
-    """[num_rows + 1]: where each row's tokens begin."""
+    """[num_rows + 1]: start of each row's tokens."""
     kv_indptr: torch.Tensor
-    """[num_rows + 1]: where each row's pages begin among those of all rows."""
+    """[num_rows + 1]: start of each row's pages in the list of all pages."""
     last_page_len: torch.Tensor
-    """[num_rows]: tokens in each row's last page; 0 of a row without tokens."""
+    """[num_rows]: tokens in each row's last page. 0 for a row without tokens."""
     seq_lens: torch.Tensor
-    """[num_rows]"""
+    """[num_rows]: tokens of each row in the cache."""
 
     @classmethod
     def of(
@@ -105,11 +107,11 @@ class PlanInputs:
         chunk: int | None = None,
         num_rows: int | None = None,
     ) -> PlanInputs:
-        """The input for rows with so many tokens in the cache and new ones.
+        """The input for rows with the given numbers of cached and new tokens.
 
         Args:
             chunk: a multiple of `page_size`.
-            num_rows: rows there are to be, the last of them empty. None: as many as it takes.
+            num_rows: number of rows, with empty rows at the end. If None, no empty rows are added.
         """
         if chunk is not None:
             prefix_lens, extend_lens = _cut(prefix_lens, extend_lens, chunk)
@@ -129,7 +131,8 @@ class PlanInputs:
 
 
 def _cut(prefix_lens: Int64Array, extend_lens: Int64Array, chunk: int) -> tuple[Int64Array, Int64Array]:
-    """Rows cut where chunks begin, and of each the tokens before it in its chunk, and its own."""
+    """Cuts rows at chunk boundaries. Returns the row of each part, the tokens before the part in its chunk, and its new
+    tokens."""
     seq_lens, first = prefix_lens + extend_lens, prefix_lens // chunk
     counts = np.maximum(-(-seq_lens // chunk) - first, 1)
     row = np.repeat(np.arange(len(counts)), counts)
@@ -139,10 +142,10 @@ def _cut(prefix_lens: Int64Array, extend_lens: Int64Array, chunk: int) -> tuple[
 
 
 class Uploads:
-    """Pinned memory for plans, each written anew only when it is on the device.
+    """Pinned buffers for plans. A buffer is reused only after the upload of its last plan is done.
 
     Args:
-        num_bytes: of a plan, at most.
+        num_bytes: largest size of a plan.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -154,19 +157,19 @@ class Uploads:
         self._next = 0
 
     def next_buffer(self) -> torch.Tensor:
-        """The buffer for the next plan, as soon as the plan that was in it last is on the device."""
+        """Returns the buffer for the next plan. Waits until the upload of the plan that it held is done."""
         if self._uploaded[self._next] is not None:
             self._uploaded[self._next].synchronize()
         return self._buffers[self._next]
 
     def hold(self, buffer: torch.Tensor) -> None:
-        """Keeps `buffer`, pinned memory with a plan whose upload is queued, in the place of a next one."""
+        """Holds `buffer`, pinned memory with a queued upload, in place of the oldest buffer."""
         self.next_buffer()
         self._buffers[self._next] = buffer
         self.record()
 
     def record(self) -> None:
-        """Must be called once the plan's upload is queued."""
+        """Call this once the plan's upload is queued."""
         if self._uploaded[self._next] is not None:
             self._uploaded[self._next].record()
         self._next = (self._next + 1) % _NUM_UPLOADS

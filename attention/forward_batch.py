@@ -1,4 +1,4 @@
-"""The input of one forward pass: the rows of a step, as the attention backend and the decoder need them."""
+"""The input of one forward pass: a step's rows, as attention backend and decoder need them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class ForwardMode(Enum):
-    """The work that the rows of a batch do."""
+    """The kinds of rows in a batch."""
 
     DECODE = auto()
     """Every row has one input token."""
     EXTEND = auto()
-    """Every row has more than one: prompts, or chunks of them, with or without a cached prefix."""
+    """Every row has several input tokens: prompts or chunks, with or without a cached prefix."""
     MIXED = auto()
-    """Some of each."""
+    """Both kinds of rows."""
 
     @classmethod
     def of(cls, extend_lens: Int64Array) -> ForwardMode:
-        """The mode of rows with so many input tokens each."""
+        """The mode of rows with these numbers of input tokens."""
         singles = int((extend_lens == 1).sum())
         if singles == len(extend_lens):
             return cls.DECODE
@@ -34,20 +34,20 @@ class ForwardMode(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedMetadata:
-    """Tensors that paged attention kernels read; all on the device, and static while a CUDA graph is captured."""
+    """Device tensors that paged attention kernels read. They are static while a CUDA graph is captured."""
 
     cache_seqlens: torch.Tensor
-    """[batch_size] int32: tokens in the KV cache once this step's are written; 1 for padding rows."""
+    """[batch_size] int32: tokens in the KV cache after this step's tokens are written; 1 for padding rows."""
     cu_seqlens_q: torch.Tensor
     """[batch_size + 1] int32."""
     page_table: torch.Tensor
-    """[batch_size, max_pages] int32: pages of each row of the batch. What follows a row's last page is undefined."""
+    """[batch_size, max_pages] int32: pages of each row. Entries after a row's last page are undefined."""
     max_seqlen_q: int
-    """Most input tokens of a row."""
+    """Largest number of input tokens of a row."""
 
     def check(self) -> None:
-        """Asserts what kernels take for granted, who read other widths and rows that are not there: cheap, once a
-        step."""
+        """Asserts the shapes that kernels assume; with others they would read out of bounds. This is cheap and runs
+        once a step."""
         lens, starts, table = self.cache_seqlens, self.cu_seqlens_q, self.page_table
         assert lens.dtype == starts.dtype == table.dtype == torch.int32, "paged metadata is int32"
         assert len(lens) == len(table) == len(starts) - 1, f"{len(lens)} lengths, {len(table)} rows of pages"
@@ -56,33 +56,35 @@ class PagedMetadata:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewTokenMask:
-    """The new tokens of its own row that each new token sees, in place of those before it and itself.
+    """Which new tokens of its row each new token sees, instead of itself and the new tokens before it.
 
-    One row's part is [extend_len, extend_len], a query's keys one after the other: a tree of drafts to be verified, or
-    all ones where the new tokens see one another in both directions. Of a step's tokens each sees itself.
+    The part of one row is [extend_len, extend_len], stored query by query: for example a tree of drafts, or all ones
+    for bidirectional attention. Every real token must see itself.
     """
 
     visible: torch.Tensor
-    """[sum of extend_len ** 2 of the rows that have a part] uint8 or bool, contiguous, on the device: not zero where
-    the key is seen."""
+    """[sum of extend_len ** 2 over rows with a part] uint8 or bool, contiguous, device: nonzero if the key is
+    visible."""
     starts: torch.Tensor
-    """[batch_size] int32 or int64, on the device: where each row's part begins; -1: it has none, and is causal."""
+    """[batch_size] int32 or int64, device: start of each row's part in `seen`. -1 for a row without a part, which is
+    causal."""
     positions: torch.Tensor
-    """[num_tokens] int64, on the device: `ForwardBatch.positions`, by which window and chunk hide tokens of the prefix.
-    They hide none of the new tokens of rows that have a part."""
+    """[num_tokens] int64, device: `ForwardBatch.positions`. Window and chunk hide tokens of the prefix by these
+    positions, but no new tokens of rows with a part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBatch:
-    """One step on one rank. Tokens of row i are `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`, rows in frame order.
+    """One step on one rank. Tokens of row i are `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`, in the order of the frame's
+    rows.
 
-    Host arrays (numpy) describe the step before any tensor is read, so building metadata never waits for a device. Made
-    whole by worker/step/step_inputs.py, on whose static tensors they lie; no stage fills a field later.
+    The host arrays (numpy) describe the step, so building metadata never waits for the device.
+    worker/step/step_inputs.py creates the whole object over its static tensors; no later stage fills a field.
     """
 
     mode: ForwardMode
     prefix_lens: Int64Array
-    """[batch_size] int64, host: tokens already in the KV cache, which is the position of the row's first input."""
+    """[batch_size] int64, host: tokens already in the KV cache, which is also the position of the row's first input."""
     extend_lens: Int64Array
     """[batch_size] int64, host: input tokens of each row."""
     seq_lens: Int64Array
@@ -92,28 +94,29 @@ class ForwardBatch:
     input_ids: torch.Tensor
     """[num_tokens] int64, device."""
     positions: torch.Tensor
-    """[num_tokens] int64, device: position of each input token in its sequence; one after the other from the row's
-    `prefix_lens`, but in rows with a part of `mask`, where none is before that."""
+    """[num_tokens] int64, device: position of each input token. Positions of a row are consecutive from `prefix_lens`
+    on. In rows with a part of `mask` they may be in any order, but none is smaller."""
     out_cache_loc: torch.Tensor
-    """[num_tokens] int64, device: KV slot (page * page_size + offset) each input token's K and V are written to."""
+    """[num_tokens] int64, device: KV slot (page * page_size + offset) to which each input token's K and V are
+    written."""
     sample_indices: torch.Tensor
-    """[num_sampled] int64 or int32, device: tokens whose logits are wanted, in row order."""
+    """[num_sampled] int64 or int32, device: indices of the tokens whose logits are needed, in row order."""
     paged: PagedMetadata
     mask: NewTokenMask | None = None
-    """None: every row is causal."""
+    """If None, every row is causal."""
     in_window_pool: ForwardBatch | None = None
-    """This step with slots and pages of the window pool; None: there is no such pool."""
+    """This step with slots and pages of the window pool. None if there is no window pool."""
 
     def seen_by(self, window: int | None) -> ForwardBatch:
-        """The step with slots and pages of the pool of layers with that window."""
+        """The step with the slots and pages of the pool that layers with this window use."""
         return self if window is None or self.in_window_pool is None else self.in_window_pool
 
     @property
     def batch_size(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.extend_lens)
 
     @property
     def num_tokens(self) -> int:
-        """Input tokens of all rows."""
+        """Number of input tokens of all rows."""
         return int(self.cu_seqlens_q[-1])

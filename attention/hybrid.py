@@ -1,4 +1,4 @@
-"""Two backends over one KV pool, for the two kinds of steps."""
+"""Combines two backends over one KV pool: one for decodes, one for all other steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from attention.step_shape import StepShape
 
 
 class HybridBackend(AttentionBackend):
-    """`decode` for steps in which every row has one token, `prefill` for all others; both read and write one pool.
+    """Uses `decode` for steps in which every row has one token, and `prefill` for all others. Both read and write one
+    pool.
 
     Args:
-        masked: which of the two takes steps with a mask.
+        masked: the one of the two that takes steps with a mask.
     """
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, *, masked: AttentionBackend) -> None:

@@ -1,4 +1,4 @@
-"""KV memory of one rank: which pages a request owns, and the keys and values in them."""
+"""The KV memory of one rank: the page table, and the pool with keys and values."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class ReqToTokenPool:
     """The page table: row r lists the pages of the request in row r. Row 0 and page 0 are padding.
 
     Args:
-        num_placed_pages: the largest page id, where there is a window pool.
+        num_placed_pages: the largest page id, if there is a window pool.
     """
 
     def __init__(
         self, num_rows: int, max_pages: int, device: torch.device, *, num_placed_pages: int | None = None
     ) -> None:
         self.page_table = torch.zeros((num_rows + 1, max_pages), dtype=torch.int32, device=device)
-        """[num_rows + 1, max_pages] int32, on the device; each step writes its page deltas to it."""
-        self.places: torch.Tensor | None = None
-        """[num_placed_pages + 1] int32, on the device: page of the window pool by page id. Of pages in no row's window
-        it is some page of that pool, or 0."""
+        """[num_rows + 1, max_pages] int32, device. Each step writes its page deltas to it."""
+        self.window_page_of: torch.Tensor | None = None
+        """[num_placed_pages + 1] int32, device: window page of each page. Undefined (0 or any window page) for pages
+        outside all windows. None without a window pool."""
         if num_placed_pages is not None:
-            self.places = torch.zeros(num_placed_pages + 1, dtype=torch.int32, device=device)
+            self.window_page_of = torch.zeros(num_placed_pages + 1, dtype=torch.int32, device=device)
 
     def check(self, deltas: npt.NDArray[np.int32], num_pages: int) -> None:
-        """Raises EngineError if one of `deltas` [num_deltas, 3], of (row, index, page id), is outside the tables."""
+        """Raises EngineError if a delta (row, index, page id) in `deltas` [num_deltas, 3] is outside the tables."""
         if len(deltas) == 0:
             return
         num_rows, max_pages = self.page_table.shape
@@ -52,11 +52,11 @@ class ReqToTokenPool:
                 f"a page delta is outside {num_rows - 1} rows of {max_pages} pages with ids 1 to {num_pages}"
             )
 
-    def check_places(self, changes: npt.NDArray[np.int32], num_window_pages: int | None) -> None:
-        """Raises EngineError if one of `changes` [num_changes, 2], of (page id, place), is outside the pools."""
+    def check_window_pages(self, changes: npt.NDArray[np.int32], num_window_pages: int | None) -> None:
+        """Raises EngineError if a change (page id, window page) in `changes` [num_changes, 2] is outside the pools."""
         if len(changes) == 0:
             return
-        num_pages = 0 if self.places is None else len(self.places) - 1
+        num_pages = 0 if self.window_page_of is None else len(self.window_page_of) - 1
         if not ((changes >= 1).all() and (changes <= (num_pages, num_window_pages or 0)).all()):
             raise EngineError(
                 f"a change is outside {num_pages} pages and {num_window_pages or 0} of the window pool with ids from 1"
@@ -70,8 +70,8 @@ def kv_tensors(
     dtype: torch.dtype,
     allocate: Callable[[int], torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """A layer's tensors in the pool [num_pages + 1, page_size, *shape], one for each of its `token_shapes`, in memory
-    that `allocate` has for so many bytes: [num_bytes] uint8."""
+    """A layer's tensors in the pool, [num_pages + 1, page_size, *shape] for each of its `token_shapes`. `allocate`
+    returns their memory [num_bytes] uint8."""
     shapes = [(num_pages + 1, page_size, *shape) for shape in layer.token_shapes]
     sizes = [prod(shape) * dtype.itemsize for shape in shapes]
     room = [room_for(size) for size in sizes]
@@ -80,19 +80,19 @@ def kv_tensors(
 
 
 class TokenToKVPool:
-    """Tokens of every layer: tensors [num_pages + 1, page_size, *shape], one for each of `token_shapes`.
+    """The KV pool: for every layer, one tensor [num_pages + 1, page_size, *shape] for each of its `token_shapes`.
 
-    Those are keys and values, [tp_k_head_num, head_dim] each, or what another kind of layer keeps in their place. Page
-    0 is the padding page. Slot s is page s // page_size, offset s % page_size.
+    Most layers store keys and values, [tp_k_head_num, head_dim] each; latent layers store something else. Page 0 is
+    padding. Slot s is page s // page_size, offset s % page_size.
 
     Args:
-        dtype: of what it holds. In FP8 (e4m3) that is divided by the layer's `k_scale` and `v_scale`, rounded to the
-            nearest, and +-448 where it would be more.
-        compute_dtype: of the keys and values that are written, and of queries and answers. None: `dtype`.
-        num_window_pages: pages of the layers with a window, which have page ids of their own then: the window pool.
-            None: as many as of the others, by the same ids.
-        allocate: makes the memory of a layer, [num_bytes] uint8 on `device`, of finite numbers, by its index and how
-            many bytes it is. None: the pool makes it.
+        dtype: of the stored values. FP8 (e4m3) values are divided by the layer's `k_scale` or `v_scale`, rounded to
+            nearest, and clamped to +-448.
+        compute_dtype: of keys and values when they are written, of queries, and of answers. If None, `dtype`.
+        num_window_pages: number of window pages, for layers with a window. If None, there is no window pool, and these
+            layers use the same pages as the others.
+        allocate: allocates a layer's memory, [num_bytes] uint8 on `device` with finite numbers, given the layer's index
+            and num_bytes. If None, the pool allocates it.
     """
 
     def __init__(
@@ -120,31 +120,32 @@ class TokenToKVPool:
             for i, layer in enumerate(layers)
             for pages in (num_pages if layer.window is None else windowed,)
         ]
-        # Slot views are made once: a view per layer and step is Python time on the decode path.
+        # Slot views are created once, because a view per layer and step costs Python time in decodes.
         self._slots = [tuple(pages.flatten(0, 1).flatten(1) for pages in of_layer) for of_layer in self._pages]
 
     def _allocate(self, layer_id: int, num_bytes: int) -> torch.Tensor:
-        # Every number is finite before it is written. On CUDA whole pages may be loaded, and a NaN in an unused slot
-        # would come through its weight of zero; a draft head that rested reads slots it never wrote.
+        # All numbers are finite from the start. On CUDA, whole pages may be loaded, and a NaN in an unused slot would
+        # pass through its weight of zero. After steps without the draft head, the head also reads slots that it never
+        # wrote.
         if self.device.type != "cpu":
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        # The system's own zeros: memory is taken as pages fill, where torch would write all of it at once.
+        # The system provides zero pages on first use, whereas torch would write all the memory at once.
         memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
     def pages(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """K and V of a layer, [its pages + 1, page_size, tp_k_head_num, head_dim] each, or what it keeps; writable."""
+        """The layer's tensors, such as K and V [pages + 1, page_size, tp_k_head_num, head_dim]; writable."""
         return self._pages[layer_id]
 
     def slots(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """The pool's memory as [(its pages + 1) * page_size, elements of a token] each."""
+        """The layer's tensors as [(pages + 1) * page_size, elements of a token]."""
         return self._slots[layer_id]
 
     def set_kv(self, layer_id: int, out_cache_loc: torch.Tensor, *kept: torch.Tensor) -> None:
-        """Writes k and v, or what else the layer keeps, to slots `out_cache_loc` [num_tokens] int64.
+        """Writes values (k and v, or what the layer stores instead) to the slots `out_cache_loc` [num_tokens] int64.
 
         Args:
-            kept: [num_tokens, elements of a token] each, in the order of `slots`, of `compute_dtype`.
+            kept: [num_tokens, elements of a token] each in `compute_dtype`, in the order of `slots`.
         """
         layer, of_layer = self.layers[layer_id], self._slots[layer_id]
         if self.dtype is FP8:
@@ -153,19 +154,20 @@ class TokenToKVPool:
         for slots, values in zip(of_layer, kept, strict=True):
             slots.index_copy_(0, out_cache_loc, values)
 
-    def read(self, layer_id: int, which: torch.Tensor | slice) -> list[torch.Tensor]:
-        """[num_tokens, elements of a token] each of slots `which`, in `compute_dtype`; of FP8 the numbers as they are
-        held, divided by the layer's factors.
+    def read(self, layer_id: int, slots: torch.Tensor | slice) -> list[torch.Tensor]:
+        """Reads the values in `slots`: [num_tokens, elements of a token] each, in `compute_dtype`. FP8 values are still
+        divided by the layer's factors.
 
         Args:
-            which: [num_tokens] int64, or a slice.
+            slots: [num_tokens] int64, or a slice.
         """
-        as_bits = torch.uint8 if self.dtype is FP8 else self.dtype  # torch does not everywhere select rows of FP8
-        held = [slots.view(as_bits) for slots in self._slots[layer_id]]
-        found = [it[which] if isinstance(which, slice) else it.index_select(0, which) for it in held]
+        # Torch cannot select rows of FP8 tensors on all devices
+        as_bits = torch.uint8 if self.dtype is FP8 else self.dtype
+        held = [it.view(as_bits) for it in self._slots[layer_id]]
+        found = [it[slots] if isinstance(slots, slice) else it.index_select(0, slots) for it in held]
         return [it.view(self.dtype).to(self.compute_dtype) for it in found]
 
 
 def _bytes(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Bytes of values / scale in FP8. torch's own cast does not everywhere stop at the largest number."""
+    """The bytes of values / scale in FP8. torch's own cast does not clamp to the largest number on all devices."""
     return (values.float() / scale).clamp_(-_FP8_MAX, _FP8_MAX).to(FP8).view(torch.uint8)

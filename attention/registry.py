@@ -1,4 +1,4 @@
-"""Finds backends by the names that `attention.*` takes."""
+"""Creates attention backends by the names that `attention.*` takes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from configs.attention import BACKENDS, AttentionNeeds, Feature, LatentShape, ch
 def create_backend(
     prefill: str, decode: str, token_to_kv_pool: TokenToKVPool, *, exact: bool = False
 ) -> AttentionBackend:
-    """The backend of the layers of `token_to_kv_pool`, or one that has two for the two kinds of steps.
+    """Creates the backend for the layers of `token_to_kv_pool`: one, or two combined if prefill and decode differ.
 
     Args:
-        prefill: name of the backend of steps with more than one token of some row.
-        decode: name of the backend of steps with one token of each row.
-        exact: with `Feature.EXACT`.
+        prefill: backend name for steps in which some row has several tokens.
+        decode: backend name for steps in which every row has one token.
+        exact: whether `Feature.EXACT` is needed.
 
     Raises:
-        ConfigError: one of them cannot serve these layers on this device; the message names those that can.
+        ConfigError: a backend cannot serve these layers on this device. The message lists backends that can.
     """
     needs, options = needs_of(token_to_kv_pool), {}
     if exact:
@@ -47,7 +47,7 @@ def create_backend(
 
 
 def needs_of(pool: TokenToKVPool) -> AttentionNeeds:
-    """Needs that the layers of `pool` have of a backend, on a device that is known by now."""
+    """What the layers of `pool` need from a backend on the pool's device."""
     on_gpu = pool.device.type == "cuda"
     of_cache = {Feature.FP8_KV} if pool.dtype is FP8 else set[Feature]()
     return AttentionNeeds(

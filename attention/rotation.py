@@ -1,4 +1,5 @@
-"""The work on query and key heads between the QKV product and attention, as a backend sees it."""
+"""The work on query and key heads between the QKV product and attention: norms, rotary embedding, writes to the
+pool."""
 
 from __future__ import annotations
 
@@ -11,25 +12,25 @@ from attention.layer import AttentionLayer, LatentLayer
 
 
 class QKNorms(NamedTuple):
-    """RMSNorm of every query head and of every key head, before the rotation."""
+    """RMSNorm on every query and key head, before the rotary embedding."""
 
     q_weight: torch.Tensor
-    """[head_dim], of the activations' dtype or fp32."""
+    """[head_dim] in the activations' dtype or fp32."""
     k_weight: torch.Tensor
-    """[head_dim], likewise."""
+    """[head_dim] in the activations' dtype or fp32."""
     eps: float
 
 
 class LatentNorm(NamedTuple):
-    """RMSNorm of every token's latent."""
+    """RMSNorm on every token's latent."""
 
     weight: torch.Tensor
-    """[latent_dim], of the activations' dtype or fp32."""
+    """[latent_dim] in the activations' dtype or fp32."""
     eps: float
 
 
 class Rotation(Protocol):
-    """The rotary embedding at the positions of one step's tokens; worker/layers/rotary.py makes it."""
+    """The rotary embedding for the positions of one step's tokens, implemented in worker/layers/rotary.py."""
 
     def norm_rotate_store(
         self,
@@ -39,16 +40,17 @@ class Rotation(Protocol):
         pool: TokenToKVPool,
         out_cache_loc: torch.Tensor,
     ) -> torch.Tensor:
-        """Norms and rotates query and key heads, and writes keys, so treated, and values to their slots.
+        """Applies norms and rotary embedding to query and key heads, and writes keys and values to their slots.
 
         Args:
-            qkv: [num_tokens, (tp_q_head_num + 2 * tp_k_head_num) * head_dim], contiguous; query columns may be changed.
-            norms: None for none.
-            pool: of qkv's `compute_dtype`, which keys and values are turned into its own dtype from.
+            qkv: [num_tokens, (tp_q_head_num + 2 * tp_k_head_num) * head_dim], contiguous. The query columns may be
+                overwritten.
+            norms: None if the layer has none.
+            pool: its `compute_dtype` must be qkv's dtype. It converts keys and values to its own dtype.
             out_cache_loc: [num_tokens] int64: the slot of each token.
 
         Returns:
-            The query heads [num_tokens, tp_q_head_num * head_dim]; rows may lie further apart than they are long.
+            The query heads [num_tokens, tp_q_head_num * head_dim]. The row stride may exceed the row length.
         """
 
     def norm_rotate_store_latent(
@@ -60,11 +62,11 @@ class Rotation(Protocol):
         pool: TokenToKVPool,
         out_cache_loc: torch.Tensor,
     ) -> None:
-        """Rotates query heads, and writes the latents after their norm, and the keys, rotated, to their slots.
+        """Rotates query heads, and writes the normed latents and the rotated keys to their slots.
 
         Args:
-            q: [num_tokens, tp_q_head_num, nope_dim + rope_dim]; the last columns turn, in place.
+            q: [num_tokens, tp_q_head_num, nope_dim + rope_dim]. The last columns are rotated in place.
             kept: [num_tokens, latent_dim + rope_dim]: latents and keys, before norm and rotation.
-            pool: of their dtype.
+            pool: of the same dtype.
             out_cache_loc: [num_tokens] int64: the slot of each token.
         """

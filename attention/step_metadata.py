@@ -1,7 +1,7 @@
-"""Turns what a step's frame says into what its layers read: the tensors, and torch's twins of the Triton kernels.
+"""Turns a step's frame into the tensors that layers read, for CPUs, with numpy.
 
-attention/kernels/step_metadata.py has the kernels, by the same names and signatures. These write through numpy, for
-whose small arrays a call takes less time.
+attention/kernels/step_metadata.py has the Triton kernels of the same names and signatures. numpy is used because its
+calls on small arrays are faster than torch's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTensors:
-    """Tensors that `fill_step_metadata` writes, for B rows of T tokens; contiguous, on the device."""
+    """Tensors that `fill_step_metadata` writes, for B rows and T tokens; contiguous, on the device."""
 
     input_ids: torch.Tensor
     """[T] int64."""
@@ -23,13 +23,13 @@ class StepTensors:
     out_cache_loc: torch.Tensor
     """[T] int64: KV slot (page * page_size + offset) of each token."""
     cache_seqlens: torch.Tensor
-    """[B] int32: tokens of each row once this step's are in the cache."""
+    """[B] int32: tokens of each row in the cache after this step's tokens are written."""
     page_table: torch.Tensor
-    """[B, max_pages] int32: pages of each row; what follows a row's last page is left as it was."""
+    """[B, max_pages] int32: pages of each row. Entries after a row's last page are not written."""
     window_out_cache_loc: torch.Tensor | None = None
-    """[T] int64: slot of each token in the window pool; None without one."""
+    """[T] int64: slot of each token in the window pool. None without a window pool."""
     window_page_table: torch.Tensor | None = None
-    """[B, max_pages] int32: pages of each row in the window pool; else as `page_table`."""
+    """[B, max_pages] int32: window pages of each row; otherwise like `page_table`. None without a window pool."""
 
     def first(self, num_rows: int, num_tokens: int) -> StepTensors:
         """Views of the first rows and tokens."""
@@ -59,10 +59,10 @@ def fill_step_metadata(
     page_size: int,
     max_seqlen_q: int,
     out: StepTensors,
-    places: torch.Tensor | None = None,
+    window_page_of: torch.Tensor | None = None,
     next_starts: torch.Tensor | None = None,
 ) -> None:
-    """The kernel's twin, for tensors on the CPU."""
+    """The CPU version of the kernel of the same name."""
     table, row_of, bounds, positions = page_table.numpy(), rows.numpy(), cu_seqlens_q.numpy(), starts.numpy()
     if next_starts is not None:
         positions = np.where(positions < 0, next_starts.numpy()[row_of], positions)
@@ -71,7 +71,7 @@ def fill_step_metadata(
     seq_lens = positions + lens
     row_of_token = row_of
     if max_seqlen_q > 1:
-        # Position of token t of row i: its row's start plus t's offset in the row.
+        # A token's position is its row's start plus its offset in the row.
         positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(positions - bounds[:-1], lens)
         row_of_token = np.repeat(row_of, lens)
     pages, offsets = np.divmod(positions, page_size)
@@ -87,16 +87,16 @@ def fill_step_metadata(
     is_page = np.arange(width) < num_pages[:, None]
     row_pages = table[row_of, :width]
     np.copyto(out.page_table.numpy()[:num_rows, :width], row_pages, where=is_page)
-    if places is not None:
+    if window_page_of is not None:
         assert out.window_out_cache_loc is not None, "places without a window pool"
         assert out.window_page_table is not None, "places without a window pool"
-        place = places.numpy()
+        place = window_page_of.numpy()
         out.window_out_cache_loc.numpy()[:num_tokens] = place[pages] * np.int64(page_size) + offsets
         windowed = place[np.where(is_page, row_pages, 0)]
         np.copyto(out.window_page_table.numpy()[:num_rows, :width], windowed, where=is_page)
 
 
 def apply_page_deltas(page_table: torch.Tensor, deltas: torch.Tensor) -> None:
-    """The kernel's twin, for tensors on the CPU."""
+    """The CPU version of the kernel of the same name."""
     row, index, page = deltas.numpy().T
     page_table.numpy()[row, index] = page

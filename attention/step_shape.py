@@ -1,4 +1,4 @@
-"""The shape of a step: of one as it is, or of a captured one that others are padded to."""
+"""The shape of a step, or of a captured CUDA graph to which steps are padded."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import numpy as np
 from attention.forward_batch import Int32Array, Int64Array
 
 ANY_LEN = 2**31 - 1
-"""`max_seq_len` of a captured shape whose rows may be as long as they can."""
+"""`max_seq_len` of a captured shape for rows of any length."""
 FEW_ROWS = 8
-"""Sampled rows of the captured shapes for prompts that nothing or little else runs beside, at most."""
+"""Largest number of sampled rows in the captured shapes for prompts that run alone or beside few other rows."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class StepShape:
-    """How many tokens and rows a step has.
+    """Numbers of tokens and rows of a step.
 
-    Where each row has one token and samples it, all are decodes: each padding row has one token too. In other captured
-    shapes the last row is padding and has all tokens that a step does not fill; rows between the step's and it have
-    none.
+    If each row has one token and samples it, the step is a decode, and each padding row has one token too. In other
+    captured shapes, the last row is padding and has all unused tokens. Rows between it and the step's rows have no
+    tokens.
     """
 
     num_tokens: int
     num_rows: int
     num_sampled: int
-    """Inputs that are sampled, one of a row but for rows with drafts; who has fewer samples the last row for the
-    rest."""
+    """Number of inputs whose next token is sampled: one per row, and more for rows with drafts. A step with fewer
+    repeats the last row."""
     max_seq_len: int = ANY_LEN
-    """Tokens of the longest row, this step's included; of a captured shape, the most that its rows may have."""
+    """Tokens of the longest row, this step's included. For a captured shape, the longest row that it supports."""
 
     @property
     def is_decode(self) -> bool:
         return self.num_rows == self.num_sampled == self.num_tokens
 
     def holds(self, step: StepShape) -> bool:
-        """Whether a step of that shape can be padded to this one, a captured one."""
+        """Whether a step of that shape can be padded to this captured shape."""
         if self.is_decode:
             return step.is_decode and step.num_rows <= self.num_rows
         return (
@@ -47,8 +47,8 @@ class StepShape:
         )
 
     def padded(self, prefix_lens: Int32Array, extend_lens: Int32Array) -> tuple[Int64Array, Int64Array]:
-        """`prefix_lens` and `extend_lens` of a step's rows, and of those that pad the step to this shape, a captured
-        one: [num_rows] each."""
+        """`prefix_lens` and `extend_lens`, [num_rows] each, of a step's rows and of the rows that pad it to this
+        captured shape."""
         num_rows = len(extend_lens)
         prefixes, lens = np.zeros((2, self.num_rows), np.int64)
         prefixes[:num_rows], lens[:num_rows] = prefix_lens, extend_lens

@@ -1,8 +1,8 @@
-"""The reference backend: plain torch, on any device, for GQA and MLA, windows, chunks, sinks, softcap and any scale.
+"""The reference backend in plain torch, for any device: GQA and MLA, windows, chunks, sinks, softcap and any scale.
 
-Decodes run together: their keys are gathered into one padded block and query heads that share a KV head stand as rows
-of one product. Each longer row runs alone. Padding repeats a row's own last slot, so nothing but its own tokens is
-ever read, whatever lies in unused pages.
+Decodes run together: their keys are gathered into one padded block, and the query heads of a KV head are rows of one
+product. Longer rows run one by one. Padding repeats a row's own last slot, so the contents of unused pages never
+matter.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from attention.layer import AttentionLayer, LatentLayer, VisibleRange
 Int64Array = npt.NDArray[np.int64]
 
 _OWN_KEY_ELEMENTS = 1 << 24
-"""Elements of keys that are made of latents at once, but for at least one head: 64 MiB in fp32, where a long prompt's
-would not fit beside the pool."""
+"""Largest number of key elements that are expanded from latents at once, unless one head has more: 64 MiB in fp32. The
+keys of a long prompt would not fit beside the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,13 @@ class _DecodeGroup:
     """Decode rows of similar length."""
 
     tokens: torch.Tensor | None
-    """[num_rows] int64: their tokens in the batch. None: all of them, in order."""
+    """[num_rows] int64: indices of the rows' tokens in the batch. If None, all tokens in order."""
     num_rows: int
     slots: torch.Tensor | slice
-    """[num_rows * num_keys] int64: KV slots each row reads. A slice where they follow one another, to copy nothing."""
+    """[num_rows * num_keys] int64: KV slots that each row reads. A slice if they are consecutive, which avoids a
+    copy."""
     mask: torch.Tensor | None
-    """[num_rows, 1, 1, num_keys] in the pool's compute_dtype: 0 or -inf. None: no padding."""
+    """[num_rows, 1, 1, num_keys] in the pool's compute_dtype: 0 or -inf. None if nothing is padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,15 @@ class _Extend:
     stop: int
     """The row's tokens in the batch."""
     slots: torch.Tensor | slice
-    """[num_keys] int64, or a slice as above."""
+    """[num_keys] int64, or a slice if the slots are consecutive."""
     mask: torch.Tensor | None
-    """[num_tokens, num_keys] in the pool's compute_dtype: 0 or -inf. None: plainly causal, as many keys as tokens."""
+    """[num_tokens, num_keys] in the pool's compute_dtype: 0 or -inf. None if the row is causal and has as many keys as
+    tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
-    """One step's indices for all layers of one visible range."""
+    """One step's indices for all layers with the same visible range."""
 
     decodes: tuple[_DecodeGroup, ...]
     extends: tuple[_Extend, ...]
@@ -74,7 +76,7 @@ class _Metadata:
 
 @register("torch_native")
 class TorchNativeBackend(AttentionBackend):
-    """Attention by `scaled_dot_product_attention`, or by two products where there are a softcap or sinks."""
+    """Attention by `scaled_dot_product_attention`, or by two products if the layer has a softcap or sinks."""
 
     def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
         super().__init__(layers, token_to_kv_pool)
@@ -127,7 +129,7 @@ class TorchNativeBackend(AttentionBackend):
         num_rows, kv_heads, head_dim = group.num_rows, layer.tp_k_head_num, layer.head_dim
         kv_shape = (num_rows, -1, kv_heads, head_dim)
         out = _attend(
-            # Query heads of one KV head stand where a prompt's tokens would: one product reads each key once.
+            # The query heads of a KV head take the dimension of a prompt's tokens, so one product reads each key once.
             q.reshape(num_rows, kv_heads, -1, head_dim),
             k.view(kv_shape).transpose(1, 2),
             v.view(kv_shape).transpose(1, 2),
@@ -144,7 +146,7 @@ class TorchNativeBackend(AttentionBackend):
         group_size = layer.tp_q_head_num // kv_heads
         k, v = self._keys_values(layer, extend.slots)
         num_tokens, num_keys = len(q), len(k)
-        # [tp_k_head_num, group_size, num_keys, head_dim]: KV heads as the batch, each repeated for its query heads.
+        # [tp_k_head_num, group_size, num_keys, head_dim]: KV heads are the batch, each repeated for its query heads
         kv_shape = (num_keys, kv_heads, 1, head_dim)
         wide = (kv_heads, group_size, num_keys, head_dim)
         out = _attend(
@@ -167,19 +169,20 @@ class TorchNativeBackend(AttentionBackend):
         out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_dim)
         num_heads = max(1, _OWN_KEY_ELEMENTS // (num_keys * q.shape[-1]))
         for first in range(0, layer.tp_q_head_num, num_heads):
-            which = slice(first, first + num_heads)
-            k, v = heads.keys_values(kept, which)
-            # With keys and values of one width torch attends without a matrix of scores: 384 ms instead of 800 for 512
-            # tokens that see 2048, 16 heads of 192 and 128 columns, fp32, one core of an AMD EPYC.
+            its_heads = slice(first, first + num_heads)
+            k, v = heads.keys_values(kept, its_heads)
+            # If keys and values have the same width, torch attends without a matrix of scores: 384 ms instead of 800
+            # for 512 tokens that see 2048, 16 heads of 192 and 128 columns, fp32, one core of an AMD EPYC.
             v = F.pad(v, (0, max(k.shape[-1] - v.shape[-1], 0)))
-            own_q, k, v = (it.transpose(0, 1).unsqueeze(0) for it in (q[:, which], k, v))
+            own_q, k, v = (it.transpose(0, 1).unsqueeze(0) for it in (q[:, its_heads], k, v))
             attended = _attend(own_q, k, v, extend.mask, layer, is_causal=extend.mask is None)
-            out[:, which] = attended[0, ..., : layer.v_dim].transpose(0, 1)
+            out[:, its_heads] = attended[0, ..., : layer.v_dim].transpose(0, 1)
         return out.flatten(1)
 
-    def _keys_values(self, layer: AttentionLayer, which: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """[num_slots, tp_k_head_num * head_dim] each, in the pool's compute_dtype; one tensor where it keeps one."""
-        kept = self.token_to_kv_pool.read(layer.layer_id, which)
+    def _keys_values(self, layer: AttentionLayer, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """[num_slots, tp_k_head_num * head_dim] each, in the pool's compute_dtype. Both are one tensor if the pool
+        stores one."""
+        kept = self.token_to_kv_pool.read(layer.layer_id, slots)
         return kept[0], kept[-1]
 
     def _plan(self, batch: ForwardBatch, visible: VisibleRange, masked: dict[int, _Masked]) -> _Metadata:
@@ -198,14 +201,14 @@ class TorchNativeBackend(AttentionBackend):
         )
 
     def _slots(self, page_table: torch.Tensor, positions: Int64Array) -> torch.Tensor | slice:
-        """KV slots, flattened, of `positions` [num_rows, num_keys] of the rows of `page_table`."""
+        """KV slots, flattened, of `positions` [num_rows, num_keys] in the rows of `page_table`."""
         page_size = self.token_to_kv_pool.page_size
         pages = page_table.gather(1, self._upload(positions // page_size)).long()
         slots = (pages * page_size + self._upload(positions % page_size)).view(-1)
         if self._device.type == "cpu":
             first, stop = int(slots[0]), int(slots[-1]) + 1
             if stop - first == len(slots) and np.array_equal(slots.numpy(), np.arange(first, stop)):
-                return slice(first, stop)  # the pages of one row that had the pool to itself
+                return slice(first, stop)  # consecutive pages of a row that had the pool to itself
         return slots
 
     def _upload(self, array: Int64Array) -> torch.Tensor:
@@ -251,13 +254,14 @@ class TorchNativeBackend(AttentionBackend):
         )
 
     def _mask(self, hidden: npt.NDArray[np.bool_]) -> torch.Tensor:
-        """-inf where hidden, in the pool's compute_dtype: a boolean mask would be turned into this once a layer."""
+        """-inf where a key is hidden, in the pool's compute_dtype. torch would convert a boolean mask to this once per
+        layer."""
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(torch.from_numpy(hidden).to(self._device), float("-inf"))
 
 
 def _masked_rows(batch: ForwardBatch) -> dict[int, _Masked]:
-    """The rows that have a part of the mask, by number. Waits for the device where that is a GPU."""
+    """The parts of the mask, by row. Waits for the device if it is a GPU."""
     if (mask := batch.mask) is None:
         return {}
     visible, positions, starts = (it.cpu().numpy() for it in (mask.visible, mask.positions, mask.starts))
@@ -270,7 +274,7 @@ def _masked_rows(batch: ForwardBatch) -> dict[int, _Masked]:
 
 
 def _similar_lengths(rows: Int64Array, lengths: Int64Array) -> list[Int64Array]:
-    """Cuts `rows` into groups none of whose `lengths` is below half its longest: padding at most doubles the work."""
+    """Groups `rows` such that no length in a group is below half the longest. So padding at most doubles the work."""
     groups: list[Int64Array] = []
     if len(rows) == 0:
         return groups
@@ -294,10 +298,10 @@ def _attend(
     is_causal: bool,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(softcap(q @ k.T * scale) + mask) @ v over the last two dimensions; q, k, v have four.
+    """softmax(softcap(q @ k.T * scale) + mask) @ v over the last two of four dimensions.
 
-    The factor of the scores is the layer's `scale` and that of its keys, and its `v_scale` comes last. Sinks count as
-    one key more, without a value. `sinks` are the layer's, in a shape that broadcasts to q's.
+    The factor of the scores is the layer's `scale` times that of its keys, and `v_scale` is applied last. A sink counts
+    as one more key without a value. `sinks` are the layer's, in a shape that broadcasts to q's.
     """
     scale = layer.scale * layer.k_scale
     if layer.softcap is None and sinks is None:

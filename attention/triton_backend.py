@@ -1,4 +1,4 @@
-"""The backend of the Triton kernels: any GPU that Triton compiles for, and every feature that a layer may have."""
+"""The backend of Lockstep's own Triton kernels, for every GPU that Triton supports and every layer feature."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from attention.step_shape import StepShape
 from attention.triton_latent import LatentPlan, TritonLatent, plan_of, plan_of_any
 
 _MOST_ABSORBED = 512
-"""New tokens of the largest captured steps of latent layers with prompts. A graph does not know what is cached, and
-absorbs it: for many new tokens that takes more time than eager launches. Not measured."""
+"""Most new tokens of captured steps with prompts, for latent layers. A graph does not know what is cached and uses the
+absorbed form, which for many new tokens takes longer than eager launches. Not measured."""
 
 
 @register("triton")
 class TritonBackend(AttentionBackend):
-    """Steps in which every row has one token by `paged_decode`, all others by `paged_extend`.
+    """Uses `paged_decode` for steps in which every row has one token, and `paged_extend` for all others.
 
-    Unused entries of the page table, unused pages and unused slots of a row's last page are never read. The last bits
-    of a row's answer do not depend on the other rows, but for a decode on how many there are: `paged_decode` cuts the
-    keys of few rows into runs, of many it does not, and among prompts a decode goes through `paged_extend`.
-
-    Latent layers are attention/triton_latent.py's: there a row's last bits also depend on whether the step is captured.
+    Unused page-table entries, unused pages and unused slots of a row's last page are never read. The bits of a row's
+    answer do not depend on the other rows' contents. A decode's bits depend on the number of rows, because
+    `paged_decode` splits the keys of few rows, and decodes among prompts use `paged_extend`. Latent layers are in
+    attention/triton_latent.py; their bits also depend on whether the step is captured.
 
     Args:
-        exact: all steps by `paged_exact`: the bits of a token's answer depend on what it sees and on nothing else, by
-            the contract of attention/kernels/exact.py, which has neither masks nor latent layers.
+        exact: use `paged_exact` for all steps. The bits of an answer then depend only on what the token sees, by the
+            contract of attention/kernels/exact.py. It supports neither masks nor latent layers.
     """
 
     captures_cuda_graphs = True
@@ -55,7 +54,7 @@ class TritonBackend(AttentionBackend):
         self._latent_plan: LatentPlan | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Queues nothing but for latent layers."""
+        """Queues kernels only for latent layers."""
         super().init_forward_metadata(batch)
         batch.paged.check()
         assert batch.mask is None or self._paged_exact is None, "a mask in an exact step"

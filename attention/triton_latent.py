@@ -1,8 +1,8 @@
 """Latent attention (MLA) by the Triton kernels.
 
-Decodes take the absorbed form. In other steps new tokens attend to one another in heads of their own, and to the cached
-tokens before them in whichever form takes a row fewer operations: absorbed, or over keys and values that are made of
-latents, a chunk at a time. The parts are merged by the logarithms of their sums.
+Decodes use the absorbed form. In other steps, new tokens attend to each other with expanded heads. To the cached tokens
+they attend in the form that takes fewer operations for the row: absorbed, or with keys and values expanded from latents
+a chunk at a time. The parts are merged by the logarithms of their sums.
 """
 
 from __future__ import annotations
@@ -20,58 +20,59 @@ from attention.latent import LatentHeads
 from attention.layer import LatentLayer
 
 _CHUNK_ELEMENTS = 1 << 25
-"""Elements of keys and values that are made of cached latents at once: 64 MiB of 16 bits. Not measured."""
+"""Largest number of key and value elements expanded from cached latents at once: 64 MiB of 16-bit values. Not
+measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cached:
-    """A part of what is cached of rows that follow one another."""
+    """A part of the cached tokens of consecutive rows."""
 
     tokens: slice
-    """Their new tokens."""
+    """The rows' new tokens."""
     paged: PagedMetadata
-    """The rows as if nothing but the part were cached of them."""
+    """The rows' metadata as if only this part were cached."""
     slots: torch.Tensor | None
-    """[num_keys] int64: where the part is in the pool, one row's after the other's, if keys and values are to be made
-    of it; the page of each row is then its first key. None: it is absorbed."""
+    """[num_keys] int64: slots of the part, row after row, if keys and values are expanded from them. The page of each
+    row is then its first key. None if the part is absorbed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentPlan:
-    """The plan of a step that is not of decodes alone, for every layer."""
+    """The plan of a step that is not a decode, for all layers."""
 
     out_cache_loc: torch.Tensor
     """[num_tokens] int64: slots of the new tokens."""
     own: PagedMetadata
-    """Each row as if nothing were cached of it; its page is its first new token."""
+    """The rows' metadata as if nothing were cached. The page of each row is its first new token."""
     mask: NewTokenMask | None
     cached: tuple[_Cached, ...]
 
 
 def plan_of_any(batch: ForwardBatch) -> LatentPlan:
-    """The plan of a step of which only its shape is known, while it is captured: cached tokens are all absorbed."""
+    """The plan of a step that is captured, for which only the shape is known: all cached tokens are absorbed."""
     paged, starts = batch.paged, batch.paged.cu_seqlens_q
     own = replace(paged, cache_seqlens=starts.diff(), page_table=starts[:-1, None])
     return LatentPlan(batch.out_cache_loc, own, batch.mask, (_Cached(slice(None), paged, None),))
 
 
 def plan_of(batch: ForwardBatch, layer: LatentLayer, page_size: int) -> LatentPlan:
-    """The plan of `batch`, for layers like `layer`. What is queued does not wait for the device."""
+    """The plan of `batch`, for layers like `layer`. Queues kernels and does not wait for the device."""
     absorbs, has_cached = layer.absorbs(batch.extend_lens, batch.prefix_lens), batch.prefix_lens > 0
     cached: list[_Cached] = []
-    if (which := has_cached & absorbs).any():
-        tokens, paged, num_keys = _part_of(batch, layer, which, absorbed=True)
+    if (chosen := has_cached & absorbs).any():
+        tokens, paged, num_keys = _part_of(batch, layer, chosen, absorbed=True)
         cached.append(_Cached(tokens, replace(paged, cache_seqlens=paged.cu_seqlens_q.diff() + num_keys), None))
-    if (which := has_cached & ~absorbs).any():
-        cached += _chunks(batch, layer, which, page_size)
+    if (chosen := has_cached & ~absorbs).any():
+        cached += _chunks(batch, layer, chosen, page_size)
     return replace(plan_of_any(batch), cached=tuple(cached))
 
 
-def _chunks(batch: ForwardBatch, layer: LatentLayer, which: npt.NDArray[np.bool_], page_size: int) -> list[_Cached]:
-    """The cached tokens of the rows `which`, in chunks of which keys and values are made together."""
-    tokens, paged, num_keys = _part_of(batch, layer, which, absorbed=False)
+def _chunks(batch: ForwardBatch, layer: LatentLayer, chosen: npt.NDArray[np.bool_], page_size: int) -> list[_Cached]:
+    """The cached tokens of the `chosen` rows, in chunks whose keys and values are expanded together."""
+    tokens, paged, num_keys = _part_of(batch, layer, chosen, absorbed=False)
     num_new, bounds = paged.cu_seqlens_q.diff(), F.pad(num_keys.cumsum(0, dtype=torch.int32), (1, 0))
-    slots = _slots(paged.page_table, bounds, int(batch.prefix_lens[which].sum()), page_size)
+    slots = _slots(paged.page_table, bounds, int(batch.prefix_lens[chosen].sum()), page_size)
     size = max(_CHUNK_ELEMENTS // (layer.tp_q_head_num * (layer.qk_dim + layer.v_dim)), 1)
     chunks = []
     for first in range(0, len(slots), size):
@@ -82,11 +83,15 @@ def _chunks(batch: ForwardBatch, layer: LatentLayer, which: npt.NDArray[np.bool_
 
 
 def _part_of(
-    batch: ForwardBatch, layer: LatentLayer, which: npt.NDArray[np.bool_], *, absorbed: bool
+    batch: ForwardBatch, layer: LatentLayer, chosen: npt.NDArray[np.bool_], *, absorbed: bool
 ) -> tuple[slice, PagedMetadata, torch.Tensor]:
-    """Rows from the first to the last of `which`: their tokens, what kernels read of them, and [num_rows] int32, on the
-    device, how much is cached of those that are absorbed, or of those that are not; 0 of others."""
-    first, last = np.flatnonzero(which)[[0, -1]].tolist()
+    """The rows from the first to the last `chosen` one.
+
+    Returns:
+        Their tokens; their paged metadata; and [num_rows] int32, device: the number of cached tokens of each chosen
+        row, 0 for the others.
+    """
+    first, last = np.flatnonzero(chosen)[[0, -1]].tolist()
     tokens, rows = slice(*batch.cu_seqlens_q[[first, last + 1]].tolist()), slice(first, last + 1)
     starts = batch.paged.cu_seqlens_q[first : last + 2] - tokens.start
     lens, table = batch.paged.cache_seqlens[rows], batch.paged.page_table[rows]
@@ -98,7 +103,7 @@ def _part_of(
 
 
 def _slots(page_table: torch.Tensor, bounds: torch.Tensor, num_keys: int, page_size: int) -> torch.Tensor:
-    """[num_keys] int64: KV slots of the first tokens of each row, bounds[i + 1] - bounds[i] of row i."""
+    """[num_keys] int64: KV slots of the first tokens of each row. Row i has bounds[i + 1] - bounds[i] of them."""
     index = torch.arange(num_keys, dtype=torch.int32, device=bounds.device)
     row = torch.searchsorted(bounds, index, right=True) - 1
     position = index - bounds[row]
@@ -106,7 +111,7 @@ def _slots(page_table: torch.Tensor, bounds: torch.Tensor, num_keys: int, page_s
 
 
 class TritonLatent:
-    """The layers' attention by `paged_decode` and `paged_extend`, over a pool that holds the new tokens' latents."""
+    """Attends by `paged_decode` and `paged_extend`, over a pool that holds the new tokens' latents."""
 
     def __init__(self, token_to_kv_pool: TokenToKVPool) -> None:
         from attention.kernels.decode import paged_decode
@@ -117,13 +122,13 @@ class TritonLatent:
         self._pool = token_to_kv_pool
 
     def decode(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, paged: PagedMetadata) -> torch.Tensor:
-        """Does attend_latent of AttentionBackend in a step in which every row has one token."""
+        """Implements `AttentionBackend.attend_latent` for steps in which every row has one token."""
         latents = q.new_empty(len(q), layer.tp_q_head_num, layer.latent_dim)
         self._paged_decode(self._absorbed(q, layer, heads), self._pages(layer), None, paged, layer, out=latents)
         return heads.values(latents.flatten(1))
 
     def extend(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, plan: LatentPlan) -> torch.Tensor:
-        """Does attend_latent of AttentionBackend in any other step."""
+        """Implements `AttentionBackend.attend_latent` for all other steps."""
         k, v = self._keys_values(layer, heads, plan.out_cache_loc)
         if not plan.cached:
             out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_dim)
@@ -140,7 +145,7 @@ class TritonLatent:
     def _attend_cached(
         self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, cached: _Cached
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Answers [num_tokens, tp_q_head_num, v_dim] over a part alone, and the logarithms of their sums."""
+        """Answers [num_tokens, tp_q_head_num, v_dim] over one part, and the logarithms of their sums."""
         if cached.slots is None:
             latents, lse = _part(q, layer.latent_dim, q.dtype)
             wide, pages = self._absorbed(q, layer, heads), self._pages(layer)
@@ -151,11 +156,11 @@ class TritonLatent:
         return self._paged_extend(q, k, v, cached.paged, layer, out=out, lse=lse, prefix_only=True), lse
 
     def _keys_values(
-        self, layer: LatentLayer, heads: LatentHeads, which: torch.Tensor
+        self, layer: LatentLayer, heads: LatentHeads, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The heads' own of the tokens in slots `which`, [num_keys] int64; of FP8, like what the pool holds, divided by
-        the layer's factor."""
-        [kept] = self._pool.read(layer.layer_id, which)
+        """Expanded keys and values of the tokens in `slots` [num_keys] int64. If the pool is FP8, they are still
+        divided by the layer's factor."""
+        [kept] = self._pool.read(layer.layer_id, slots)
         k, v = heads.keys_values(kept)
         return k, v.contiguous()
 
@@ -169,7 +174,7 @@ class TritonLatent:
 
 
 def _part(q: torch.Tensor, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for answers [num_tokens, tp_q_head_num, width] of `dtype` to queries `q`, and for logarithms of their sums,
-    in fp32."""
+    """Memory for answers [num_tokens, tp_q_head_num, width] in `dtype` to queries `q`, and for the fp32 logarithms of
+    their sums."""
     out = torch.empty((*q.shape[:2], width), dtype=dtype, device=q.device)
     return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

@@ -212,7 +212,7 @@ class Frames(ScheduledFrames):
         if frame is None:
             return None
         self.rows += rows_of_logits(frame, self._scheduler)
-        self.most_rows = max(self.most_rows, int(np.count_nonzero(frame.draws)))
+        self.most_rows = max(self.most_rows, int(np.count_nonzero(frame.samples_per_row)))
         return frame.encode()
 
     def retire(self, result: bytes) -> None:

@@ -118,7 +118,7 @@ class _Frames:
         given, lens = frame.has_tokens, frame.lens[frame.has_tokens]
         begins = frame.starts[given] == 0
         self._requests[frame.rows[given][begins]] = frame.token_ids[(np.cumsum(lens) - lens)[begins]]
-        drafts, rows = self._run(frame, *args), frame.rows[frame.draws > 0].astype(np.int64)
+        drafts, rows = self._run(frame, *args), frame.rows[frame.samples_per_row > 0].astype(np.int64)
         if drafts is None:
             return None
         starts = self._passes._inputs._next_starts
@@ -186,7 +186,7 @@ class Foreseeing(Drafter):
                 request.history = cast("NgramHistory", foreseen)
         super().take(rows)
 
-    def has_ahead(self, rows: Int32Array) -> npt.NDArray[np.bool_]:
+    def has_drafts_on_device(self, rows: Int32Array) -> npt.NDArray[np.bool_]:
         return np.zeros(len(rows), np.bool_)
 
     def bring(self, rows: Int32Array, drafts: Int32Array) -> None:
@@ -263,8 +263,8 @@ class _Ranks:
             before, ended = ended, time.perf_counter()
             output, frame = scheduler.retire(result), frames.pop(result.step)
             # Steps of fewer rows, and of prompts, say nothing of a batch.
-            if len(frame.rows) == batch and (frame.lens == np.maximum(frame.draws, 1)).all():
-                num_drafts = int((frame.draws - 1).sum())
+            if len(frame.rows) == batch and (frame.lens == np.maximum(frame.samples_per_row, 1)).all():
+                num_drafts = int((frame.samples_per_row - 1).sum())
                 steps[num_drafts > 0].append((ended - before, num_drafts))
             ids, new = np.frombuffer(output.ids, np.int64), np.frombuffer(output.tokens, np.int32)
             for request_id, token in zip(ids.tolist(), new.tolist(), strict=True):

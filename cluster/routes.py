@@ -56,7 +56,7 @@ class Version(msgspec.Struct):
     version: str
 
 
-class Servings:
+class Handlers:
     """The objects that answer the routes of one replica; its own methods wait for nothing."""
 
     def __init__(self, model: ServedModel, requests: ActiveRequests, document: bytes) -> None:
@@ -135,9 +135,9 @@ class Route:
     """A sentence; the document adds whether an admin key is needed."""
     handler: ModelHandler | None = None
     """The handler that answers it for the model of a replica; with one of the next two in its place None."""
-    serving: Callable[[Servings], Handler] | None = None
+    serving: Callable[[Handlers], Handler] | None = None
     """The handler that answers it with more of a replica than its model."""
-    plain: Callable[[Servings], PlainHandler] | None = None
+    plain: Callable[[Handlers], PlainHandler] | None = None
     """The handler that answers it at once, without a body, and also while the server stops."""
     request: type[BaseModel] | None = None
     answer: Any = None

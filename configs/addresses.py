@@ -1,4 +1,4 @@
-"""Addresses of hosts, IPv4 and IPv6 alike."""
+"""Host addresses, IPv4 and IPv6."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import socket
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """The family of the address `host`; names of hosts count as IPv4."""
+    """The address family of `host`. Host names count as IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def host_and_port(host: str, port: int) -> str:
-    """`host:port` as it is written in a URL: an IPv6 address is in brackets."""
+    """`host:port` as in a URL, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,7 +1,7 @@
-"""The table of what each attention backend can do, asked before anything starts, drawn in the docs and held by tests.
+"""What each attention backend can do. The start-up checks, the docs and the tests read this table.
 
-Plain data, but for the order that measurements put backends in. What implements a backend registers under its name in
-attention/registry.py.
+This module is plain data, except that measurements decide the order of the backends. The class of a backend registers
+under its name in attention/registry.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from configs.attention_times import Ranking, rank
 from configs.errors import ConfigError
 
 Phase = Literal["prefill", "decode"]
-"""prefill: steps in which some row has more than one token. decode: those in which every row has one."""
+"""prefill: a step in which some row has more than one token. decode: a step in which every row has one token."""
 
 
 class Feature(StrEnum):
-    """Features that attention may be asked for beyond causal attention of grouped query heads over pages."""
+    """Features that a backend may have beyond causal grouped-query attention over pages."""
 
     WINDOW = "sliding window"
     SOFTCAP = "soft cap"
@@ -30,30 +30,31 @@ class Feature(StrEnum):
     CHUNK = "chunked local attention"
     LATENT = "latent attention (MLA)"
     MASK = "masks over new tokens"
-    """Asked by a step, not by a layer (`ForwardBatch.mask`): trees of drafts, images seen both ways, many items."""
+    """Requested by a step (`ForwardBatch.mask`), not by a layer: trees of drafts, images, scored items."""
     FP8_KV = "FP8 KV cache"
     EXACT = "exact numerics"
-    """Asked by a setting, not by a layer: bits that do not depend on batch, chunking or number of ranks."""
+    """Requested by a setting, not by a layer: bits that do not depend on the batch, on chunks or on the number of
+    ranks."""
 
 
 class LatentShape(NamedTuple):
-    """Sizes of a latent layer on one rank, as kernels see them."""
+    """Sizes of a latent layer on one rank."""
 
     num_heads: int
     latent_dim: int
     rope_dim: int
-    """Elements of the rotated key."""
+    """Number of elements of the rotated key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentSizes:
-    """The latent layers that a backend's kernels are made for."""
+    """The latent layers for which a backend has kernels."""
 
     most_heads: int
-    """Query heads of one rank, at most."""
+    """Largest number of query heads on one rank."""
     latent_dims: frozenset[int]
     rope_unit: int
-    """Divides the elements of a rotated key."""
+    """The size of a rotated key must be a multiple of this."""
 
     def hold(self, shape: LatentShape) -> bool:
         """Whether there are kernels for `shape`."""
@@ -69,64 +70,65 @@ class LatentSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionNeeds:
-    """Needs that a model on a device has of a backend."""
+    """What a model on a device needs from a backend."""
 
     device: Literal["cpu", "cuda"]
     compute_capability: tuple[int, int] | None = None
-    """The GPUs' own; None where it is not known, and the ranks find out."""
+    """Compute capability of the GPUs. None if it is not known yet; then the ranks check it."""
     dtype: str
-    """The type of activations, and of KV but for `Feature.FP8_KV`: float32, bfloat16 or float16."""
+    """Dtype of activations: float32, bfloat16 or float16. KV has the same dtype unless `Feature.FP8_KV` is needed."""
     page_size: int
     head_dims: frozenset[int]
     features: frozenset[Feature]
     chunks: frozenset[int] = frozenset()
-    """Sizes of the chunks of `Feature.CHUNK`, in tokens."""
+    """Chunk sizes of `Feature.CHUNK`, in tokens."""
     latents: frozenset[LatentShape] = frozenset()
-    """The layers of `Feature.LATENT`, on every rank that asks."""
+    """Shapes of the latent layers, of every rank that asks."""
 
     def with_feature(self, feature: Feature) -> AttentionNeeds:
-        """A copy with one more need."""
+        """Returns a copy with one more feature."""
         return replace(self, features=self.features | {feature})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendSpec:
-    """Abilities of one backend."""
+    """What one backend can do."""
 
     name: str
     what: str
-    """A few words for people."""
+    """A short description for messages and docs."""
     package: str | None = None
-    """The optional package that it is made of: `auto` takes it where that is installed."""
+    """The optional package that the backend needs. `auto` considers the backend only if the package is installed."""
     plans_on_host: bool = False
-    """Whether decodes are planned from lengths that the host knows, so that no row can move on the device alone."""
+    """Whether the host plans each decode from the rows' lengths. If true, ranks cannot draft several tokens by
+    themselves."""
     device: Literal["cpu", "cuda"] | None = None
-    """None: any."""
+    """If None, the backend runs on both."""
     compute_capabilities: tuple[tuple[int, int], ...] | None = None
-    """Compute capabilities of the GPUs that it runs on; None: all."""
+    """Compute capabilities of the GPUs that it runs on. If None, all from `min_compute_capability` on."""
     min_compute_capability: tuple[int, int] = (0, 0)
-    """The least of those."""
+    """The smallest compute capability that it runs on."""
     dtypes: frozenset[str]
     max_page_size: int | None = None
     max_head_dim: int | None = None
     head_dims: frozenset[int] | None = None
-    """None: any number up to `max_head_dim`. Not of latent layers."""
+    """Head sizes that it supports. If None, any size up to `max_head_dim`. Latent layers are not restricted by this."""
     features: frozenset[Feature]
     by_build: frozenset[Feature] = frozenset()
-    """Features among `features` that not every build of its package has; a rank finds out when it loads."""
+    """The part of `features` that only some builds of the package have. A rank finds out when it loads the package."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
-    """Why it has not some of the others."""
+    """Reasons for missing features, shown in messages."""
     apart: tuple[tuple[Feature, Feature], ...] = ()
-    """Pairs of `features` that it has not together."""
+    """Pairs of `features` that it cannot combine."""
     whole_chunks: bool = False
-    """Whether chunks of `Feature.CHUNK` have to be whole pages."""
+    """Whether chunks of `Feature.CHUNK` must consist of whole pages."""
     latent_sizes: LatentSizes | None = None
-    """None: any."""
+    """Sizes of latent layers that it supports. If None, all."""
     first_capability: Mapping[Feature, tuple[int, int]] = field(default_factory=dict)
-    """The first compute capability that has a feature, for features that some GPUs it runs on lack."""
+    """The first compute capability with a feature, for features that not all supported GPUs have."""
 
     def refusal(self, needs: AttentionNeeds) -> str | None:
-        """Why it cannot serve `needs`; None where it can."""
+        """The reason why the backend cannot serve `needs`, or None if it can."""
         if self.device not in (None, needs.device):
             return "needs GPUs" if self.device == "cuda" else "runs on CPUs only"
         known, served = needs.compute_capability, self.compute_capabilities
@@ -141,7 +143,7 @@ class BackendSpec:
             return f"takes pages of at most {self.max_page_size} tokens, and kv_cache.page_size is {needs.page_size}"
         if self.max_head_dim is not None and max(needs.head_dims) > self.max_head_dim:
             return f"takes heads of at most {self.max_head_dim} elements, and the model's have {max(needs.head_dims)}"
-        # Kernels of latent layers have sizes of their own.
+        # The kernels of latent layers have size limits of their own.
         of_heads = None if Feature.LATENT in needs.features else self.head_dims
         if of_heads is not None and not needs.head_dims <= of_heads:
             return f"takes heads of {listed(of_heads)} elements, and the model's have {max(needs.head_dims - of_heads)}"
@@ -220,13 +222,13 @@ _SPECS = (
     ),
 )
 BACKENDS: Mapping[str, BackendSpec] = {spec.name: spec for spec in _SPECS}
-"""Backends by the name that `attention.backend` takes."""
+"""The backends by the name that `attention.backend` takes."""
 UNMEASURED = tuple(name for name, spec in BACKENDS.items() if spec.package is None)
-"""Backends in the order in which `auto` tries them where there is no measurement."""
+"""The order in which `auto` tries backends if there is no measurement."""
 
 
 def ranking(phase: Phase, needs: AttentionNeeds) -> Ranking:
-    """The measured order of backends for steps of `phase`; without a backend where there is no measurement."""
+    """The backends in measured order for steps of `phase`. Empty if there is no measurement for these needs."""
     if needs.device == "cpu" or needs.dtype not in _HALVES or needs.features & {Feature.FP8_KV, Feature.EXACT}:
         return Ranking({}, "")
     latent_heads = max((shape.num_heads for shape in needs.latents), default=None)
@@ -236,15 +238,18 @@ def ranking(phase: Phase, needs: AttentionNeeds) -> Ranking:
 def choose_backend(
     phase: Phase, needs: AttentionNeeds, packages: Iterable[str] = (), *, drafts: bool = False
 ) -> tuple[str, str]:
-    """The backend that `auto` takes for steps of `phase`, and why: what is faster and cannot serve `needs`, and how
-    much slower the next one is.
+    """Chooses the backend that `auto` uses for steps of `phase`.
 
     Args:
-        packages: those installed of `BackendSpec.package`.
+        packages: installed packages among those that `BackendSpec.package` names.
         drafts: whether ranks draft tokens between steps.
 
+    Returns:
+        The backend's name, and the reason: which faster backends cannot serve `needs`, and how much slower the next one
+        is.
+
     Raises:
-        ConfigError: none can.
+        ConfigError: no backend can serve `needs`.
     """
     measured = ranking(phase, needs)
     order, passed = tuple(dict.fromkeys((*measured.us, *UNMEASURED))), list[str]()
@@ -263,20 +268,22 @@ def choose_backend(
                 ratio = measured.us[following] / measured.us[name]
                 passed.append(f"{following} takes {ratio:.2f} times as long in {measured.what}")
             return name, "; ".join([f"{where}, {needs.dtype}", *passed])
-        if spec.device in (None, needs.device):  # why there are no GPUs' backends on CPUs needs no saying
+        if spec.device in (None, needs.device):  # Backends for GPUs are not mentioned on CPUs.
             passed.append(f"{name} {refusal}")
     raise ConfigError(f"no attention backend serves this model: {'; '.join(passed)}")
 
 
 def installed_packages() -> frozenset[str]:
-    """The packages of `BackendSpec.package` that can be found here, with a compiler for the kernels that they lack."""
+    """The installed packages among those that `BackendSpec.package` names. Empty without nvcc, which compiles their
+    kernels."""
     compiles = bool(shutil.which("nvcc") or os.environ.get("CUDA_HOME") or os.path.exists("/usr/local/cuda/bin/nvcc"))
     named = (spec.package for spec in _SPECS if spec.package is not None and compiles)
     return frozenset(name for name in named if importlib.util.find_spec(name) is not None)
 
 
 def check_backend(name: str, needs: AttentionNeeds, setting: str) -> None:
-    """Raises ConfigError, with the backends that can, where `name`, which `setting` asks for, cannot serve `needs`."""
+    """Raises ConfigError if backend `name`, which `setting` names, cannot serve `needs`. The message lists backends
+    that can."""
     refusal = BACKENDS[name].refusal(needs)
     if refusal is not None:
         able = [spec.name for spec in _SPECS if spec.refusal(needs) is None]
@@ -285,7 +292,7 @@ def check_backend(name: str, needs: AttentionNeeds, setting: str) -> None:
 
 
 def listed(values: Iterable[int]) -> str:
-    """The values in words, ascending: 1, 2 or 4."""
+    """The values in ascending order, in words: 1, 2 or 4."""
     return ", ".join(map(str, sorted(values)))[::-1].replace(" ,", " ro ", 1)[::-1]
 
 

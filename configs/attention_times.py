@@ -1,6 +1,6 @@
-"""Times of attention backends, as `benchmarks.attention` measured them, and the order in which they put backends.
+"""Measured times of the attention backends, and the backends' order by these times.
 
-The table, attention_times.csv, is written by `python -m benchmarks.attention --times`, never by hand.
+`python -m benchmarks.attention --times` writes the table attention_times.csv. Do not edit it by hand.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ _SIZES = ("kv_heads", "num_q_heads", "batch_size", "new", "prefix")
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Times of a step of rows that are alike, on a GPU; queries, keys and values have 16 bits an element."""
+    """Measured times of one step whose rows are all alike, on one GPU, with 16-bit queries, keys and values."""
 
     compute_capability: tuple[int, int]
     kv_heads: str
-    """Their number, or `LATENT`."""
+    """Number of KV heads, or `LATENT`."""
     num_q_heads: int
     batch_size: int
     new: int
-    """Input tokens of each row."""
+    """Number of input tokens per row."""
     prefix: int
-    """Tokens of each row that are in the cache."""
+    """Number of cached tokens per row."""
     run: str = field(compare=False)
-    """The date, the commit and the GPU that it was measured on."""
+    """Date, commit and GPU of the measurement."""
     us: dict[str, float] = field(compare=False)
-    """Microseconds of one layer by backend."""
+    """Microseconds per layer, by backend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Backends by their times in some steps."""
+    """Backends ordered by their times in some of the measured steps."""
 
     us: dict[str, float]
-    """Microseconds of one layer by backend, the fastest first: the geometric mean over the steps."""
+    """Microseconds per layer by backend, fastest first: the geometric mean over the steps."""
     what: str
-    """The steps, in words."""
+    """A description of the steps."""
 
 
 def read_times(path: Path = TIMES) -> list[StepTimes]:
-    """The table at `path`."""
+    """Reads the table at `path`."""
     with path.open(newline="") as file:
         lines = list(csv.DictReader(file))
     return [
@@ -67,10 +67,8 @@ def read_times(path: Path = TIMES) -> list[StepTimes]:
 
 
 def write_times(measured: Iterable[StepTimes], path: Path = TIMES) -> None:
-    """Writes `measured` into the table at `path`, in the place of what it had of the same steps.
-
-    Steps of which one backend alone was timed are left out: they leave nothing to choose.
-    """
+    """Writes `measured` into the table at `path` and replaces older times of the same steps. Steps with times of a
+    single backend are dropped, since they decide nothing."""
     rows = {step: step for step in read_times(path)} if path.exists() else {}
     for step in measured:
         if len(step.us) > 1:
@@ -88,13 +86,15 @@ def write_times(measured: Iterable[StepTimes], path: Path = TIMES) -> None:
 
 @functools.cache
 def rank(*, is_decode: bool, capability: tuple[int, int] | None, latent_heads: int | None) -> Ranking:
-    """The order of backends for decodes, or for all other steps; without a backend where none was measured.
+    """Orders the backends for decodes or for all other steps. Empty if nothing was measured.
 
-    Heads that share keys have one order, whatever their numbers.
+    Layers with keys and values have one order, whatever their number of heads.
 
     Args:
-        capability: compute capability of the GPUs, for which the nearest that was measured stands. None: all do.
-        latent_heads: query heads of latent layers, likewise. None: of layers with keys and values.
+        capability: compute capability of the GPUs. The nearest measured one is used. If None, all measurements are
+            used.
+        latent_heads: number of query heads of latent layers. The nearest measured number is used. If None, the order is
+            for layers with keys and values.
     """
     steps = [it for it in read_times() if (it.kv_heads == LATENT) == (latent_heads is not None)]
     steps = [it for it in steps if (it.new == 1) == is_decode]

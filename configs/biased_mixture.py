@@ -1,4 +1,5 @@
-"""Experts as gpt-oss has them: with biases and a clamped activation, each kind of tensor one for all of them."""
+"""The experts of gpt-oss: with biases and a clamped activation. The checkpoint stores each kind of tensor for all
+experts at once."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from configs.layers import FINEST_EXPERT_GRANULE, Axis, Columns, Cut, Role, Tens
 
 @dataclass(frozen=True, kw_only=True)
 class BiasedMixture:
-    """Experts of which each token goes to those that a router prefers.
+    """Experts with biases to which a router sends each token.
 
-    y = sum over the top k experts e of weight[e] * (h_e @ down[e] + down_bias[e]), where
-    h_e = (up + 1) * gate * sigmoid(alpha * gate), of gate and up clamped to the limit, gate from above alone. The
-    weights are the softmax of the top k logits. In `gate_up` the columns of gate and up take turns.
+    y = sum over the top k experts e of weight[e] * (h_e @ down[e] + down_bias[e]), where h_e = (up + 1) * gate *
+    sigmoid(alpha * gate). Gate and up are clamped to the limit first, gate only from above.
+
+    The weights are the softmax of the top k logits. In `gate_up`, columns of gate and up alternate.
     """
 
     hidden_size: int
@@ -26,7 +28,7 @@ class BiasedMixture:
     limit: float
     alpha: float
 
-    # The names and meanings of MixtureOfExperts, so that both are routed by the same code.
+    # Same names and meanings as in MixtureOfExperts, so that one router serves both.
     norm_topk_prob: ClassVar = True
     round_weights: ClassVar = False
     weight_scale: ClassVar = 1.0
@@ -40,35 +42,35 @@ class BiasedMixture:
 
     @property
     def router(self) -> TensorSpec:
-        """[num_experts, hidden_size]; every rank has all of it."""
+        """The router [num_experts, hidden_size]. Every rank holds all of it."""
         return TensorSpec("mlp.router.weight", (self.num_experts, self.hidden_size), Role.MATRIX)
 
     @property
     def router_bias(self) -> TensorSpec:
-        """[num_experts]."""
+        """The router's bias [num_experts]."""
         return TensorSpec("mlp.router.bias", (self.num_experts,), Role.BIAS)
 
     @property
     def gate_up(self) -> TensorSpec:
-        """[num_experts, hidden_size, 2 * intermediate_size]: inputs first."""
+        """Gate and up of all experts [num_experts, hidden_size, 2 * intermediate_size]: inputs first."""
         shape = self.num_experts, self.hidden_size, 2 * self.intermediate_size
         return self._routed("gate_up_proj", shape, Role.MATRIX, Cut(Axis.EXPERT_COLUMNS, 2, 2))
 
     @property
     def gate_up_bias(self) -> TensorSpec:
-        """[num_experts, 2 * intermediate_size]."""
+        """Biases of gate and up [num_experts, 2 * intermediate_size]."""
         shape = self.num_experts, 2 * self.intermediate_size
         return self._routed("gate_up_proj_bias", shape, Role.BIAS, Cut(Axis.EXPERT_COLUMNS, 1, 2))
 
     @property
     def down(self) -> TensorSpec:
-        """[num_experts, intermediate_size, hidden_size]: inputs first."""
+        """Down of all experts [num_experts, intermediate_size, hidden_size]: inputs first."""
         shape = self.num_experts, self.intermediate_size, self.hidden_size
         return self._routed("down_proj", shape, Role.MATRIX, Cut(Axis.EXPERT_COLUMNS, 1))
 
     @property
     def down_bias(self) -> TensorSpec:
-        """[num_experts, hidden_size]; every rank has all of it, and adds it to the sum over the ranks."""
+        """Bias of down [num_experts, hidden_size]. Every rank holds all of it and adds it after the all-reduce."""
         return self._routed("down_proj_bias", (self.num_experts, self.hidden_size), Role.BIAS, None)
 
     @property
@@ -81,5 +83,5 @@ class BiasedMixture:
 
     def _routed(self, name: str, shape: tuple[int, ...], role: Role, cut: Cut | None) -> TensorSpec:
         share = Fraction(self.top_k, self.num_experts)
-        may_be_mxfp4 = role is Role.MATRIX and shape[1] % 32 == 0  # inputs of a block
+        may_be_mxfp4 = role is Role.MATRIX and shape[1] % 32 == 0  # inputs per MXFP4 block
         return TensorSpec(f"mlp.experts.{name}", shape, role, cut, share, may_be_mxfp4=may_be_mxfp4)

@@ -1,6 +1,7 @@
-"""Finds a model's files: what `model` and `tokenizer` name, found on disk or fetched from the Hugging Face Hub.
+"""Finds the files that `model` and `tokenizer` name, on disk or on the Hugging Face Hub, and downloads missing ones.
 
-Owns which kinds of files are taken. Reads none of them: pickles are refused by name, for opening one runs its code.
+This module decides which file formats are accepted. It opens none of them. Pickles are refused by name, because opening
+a pickle runs its code.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "merges.txt", "vocab.txt")
 _WANTED = ("*.safetensors", "*.json", "*.jinja", *_TOKENIZER_FILES)
-# Folders hold the same weights for other frameworks; consolidated files hold them once more under other names.
+# Subdirectories hold the same weights for other frameworks. Consolidated files repeat the weights under other names.
 _UNWANTED = ("*/*", "consolidated*", *(f"*{suffix}" for suffix in _PICKLE_SUFFIXES))
 
 
 def is_local(model: str) -> bool:
-    """Whether `model` names a path of this machine: one that exists or can be nothing else."""
+    """Whether `model` names a path on this machine: the path exists, or the string cannot be a Hub id."""
     if Path(model).expanduser().exists():
         return True
     return _HUB_ID.fullmatch(model) is None or model.startswith((".", "~"))
 
 
 def model_name(model: str) -> str:
-    """The name clients use when the configuration gives none: a Hub id as it is, else the directory's name."""
+    """The model name for clients if `served_model_name` is not set: the Hub id, or the directory's name."""
     return Path(model).expanduser().resolve().name if is_local(model) else model
 
 
@@ -41,16 +42,17 @@ def resolve_model_path(
     weights: bool = True,
     on_progress: Callable[[float], None] | None = None,
 ) -> Path:
-    """The directory that `model` names; fetched first when it is on the Hub and not yet here.
+    """The directory of the model. Downloads the model first if it is on the Hub and not in the local cache.
 
     Args:
         model: a local directory, or a Hub id `owner/name`.
-        revision: commit or tag of the Hub repository; None is its default branch.
-        weights: False takes a directory with no more than config.json, and fetches no safetensors.
-        on_progress: gets the share of the bytes fetched, 0 to 1. It may fall back when the Hub tells of more.
+        revision: commit or tag of the Hub repository. None means its default branch.
+        weights: if False, a directory with config.json alone is accepted and no safetensors are downloaded.
+        on_progress: called with the downloaded share of the bytes, 0 to 1. The share may fall when the Hub announces
+            more files.
 
     Raises:
-        CheckpointError: nothing is there, it holds no weights that can be read safely, or the Hub cannot give it.
+        CheckpointError: the model is not found, has no safetensors, or cannot be downloaded.
     """
     _refuse_gguf("model", model)
     path = Path(model).expanduser()
@@ -63,15 +65,15 @@ def resolve_model_path(
 
 
 def resolve_tokenizer_path(tokenizer: str, model: str, revision: str | None = None) -> Path:
-    """The directory that the `tokenizer` setting names; fetched first when it is on the Hub.
+    """The directory of the `tokenizer` setting. Downloads the tokenizer first if it is on the Hub.
 
     Args:
         tokenizer: a local directory, or a Hub id `owner/name`.
-        model: the setting of this name.
-        revision: commit or tag of the model's repository; any other repository is read at its default branch.
+        model: the `model` setting.
+        revision: commit or tag of the model's repository. Any other repository is read at its default branch.
 
     Raises:
-        CheckpointError: nothing is there, it holds no tokenizer, or the Hub cannot give it.
+        CheckpointError: the directory is not found, has no tokenizer, or cannot be downloaded.
     """
     _refuse_gguf("tokenizer", tokenizer)
     path = Path(tokenizer).expanduser()
@@ -92,13 +94,13 @@ def resolve_tokenizer_path(tokenizer: str, model: str, revision: str | None = No
 
 
 def holds_tokenizer(path: Path) -> bool:
-    """Whether a directory may have a tokenizer in it: by names, nothing is read."""
+    """Whether a directory may hold a tokenizer, judged by file names."""
     return any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
 def _refuse_gguf(key: str, value: str) -> None:
-    """Raises CheckpointError if the setting `key` names a GGUF file, or a Hub repository named as those with such
-    files are."""
+    """Raises CheckpointError if setting `key` names a GGUF file, or a Hub repository whose name says that it holds GGUF
+    files."""
     if value.lower().endswith("gguf") and not Path(value).expanduser().is_dir():
         raise CheckpointError(
             f"{key}={value} is in GGUF format, which Lockstep does not read; set it to the model's checkpoint in "
@@ -107,7 +109,7 @@ def _refuse_gguf(key: str, value: str) -> None:
 
 
 def _config_at(path: Path) -> Path:
-    """`path`, if it says what the model is."""
+    """Returns `path` if it is a directory with the model's config. Raises CheckpointError otherwise."""
     return path if (path / "config.json").is_file() else _weights_at(path)
 
 
@@ -134,8 +136,8 @@ _ALTERNATIVES = "use a checkpoint in safetensors format"
 def _fetch(
     key: str, model: str, revision: str | None, weights: bool, on_progress: Callable[[float], None] | None
 ) -> Path:
-    """`key`: the setting that names `model`."""
-    # Imported here: most starts are from local files, and this import costs more than all of configs.
+    """Downloads `model` from the Hub. `key` is the setting that names it."""
+    # This import costs more than all of configs, and most starts use local files.
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import EntryNotFoundError
@@ -149,7 +151,8 @@ def _fetch(
             )
         )
     except (OSError, ValueError, httpx.HTTPError, EntryNotFoundError) as error:
-        # Not found, gated, offline, no space left: the Hub's errors for these are OSError or ValueError.
+        # huggingface_hub raises OSError or ValueError if a repository is missing or gated, the network is down, or the
+        # disk is full.
         reason = str(error).strip().split("\n")[0]
         at = f" at revision={revision}" if revision else ""
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -164,7 +167,7 @@ def _fetch(
 
 
 def _reporting_bars(on_progress: Callable[[float], None]) -> type:
-    """The bars that huggingface_hub shows, made to tell `on_progress` instead: its only news of a download."""
+    """Progress bars that report to `on_progress`. huggingface_hub reports downloads in no other way."""
     from tqdm import tqdm  # type: ignore[import-untyped]  # of huggingface_hub's, as above
 
     class ReportingBar(tqdm):  # type: ignore[misc]  # tqdm has no types
@@ -173,7 +176,7 @@ def _reporting_bars(on_progress: Callable[[float], None]) -> type:
 
         def update(self, n: float | None = 1) -> bool | None:
             shown = super().update(n)
-            if self.unit == "B" and self.total:  # the others count files
+            if self.unit == "B" and self.total:  # the other bars count files
                 on_progress(min(self.n / self.total, 1.0))
             return shown
 

@@ -1,4 +1,4 @@
-"""Reads the config.json of a Hugging Face checkpoint, by what configs/families.py knows of its family."""
+"""Reads the config.json of a Hugging Face checkpoint with the facts of its family from configs/families.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from configs.quantization import read_weight_scales
 from configs.rope import RopeConfig
 
 _TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
-"""Types of layers in `layer_types` and `rope_parameters`."""
+"""Layer types in `layer_types` and `rope_parameters`."""
 
 
 def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
@@ -66,7 +66,7 @@ def _layers(fields: Fields, family: Family, max_model_len: int | None) -> tuple[
     if family.layers is not None:
         return family.layers(fields, ropes[_FULL])
     num_q, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
-    # An explicit null means one KV head a query head, in every family.
+    # In every family, an explicit null means one KV head per query head.
     default_kv = num_q if "num_key_value_heads" in fields.values else family.num_key_value_heads or num_q
     has_bias = family.attention_bias is not None and fields.flag("attention_bias", family.attention_bias)
     num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
@@ -80,7 +80,7 @@ def _layers(fields: Fields, family: Family, max_model_len: int | None) -> tuple[
             head_dim=fields.count("head_dim", family.head_dim or hidden_size // num_q),
             rope=ropes[type_],
             qkv_bias=has_bias or (fields.flag("qkv_bias", True) if family.qkv_bias is None else family.qkv_bias),
-            o_bias=has_bias and family.heeds_o_bias,
+            o_bias=has_bias and family.reads_o_bias,
             fused_qkv=family.fused_qkv,
             qk_norm=fields.flag("use_qk_norm", False) if family.qk_norm is None else family.qk_norm,
             norm_offset=family.norm_offset,
@@ -125,7 +125,7 @@ def _positive(fields: Fields, key: str, default: float | None) -> float:
 
 
 def _feed_forwards(fields: Fields, family: Family, num_layers: int) -> list[FeedForward]:
-    """Each layer's."""
+    """The feed-forward of each layer."""
     if family.feed_forwards is not None:
         return family.feed_forwards(fields)
     experts = None if family.experts is None else _experts(fields, family.experts)
@@ -143,13 +143,13 @@ def _mlp(fields: Fields, family: Family) -> DenseMLP:
         hidden_size=fields.count("hidden_size"),
         intermediate_size=fields.count("intermediate_size"),
         hidden_act=fields.text(family.hidden_act_key, family.hidden_act),
-        bias=family.heeds_mlp_bias and fields.flag("mlp_bias", False),
+        bias=family.reads_mlp_bias and fields.flag("mlp_bias", False),
         projections=family.mlp_projections,
     )
 
 
 def _experts(fields: Fields, family: ExpertsFamily) -> FeedForward | None:
-    """A mixture of experts; None where the file says that there are none."""
+    """The mixture of experts, or None if the file has no experts."""
     key = next((key for key in family.num_experts_keys if key in fields.values), family.num_experts_keys[0])
     if family.mixes_dense_layers and fields.integer(key) == 0:
         return None
@@ -183,11 +183,8 @@ def _experts(fields: Fields, family: ExpertsFamily) -> FeedForward | None:
 
 
 def _ropes(fields: Fields, family: Family, max_model_len: int | None) -> dict[str, RopeConfig]:
-    """The rotary embedding of each type of layer.
-
-    transformers 4 keeps `rope_theta` beside `rope_scaling`; transformers 5 has both in `rope_parameters`, perhaps for
-    each type of layer.
-    """
+    """The rotary embedding of each layer type. transformers 4 writes `rope_theta` beside `rope_scaling`. transformers 5
+    writes both in `rope_parameters`, which may have one entry per layer type."""
     said = fields.values.get("rope_scaling") or fields.values.get("rope_parameters")
     parameters = said or dict(family.rope_parameters)
     if not isinstance(parameters, dict):
@@ -218,7 +215,7 @@ def _rope(
             + ("as a whole" if family.partial_rotary is None else "by a share above 0 and up to 1")
         )
     scaling_type = rope.text("rope_type", rope.text("type", "default"))
-    scaling_type = "longrope" if scaling_type == "su" else scaling_type  # Phi 3's first name of it
+    scaling_type = "longrope" if scaling_type == "su" else scaling_type  # the first name of longrope in Phi 3's files
     scaling = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in parameters.items()
@@ -238,7 +235,7 @@ def _rope(
 
 
 def _attention_types(fields: Fields, family: Family, num_layers: int) -> list[str]:
-    """Each layer's type of attention, which says whether `sliding_window` applies to it."""
+    """The attention type of each layer, which decides whether `sliding_window` applies to it."""
     if family.windows == "none":
         return [_FULL] * num_layers
     if family.windows not in ("every layer", "by turns") and not fields.flag("use_sliding_window", False):

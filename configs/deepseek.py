@@ -1,4 +1,5 @@
-"""The layers of config.json files of DeepSeek-V2 and V3: latent attention, and experts after a few dense layers."""
+"""The layers of DeepSeek-V2 and V3, read from config.json: latent attention, and experts after the first dense
+layers."""
 
 from __future__ import annotations
 
@@ -15,18 +16,19 @@ _GREEDY, _GROUP_LIMITED, _NOAUX_TC = "greedy", "group_limited_greedy", "noaux_tc
 
 
 def deepseek_v2_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
-    """Each layer of the model. Raises CheckpointError when a field is missing, or for what is not supported."""
+    """All layers of a DeepSeek-V2 model. Raises CheckpointError if a field is missing or not supported."""
     return _layers(fields, rope, _feed_forwards(fields, _v2_experts(fields)))
 
 
 def deepseek_v3_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
-    """Does what `deepseek_v2_layers` does, for DeepSeek-V3, R1 and what has their layers."""
+    """All layers of a DeepSeek-V3 or R1 model. Raises CheckpointError if a field is missing or not supported."""
     rope = replace(rope, interleaved=fields.flag("rope_interleave", True))
     return _layers(fields, rope, deepseek_v3_feed_forwards(fields))
 
 
 def deepseek_v3_feed_forwards(fields: Fields) -> list[FeedForward]:
-    """Each layer's: experts that are chosen by sigmoids with a bias (noaux_tc), after a few dense layers."""
+    """The feed-forward of each layer: a few dense MLPs, then experts that are chosen by sigmoids with a bias
+    (noaux_tc)."""
     _check(fields, "scoring_func", fields.text("scoring_func", "sigmoid"), "sigmoid")
     _check(fields, "topk_method", fields.text("topk_method", _NOAUX_TC), _NOAUX_TC)
     experts = _experts(fields, _NOAUX_TC)
@@ -49,7 +51,7 @@ def _feed_forwards(fields: Fields, experts: MixtureOfExperts) -> list[FeedForwar
         intermediate_size=fields.count("intermediate_size"),
         hidden_act=fields.text("hidden_act", "silu"),
     )
-    # Families of sigmoids have other defaults, each its own: their files have to say.
+    # The families with sigmoids have different defaults, so the file must have these fields.
     num_dense = fields.integer("first_k_dense_replace", None if experts.sigmoid else 0)
     step = fields.count("moe_layer_freq", 1)
     num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
@@ -61,7 +63,7 @@ def _attention(fields: Fields, rope: RopeConfig) -> LatentAttention:
     # An explicit null means that queries have no latent.
     has_q_latent = fields.values.get("q_lora_rank", 0) is not None
     scaling = dict(rope.scaling)
-    # Once for queries and once for keys.
+    # once for queries and once for keys
     mscale = yarn_mscale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0)
     return LatentAttention(
         hidden_size=fields.count("hidden_size"),
@@ -77,7 +79,7 @@ def _attention(fields: Fields, rope: RopeConfig) -> LatentAttention:
 
 
 def _v2_experts(fields: Fields) -> MixtureOfExperts:
-    # DeepSeek's code and transformers differ in what they do with norm_topk_prob, and no model of theirs sets it.
+    # DeepSeek's code and transformers treat norm_topk_prob differently. No published model sets it.
     _check(fields, "scoring_func", fields.text("scoring_func", "softmax"), "softmax")
     _check(fields, "norm_topk_prob", fields.flag("norm_topk_prob", False), False)
     method = fields.text("topk_method", _GREEDY)
@@ -120,7 +122,7 @@ def _experts(fields: Fields, method: str) -> MixtureOfExperts:
 
 
 def _groups(fields: Fields, num_experts: int) -> tuple[int, int]:
-    """Groups of experts, and those of them that a token may choose from."""
+    """The number of expert groups, and the number of groups that a token may choose from."""
     num_groups, top_groups = fields.count("n_group"), fields.count("topk_group")
     if num_experts % num_groups or top_groups > num_groups:
         raise CheckpointError(

@@ -1,6 +1,6 @@
-"""The effect of a changed config file on the app that runs with the old one, before anybody deploys it.
+"""What a changed config file would do to the app that runs with the old one: replace, restart or update parts of it.
 
-The effects are Ray Serve's, for a file that is declared: `serve deploy`, or `cluster serve` where a dashboard is.
+The effects are those of Ray Serve for a declared file: `serve deploy`, or `cluster serve` with a dashboard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from configs.load import AppConfig, all_settings
 _ARGS = "applications[0].args"
 _DEPLOYMENT = "applications[0].deployments[0]"
 _SCALING = f"{_DEPLOYMENT}.autoscaling_config."
-# Options of `deployments[0]` that are a part of the app's code to Ray Serve, which replaces what runs other code.
+# Options of `deployments[0]` that Ray Serve counts as the app's code. Ray Serve replaces replicas whose code changed.
 _REPLACING_OPTIONS = (
     "ray_actor_options",
     "placement_group_bundles",
@@ -34,7 +34,7 @@ _FIXED_SECTIONS = ("http_options", "grpc_options", "proxy_location", "controller
 
 
 class Effect(StrEnum):
-    """Ray Serve's reaction to a change."""
+    """What Ray Serve does after a change."""
 
     IN_PLACE = "in place"
     REPLACES = "replaces every replica"
@@ -44,18 +44,18 @@ class Effect(StrEnum):
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that has another value."""
+    """One setting whose value changed."""
 
     key: str
-    """Dotted, as `--set` takes it where it is one of `args`."""
+    """Dotted name. For settings in `args`, the form that `--set` takes."""
     before: object
-    """None: it was not given."""
+    """None if the setting was not given."""
     after: object
     effect: Effect
 
 
 def changes(before: AppConfig, after: AppConfig) -> list[Change]:
-    """The differences, in the file's order: settings by what they mean, all else as it is written."""
+    """All differences, in the file's order. Settings are compared by value, everything else by its text."""
     found = [
         Change(name, old, new, Effect.REPLACES)
         for name in all_settings()
@@ -63,7 +63,7 @@ def changes(before: AppConfig, after: AppConfig) -> list[Change]:
     ]
     old_leaves, new_leaves = _outside_args(before), _outside_args(after)
     if not found and _args(before) != _args(after):
-        # Ray Serve compares what is written; a default that is spelled out is another text.
+        # Ray Serve compares texts, so a default that is spelled out counts as a change.
         found.append(Change(_ARGS, "written so", "written otherwise", Effect.REPLACES))
     begins_or_ends_to_scale = _scales(old_leaves) != _scales(new_leaves)
     for key in {**old_leaves, **new_leaves}:
@@ -77,7 +77,7 @@ def _args(app: AppConfig) -> str:
 
 
 def _outside_args(app: AppConfig) -> dict[str, object]:
-    """The file's values outside `args`, by path, each with its default."""
+    """The values outside `args`, by path, each with its default."""
     leaves = {key: value for key, value in _leaves(app.document) if not key.startswith(_ARGS)}
     leaves.pop(f"{_DEPLOYMENT}.name", None)
     return leaves | {
@@ -89,7 +89,7 @@ def _outside_args(app: AppConfig) -> dict[str, object]:
 
 
 def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
-    """Every value that is no mapping and no list, by its path."""
+    """All values that are neither mappings nor lists, by path."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))
@@ -110,12 +110,12 @@ def _effect(key: str, begins_or_ends_to_scale: bool) -> Effect:
     if key == "applications[0].name":
         return Effect.NEW_APP
     if key.startswith(_SCALING) and begins_or_ends_to_scale:
-        return Effect.REPLACES  # other bounds alone it takes over
+        return Effect.REPLACES  # Ray Serve applies changed bounds without replacing replicas
     if _is_of(key, f"{_DEPLOYMENT}.", _REPLACING_OPTIONS) or _is_of(key, "applications[0].", _REPLACING_SECTIONS):
         return Effect.REPLACES
     return Effect.IN_PLACE
 
 
 def _is_of(key: str, prefix: str, sections: tuple[str, ...]) -> bool:
-    """Whether `key` is one of `sections`, all under `prefix`, or lies in one."""
+    """Whether `key` equals one of `sections` (all under `prefix`) or lies inside one."""
     return any(key == prefix + name or key.startswith((f"{prefix}{name}.", f"{prefix}{name}[")) for name in sections)

@@ -1,21 +1,21 @@
-"""Every error a user or a caller can meet, as one tree.
+"""The tree of errors that users and callers see.
 
     LockstepError
     ├── ConfigError               a setting is wrong: names the key, its value, the rule and the fix
-    │   ├── CheckpointError       model files are missing, truncated, of an unsafe kind, or do not fit together
-    │   └── PlacementError        no node of the cluster can hold one tensor-parallel group
-    ├── RequestError              the caller's request is wrong; carries an HTTP status, a code and a param path
-    │   ├── ContextLengthError    prompt (and asked output) exceed the model's context
-    │   ├── GuideError            the answer cannot go on as the request's grammar or constraint demands
+    │   ├── CheckpointError       model files are missing, truncated, unsafe, or do not fit together
+    │   └── PlacementError        no node of the cluster can hold one group
+    ├── RequestError              the request is wrong: has an HTTP status, a code and the path of the field
+    │   ├── ContextLengthError    the prompt (and the requested output) exceed the model's context
+    │   ├── GuideError            no next token satisfies the request's grammar or constraint
     │   └── OverloadedError       a queue limit is reached; try again later
-    └── EngineError               the engine failed; requests in it end with this
-        ├── OutOfMemoryError      a rank's device or node has no memory for what it does
-        ├── NotANumberError       the model's answer to one request is not a number; ends that request alone
+    └── EngineError               the engine failed; all requests in it end with this error
+        ├── OutOfMemoryError      a rank's device or node is out of memory
+        ├── NotANumberError       the logits of one request contain a NaN; only that request ends
         ├── RankDiedError         a rank's process ended or raised
-        │   └── RankLostError     its process ended
-        └── DeadlineError         a wait passed its deadline; names the setting that bounds it
+        │   └── RankLostError     a rank's process ended
+        └── DeadlineError         a wait exceeded its deadline: names the setting behind it
 
-All of them survive pickling: they cross process borders as Ray results.
+All of them can be pickled, because they cross process borders as Ray results.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from typing import Any
 
 
 class LockstepError(Exception):
-    """Base of every error Lockstep raises on purpose."""
+    """Base class of the errors that Lockstep raises."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions with keyword-only state do not survive the default protocol: rebuild from args, then state.
+        # The default protocol drops keyword-only state, so an error is rebuilt from its args and then its state.
         return (_rebuild, (type(self), self.args, self.__dict__))
 
 
 def _rebuild(cls: type[LockstepError], args: tuple[Any, ...], state: dict[str, Any]) -> LockstepError:
-    # The built-in base whose memory layout `cls` has must make it; DeadlineError is an OSError by way of TimeoutError.
+    # Creates the object through the built-in base class with its memory layout: DeadlineError is an OSError, through
+    # TimeoutError.
     base = OSError if issubclass(cls, OSError) else Exception
     error = base.__new__(cls)
     error.args = args
@@ -41,26 +42,26 @@ def _rebuild(cls: type[LockstepError], args: tuple[Any, ...], state: dict[str, A
 
 
 class ConfigError(LockstepError, ValueError):
-    """A setting is wrong. The message names key, value, rule and fix."""
+    """A setting is wrong. The message names the key, its value, the rule and the fix."""
 
 
 class CheckpointError(ConfigError):
-    """Model files are missing, truncated, of an unsafe kind, or do not fit the configuration."""
+    """Model files are missing, truncated or unsafe, or do not fit the configuration."""
 
 
 class PlacementError(ConfigError):
-    """No node of the cluster can hold one tensor-parallel group."""
+    """No node of the cluster can hold one group."""
 
 
 class RequestError(LockstepError, ValueError):
     """A request is wrong.
 
     Args:
-        message: for the caller; never carries paths, addresses or tracebacks.
-        code: OpenAI-style string code, e.g. `invalid_value`.
-        param: path of the offending field, e.g. `messages[0].content`.
+        message: for the caller. It must not contain paths, addresses or tracebacks.
+        code: OpenAI-style string code, such as `invalid_value`.
+        param: path of the wrong field, such as `messages[0].content`.
         status: HTTP status.
-        retry_after_s: when the same request may succeed; a hint for the Retry-After header.
+        retry_after_s: seconds after which the same request may succeed, sent as the Retry-After header.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RequestError(LockstepError, ValueError):
 
 
 class ContextLengthError(RequestError):
-    """Prompt, or prompt plus asked output, exceed the context."""
+    """The prompt, or the prompt and the requested output, exceed the context."""
 
     def __init__(
         self,
@@ -91,10 +92,10 @@ class ContextLengthError(RequestError):
         param: str = "messages",
         at_least: bool = False,
     ):
-        """`at_least`: the prompt was not encoded whole, so it has that many tokens or more."""
+        """`at_least`: the prompt was not encoded to its end, so it has this number of tokens or more."""
         asked = f"{'at least ' * at_least}{num_prompt_tokens + max_tokens} tokens"
         detail = f"{num_prompt_tokens} in the prompt" + (f", {max_tokens} for the completion" if max_tokens else "")
-        # Proxy libraries map on the words "This model's maximum context length is".
+        # Proxy libraries recognise this error by the words "This model's maximum context length is".
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested {asked} "
             f"({detail}). Please reduce the length of the prompt or the completion.",
@@ -104,16 +105,17 @@ class ContextLengthError(RequestError):
 
 
 class GuideError(RequestError):
-    """The answer cannot go on as the request's grammar or constraint demands; ends that request alone."""
+    """No next token satisfies the request's grammar or constraint. Only this request ends."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, code="grammar_error")
 
 
 class OverloadedError(RequestError):
-    """A queue limit is reached, or the server stops.
+    """A queue limit is reached, or the server is stopping.
 
-    `closes_connection`: whether the answer ends its connection, which is what the server has too many of.
+    Args:
+        closes_connection: whether the response closes its connection, because the server has too many connections.
     """
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, closes_connection: bool = False) -> None:
@@ -122,11 +124,12 @@ class OverloadedError(RequestError):
 
 
 class EngineError(LockstepError, RuntimeError):
-    """The engine failed; every request in it ends with this error.
+    """The engine failed. Every request in it ends with this error.
 
     Args:
-        message: for the log; it may have paths and addresses.
-        public_message: for the caller, without them. None: the caller learns no more than that the engine failed.
+        message: for the log. It may contain paths and addresses.
+        public_message: for the caller, without paths and addresses. If None, the caller only learns that the engine
+            failed.
     """
 
     def __init__(self, message: str, *, public_message: str | None = None) -> None:
@@ -135,16 +138,19 @@ class EngineError(LockstepError, RuntimeError):
 
 
 class NotANumberError(EngineError):
-    """The logits of one request hold a NaN; ends that request alone."""
+    """The logits of one request contain a NaN. Only this request ends."""
 
 
 class OutOfMemoryError(EngineError):
-    """A rank's device or node has no memory for what it does; the message names the rank and what helps."""
+    """A rank's device or node is out of memory. The message names the rank and a remedy."""
 
 
 class RankDiedError(EngineError):
-    """A rank's process ended or raised; the message carries the rank and its own error text. `rank`: None: nobody knows
-    which."""
+    """A rank's process ended or raised. The message has the rank and its own error text.
+
+    Args:
+        rank: None if it is not known which rank failed.
+    """
 
     def __init__(self, message: str, *, public_message: str | None = None, rank: int | None = None) -> None:
         super().__init__(message, public_message=public_message)
@@ -152,12 +158,12 @@ class RankDiedError(EngineError):
 
 
 class RankLostError(RankDiedError):
-    """A rank's process ended, or was ended because it had stopped."""
+    """A rank's process ended, or was killed because it had stopped."""
 
 
 class DeadlineError(EngineError, TimeoutError):
-    """A wait passed its deadline. The message names the setting that bounds it and its value."""
+    """A wait exceeded its deadline. The message names the setting behind the deadline and its value."""
 
 
 class StepHungError(DeadlineError):
-    """A step takes far longer than it can: a rank does not get on, and the others wait for it."""
+    """A step takes far longer than expected: one rank makes no progress, and the others wait for it."""

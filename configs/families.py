@@ -1,6 +1,7 @@
-"""Families of Hugging Face checkpoints: what a config.json leaves unsaid, and what only transformers' code says.
+"""Model families of Hugging Face checkpoints: the facts that config.json does not state and only transformers' code
+has.
 
-A table; configs/config_json.py reads files by it.
+This module is a table. configs/config_json.py reads checkpoints by it.
 """
 
 from __future__ import annotations
@@ -18,86 +19,90 @@ from configs.rope import RopeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsFamily:
-    """How a family's config.json tells of its experts, and what its code decides about them."""
+    """How config.json describes a family's experts, and what the family's code fixes."""
 
     num_experts_keys: tuple[str, ...]
-    """The first that is there counts."""
+    """Keys for the number of experts. The first one that the file has counts."""
     columns_key: str
-    """Names the columns of one expert."""
+    """Key for the columns of one expert."""
     shared_columns_key: str | None = None
     norm_topk_prob: bool | None = None
-    """None: the file says, and else it is false."""
+    """If None, the file's value counts, and false if the file has none."""
     round_weights: bool = True
     name: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     are_biased: bool = False
-    """A BiasedMixture; of the above, the first two count alone."""
+    """The layers have a BiasedMixture. Then only `num_experts_keys` and `columns_key` count."""
     mixes_dense_layers: bool = False
-    """Layers of `mlp_only_layers`, and those that `decoder_sparse_step` passes over, are dense."""
+    """Layers in `mlp_only_layers`, and layers that `decoder_sparse_step` skips, have a dense MLP."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Facts that a family's config.json leaves unsaid, or that its code decides whatever the file says."""
+    """Facts of a family that config.json omits, or that the family's code fixes even if the file says otherwise."""
 
     num_key_value_heads: int | None = None
-    """None: as many as query heads."""
+    """Used if the file has no number. If this is None too, it equals the number of query heads."""
     head_dim: int | None = None
-    """None: hidden_size / num_attention_heads."""
+    """Used if the file has no head_dim. If this is None too, it is hidden_size / num_attention_heads."""
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
-    """The default for a file that has none."""
+    """Used if the file has none."""
     local_rope_theta: float | None = None
-    """The base of layers with windows, unless `rope_local_base_freq` names another; their frequencies are not scaled.
-    None: all layers turn alike."""
+    """The rotary base of layers with a sliding window, unless the file has `rope_local_base_freq`. The frequencies of
+    these layers are not scaled. If None, all layers use the same base."""
     partial_rotary: float | None = None
-    """The share of a head that turns where the file does not say; None: all of it, or the file is refused."""
+    """The rotated share of a head, used if the file has none. If None, a head is rotated whole, and a file that asks
+    for less is refused."""
     interleaved_rope: bool = False
     """See RopeConfig."""
     qkv_bias: bool | None = False
-    """None: `qkv_bias` says, and else there is one."""
+    """If None, the file's `qkv_bias` counts, and true if the file has none."""
     attention_bias: bool | None = None
-    """Whether q, k, v and o have one where the file does not say; None: they have none, whatever it says."""
-    heeds_o_bias: bool = True
-    """Whether o has one where q, k and v have."""
-    heeds_mlp_bias: bool = False
+    """Whether q, k, v and o have a bias, used if the file has no `attention_bias`. If None, they have no bias, even if
+    the file asks for one."""
+    reads_o_bias: bool = True
+    """Whether o has a bias whenever q, k and v have one."""
+    reads_mlp_bias: bool = False
     fused_qkv: bool = False
     mlp_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """See DenseMLP."""
     qk_norm: bool | None = False
-    """None: `use_qk_norm` says, and else there is none."""
+    """If None, the file's `use_qk_norm` counts, and false if the file has none."""
     has_sinks: bool = False
     """See GroupedQueryAttention."""
     windows: Literal["none", "every layer", "every layer if used", "as said", "by type", "by turns"] = "none"
-    """Layers that `sliding_window` holds for, of "every layer if used", "as said" and "by type" under
-    `use_sliding_window` only. "as said": those of `layer_types` or else from `max_window_layers` on; "by type": those
-    of `layer_types`; "by turns": those of `layer_types` or else all but each `sliding_window_pattern`th."""
+    """The layers to which `sliding_window` applies. "as said": layers named in `layer_types`, or layers from
+    `max_window_layers` on if the file has no types. "by type": layers named in `layer_types`. "by turns": layers named
+    in `layer_types`, or all but every `sliding_window_pattern`th layer. For "every layer if used", "as said" and "by
+    type", only if the file sets `use_sliding_window`."""
     window_pattern: int = 1
-    """The default for a file that names none."""
+    """Used if the file has no pattern."""
     default_window: int | None = 4096
-    """The default for a file that names none."""
+    """Used if the file has no window."""
     experts: ExpertsFamily | None = None
     feed_forwards: Callable[[Fields], list[FeedForward]] | None = None
-    """Makes those of a family that neither `experts` nor a dense MLP describes."""
+    """Builds the feed-forwards, if the family has neither a dense MLP nor `experts`."""
     layers: Callable[[Fields, RopeConfig], tuple[LayerSpec, ...]] | None = None
-    """Makes the layers of a family without grouped-query attention, which the other fields describe."""
+    """Builds the layers, if the family has no grouped-query attention. The other fields then do not count."""
     hidden_act_key: str = "hidden_act"
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     query_pre_attn_scalar: float | None = None
-    """Scores are divided by the root of the file's, or else of this; None: of head_dim."""
+    """Scores are divided by the square root of the file's value, or of this one. If None, by the square root of
+    head_dim."""
     softcaps: Mapping[str, float | None] = field(default_factory=dict)
-    """Keys that count, and softcaps where the file does not name them; a null there turns one off."""
+    """The softcap keys that the family reads, with their defaults. A null in the file turns a softcap off."""
     norm_names: NormNames = PLAIN_NORMS
     """See LayerSpec."""
     norm_offset: float = 0.0
-    """The `TensorSpec.offset` of all norms."""
+    """`TensorSpec.offset` of all norm weights."""
     tensor_prefix: str = ""
-    """See ModelConfig. With one, the model is the text part of a larger one, which its `text_config` describes."""
+    """See ModelConfig. If set, the checkpoint holds a larger model, and its `text_config` describes the text model."""
     scales_embedding: bool = False
-    """Embeddings are multiplied with the root of hidden_size."""
+    """Embeddings are multiplied by the square root of hidden_size."""
 
 
 _GEMMA2 = Family(
@@ -137,12 +142,12 @@ _GLM = Family(
     partial_rotary=0.5,
     interleaved_rope=True,
     attention_bias=True,
-    heeds_o_bias=False,
+    reads_o_bias=False,
     mlp_projections=_FUSED_MLP,
 )
 
 FAMILIES = {
-    "llama": Family(max_position_embeddings=2048, attention_bias=False, heeds_mlp_bias=True),
+    "llama": Family(max_position_embeddings=2048, attention_bias=False, reads_mlp_bias=True),
     "qwen2": Family(num_key_value_heads=32, max_position_embeddings=32768, qkv_bias=True, windows="as said"),
     "qwen3": Family(
         num_key_value_heads=32,
@@ -250,7 +255,7 @@ FAMILIES = {
         rms_norm_eps=1e-5,
         partial_rotary=0.5,
         attention_bias=False,
-        heeds_o_bias=False,
+        reads_o_bias=False,
         qk_norm=None,
         feed_forwards=deepseek_v3_feed_forwards,
     ),

@@ -1,4 +1,4 @@
-"""Typed access to what a checkpoint says of itself; every error names file and key."""
+"""Typed access to the values in a checkpoint's JSON files. Every error names file and key."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from configs.errors import CheckpointError
 from configs.rope import RopeConfig
 
 MOST_PARTS = 4096
-"""Layers of a model, or experts of a layer, at most: for each of them something is made before a tensor is seen."""
+"""Largest accepted number of layers, or of experts in a layer. Specs are built for each of them before any tensor is
+read."""
 
 
 class Fields:
-    """Typed access to one mapping of a checkpoint; every error names file and key."""
+    """Typed access to one JSON object of a checkpoint. Every error names file and key."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values
@@ -43,7 +44,7 @@ class Fields:
         return self._typed(key, default, (str,), "a string")
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """A token id, a list of them, or nothing."""
+        """A token id or a list of token ids. Empty if the file has none."""
         value = self.values.get(key)
         many = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in many):
@@ -66,7 +67,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # bad JSON or bad UTF-8
+    except ValueError as error:  # invalid JSON or UTF-8
         raise CheckpointError(f"{path} is corrupt: {error}; download it again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is corrupt: it holds a {type(content).__name__}, not an object")

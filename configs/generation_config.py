@@ -1,4 +1,4 @@
-"""How the model's makers would have it sampled: generation_config.json, under what the server's operator sets."""
+"""Default sampling values: the operator's settings first, then the model's generation_config.json."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_generation_defaults(model_path: Path, setting: str | GenerationDefaults) -> GenerationDefaults:
-    """Values for requests that name none: each of the operator's (`server.generation_config`), else the file's, else
-    None."""
+    """Values for requests that omit them: the operator's (`server.generation_config`), else the file's, else None."""
     if setting == "off":
         return GenerationDefaults()
     path = model_path / "generation_config.json"
@@ -28,7 +27,7 @@ def read_generation_defaults(model_path: Path, setting: str | GenerationDefaults
 
 
 def _read(path: Path) -> GenerationDefaults:
-    """The file's values; one that makes no sense is left out with a warning, as the file is not the operator's."""
+    """The file's values. A value out of range is dropped with a warning, because the file is not the operator's."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -36,7 +35,7 @@ def _read(path: Path) -> GenerationDefaults:
         return GenerationDefaults()
     if not isinstance(content, dict):
         return GenerationDefaults()
-    # `do_sample` is not read: what it leaves unset would mean greedy to transformers, and 1.0 to every client.
+    # `do_sample` is not read: if unset it means greedy to transformers, and temperature 1.0 to API clients.
     known = {name: content[name] for name in GenerationDefaults.model_fields if content.get(name) is not None}
     try:
         return GenerationDefaults.model_validate(known)

@@ -1,4 +1,4 @@
-"""The config file's form as JSON Schema, for editors: configs/schema.json, which a test keeps equal to this."""
+"""Builds the JSON Schema of the config file for editors. A test keeps configs/schema.json equal to it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from configs.schema import EngineConfig
 
 
 def config_file_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of a Ray Serve config file of one Lockstep application.
-
-    Ray's own keys are let through unchecked, except those that Lockstep reads.
-    """
+    """The JSON Schema (2020-12) of a Ray Serve config file with one Lockstep application. Ray's own keys are not
+    checked, except those that Lockstep reads."""
     engine = EngineConfig.model_json_schema()
     definitions = engine.pop("$defs")
     definitions["EngineConfig"] = engine

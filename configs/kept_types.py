@@ -1,4 +1,4 @@
-"""The types in which ranks keep weights, which are not always those of the checkpoint."""
+"""The dtypes in which ranks hold weights, which may differ from the checkpoint's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from configs.schema import EngineConfig
 
 
 class Kept(NamedTuple):
-    """The types other than `dtype` that ranks keep weights in, where these may be in them."""
+    """The dtypes besides `dtype` in which ranks hold those weights that allow them."""
 
     fp8: bool = False
     mxfp4: bool = False
@@ -19,8 +19,8 @@ PLAIN = Kept()
 
 
 def kept_types(config: EngineConfig, model: ModelConfig) -> Kept:
-    """The types that ranks keep, once `config` is resolved. CPUs read all weights in `dtype`; exact numerics on GPUs do
-    so too, where weights in FP8 have the same bits but take longer, unless they are asked for."""
+    """The weight dtypes on the ranks, for a resolved `config`. CPUs read all weights as `dtype`. So do GPUs with exact
+    numerics, unless FP8 is requested: FP8 gives the same bits there and takes longer."""
     is_cuda = config.device == "cuda"
     is_fast = is_cuda and not config.is_exact
     has_fp8 = is_fast and config.dtype != "float32" and model.weight_scales is not None

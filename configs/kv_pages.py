@@ -1,8 +1,8 @@
-"""How many pages the KV pool of a rank has: its arithmetic.
+"""Computes the number of pages in a rank's KV pool.
 
-Layers with a sliding window keep their pages in a pool of their own, the window pool, where that saves enough: what no
-query sees any more needs no place. How many of a group's pages have one at a time is guessed from typical sequences;
-with too few of them requests wait or are computed again, as with too few pages.
+Layers with a sliding window have their own pool, the window pool, if it saves enough memory: a page outside all windows
+needs no window page. The size of the window pool is estimated from typical sequences. If it is too small, requests wait
+or are preempted, as with too few pages.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ _WORTHWHILE_SHARE = Fraction(3, 4)
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element of a resolved `dtype` or `kv_dtype`."""
+    """Bytes per element of a resolved `dtype` or `kv_dtype`."""
     return _DTYPE_BYTES[dtype]
 
 
 class PageBytes(NamedTuple):
-    """Bytes of one page on a rank; `ShardPlan.kv_page_bytes` gives them."""
+    """Bytes per page on one rank, from `ShardPlan.kv_page_bytes`."""
 
     full: int
-    """Bytes of the layers that see all tokens."""
+    """Bytes of the layers without a window."""
     windowed: int = 0
     """Bytes of the layers with a window."""
 
 
 @dataclass(frozen=True)
 class WindowPool:
-    """How many pages the layers with a window have."""
+    """Computes the number of window pages."""
 
     window: int
-    """The longest of them."""
+    """The longest window, in tokens."""
     share: Fraction
-    """The part of all pages that is in some row's window."""
+    """The estimated share of all pages that is inside some row's window."""
     extra: int
-    """Pages of what one step adds before anything leaves a window, and of one window."""
+    """Pages that one step can add before any page leaves a window, plus the pages of one window."""
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig) -> WindowPool | None:
-        """None: those layers have as many pages as the others, or there are none. `config` is resolved."""
+        """Returns None if the model has no window layers, or if a separate pool would save too little. `config` must be
+        resolved."""
         windows = [layer.mixer.window for layer in model.layers if layer.mixer.window is not None]
         if not windows:
             return None
         page_size, window = config.kv_cache.page_size, max(windows)
-        # The tokens that a short sequence keeps in its window are a large part of it.
+        # With short sequences, most pages stay inside the window.
         num_tokens = min(config.max_model_len or model.max_context, config.kv_cache.typical_tokens)
         share = Fraction(window + 2 * page_size, num_tokens)
         if share >= _WORTHWHILE_SHARE:
@@ -63,24 +64,24 @@ class WindowPool:
         return cls(window, share, ceil(step / page_size) + ceil(window / page_size) + 1)
 
     def num_pages(self, num_pages: int) -> int:
-        """Pages of the window pool beside `num_pages` of the other layers."""
+        """Number of window pages for `num_pages` pages."""
         return min(num_pages, ceil(self.share * num_pages) + self.extra)
 
 
 def pool_bytes(num_pages: int, page: PageBytes, window_pool: WindowPool | None) -> int:
-    """Bytes of a pool of `num_pages`, padding pages included."""
+    """Bytes of both pools for `num_pages`, padding pages included."""
     num_windowed = num_pages if window_pool is None else window_pool.num_pages(num_pages)
     return (num_pages + 1) * page.full + (num_windowed + 1) * page.windowed
 
 
 def bytes_per_token(page: PageBytes, page_size: int, window_pool: WindowPool | None) -> float:
-    """Bytes that one token more takes in a large pool."""
+    """Bytes per additional token in a large pool."""
     share = 1 if window_pool is None else window_pool.share
     return float(page.full + page.windowed * share) / page_size
 
 
 def pages_within(budget: float, page: PageBytes, window_pool: WindowPool | None) -> int:
-    """Most pages of a pool of at most `budget` bytes; below 1: there is no room for one."""
+    """The largest number of pages that fit in `budget` bytes. Below 1 if not even one fits."""
     most = max(0, int(budget / bytes_per_token(page, 1, window_pool)))
     return bisect.bisect_right(range(most + 2), budget, key=lambda count: pool_bytes(count, page, window_pool)) - 1
 
@@ -91,17 +92,16 @@ def num_kv_pages(
     free_bytes: Sequence[int],
     window_pool: WindowPool | None = None,
 ) -> int:
-    """Pages of the KV pool, the same on every rank: as many as the rank with the least room holds.
-
-    The padding page that every pool has on top is not counted, but its bytes are.
+    """The number of pages in the KV pool, equal on all ranks: what the rank with the least memory can hold. The padding
+    page of each pool is not counted, but its bytes are.
 
     Args:
-        bytes_per_page: of each rank.
-        free_bytes: what each rank may still use, in the same order. Ranks that share one memory give each its part.
-            Empty, with `bytes_per_page`, when `kv_cache.num_tokens` is set and the memory is not known yet.
+        bytes_per_page: for each rank.
+        free_bytes: free memory of each rank, in the same order. Ranks that share memory each get their part. Both lists
+            may be empty if `kv_cache.num_tokens` is set and the memory is not known yet.
 
     Raises:
-        ConfigError: the pool is larger than the memory, or holds no page.
+        ConfigError: the pool does not fit in the memory, or has no page.
     """
     page_size = kv_cache.page_size
     if kv_cache.num_tokens is not None:
@@ -132,8 +132,11 @@ def num_kv_pages(
 
 
 def cut_max_model_len(config: EngineConfig, model: ModelConfig, num_pages: int) -> int:
-    """Longest prompt plus completion of a group whose pool has `num_pages`. Raises ConfigError where `max_model_len` is
-    set and the pool cannot hold one such request."""
+    """The longest sequence (prompt and answer) for a pool of `num_pages`.
+
+    Raises:
+        ConfigError: `max_model_len` is set, and the pool cannot hold one such sequence.
+    """
     capacity = num_pages * config.kv_cache.page_size
     if config.max_model_len is None:
         return min(model.max_context, capacity)

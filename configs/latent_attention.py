@@ -1,4 +1,4 @@
-"""The spec of latent attention, a mixer as configs/layers.py has them."""
+"""The spec of latent attention (MLA), a mixer of configs/layers.py."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from configs.rope import RopeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Attention whose heads make their keys and values from one latent a token (MLA), and share a rotated key.
+    """Attention whose heads compute their keys and values from one latent vector per token (MLA) and share a rotated
+    key.
 
-    kv_a(x) = latent | rotated key; kv_b(norm(latent)) = each head's unrotated key | value. Query heads are
-    q(x), or q_b(norm(q_a(x))) where queries have a latent too: unrotated columns, then rotated ones.
+    kv_a(x) = latent | rotated key; kv_b(norm(latent)) = unrotated key | value of each head. Query heads are q(x), or
+    q_b(norm(q_a(x))) if queries have a latent too: first the unrotated columns, then the rotated ones.
     """
 
     hidden_size: int
     num_attention_heads: int
     q_lora_rank: int | None
-    """Columns of the queries' latent; None: they have none."""
+    """Columns of the queries' latent. None if queries have no latent."""
     kv_lora_rank: int
-    """Columns of the latent that keys and values are made from."""
+    """Columns of the latent of keys and values."""
     qk_nope_head_dim: int
-    """Columns of a query or key head that do not turn."""
+    """Columns of a query or key head that are not rotated."""
     qk_rope_head_dim: int
-    """Elements of a head that do, in pairs of neighbours (2i, 2i + 1)."""
+    """Rotated columns of a head, in pairs of neighbours (2i, 2i + 1)."""
     v_head_dim: int
     rope: RopeConfig
     scale: float
@@ -57,7 +58,7 @@ class LatentAttention:
 
     @property
     def kv_a(self) -> Linear:
-        """The projection into the latent of keys and values, and the rotated key."""
+        """The projection into the latent of keys and values and the rotated key."""
         return self._into_latent("kv_a_proj_with_mqa", self.kept_dim)
 
     @property
@@ -74,14 +75,14 @@ class LatentAttention:
 
     @property
     def q_norm(self) -> TensorSpec | None:
-        """The weight of the norm of the queries' latent."""
+        """The norm weight of the queries' latent."""
         if self.q_lora_rank is None:
             return None
         return TensorSpec("self_attn.q_a_layernorm.weight", (self.q_lora_rank,), Role.NORM)
 
     @property
     def kv_norm(self) -> TensorSpec:
-        """The weight of the norm of the other latent."""
+        """The norm weight of the latent of keys and values."""
         return TensorSpec("self_attn.kv_a_layernorm.weight", (self.kv_lora_rank,), Role.NORM)
 
     @property
@@ -95,7 +96,8 @@ class LatentAttention:
         return (HeadGroups(Axis.QUERY_HEADS, self.num_attention_heads, Axis.LATENT, 1),)
 
     def shapes(self, num_ranks: int) -> frozenset[LatentShape]:
-        """Shapes that ranks have of it: `ShardPlan` deals each the floor or the ceiling of an even share of heads."""
+        """The shapes of this layer on the ranks: `ShardPlan` gives each rank the floor or the ceiling of an even share
+        of heads."""
         counts = {self.num_attention_heads // num_ranks, -(-self.num_attention_heads // num_ranks)}
         return frozenset(LatentShape(count, self.kv_lora_rank, self.qk_rope_head_dim) for count in counts)
 
@@ -105,7 +107,7 @@ class LatentAttention:
 
     @property
     def pair_flops(self) -> Amounts:
-        # Absorbed: scores over latent and rotated key, sums over the latent.
+        # The absorbed form: scores over latent and rotated key, weighted sums over the latent.
         return {Axis.QUERY_HEADS: 2 * (2 * self.kv_lora_rank + self.qk_rope_head_dim)}
 
     @property
@@ -114,7 +116,7 @@ class LatentAttention:
 
     @property
     def kept_dim(self) -> int:
-        """Columns of what a token leaves in the KV pool."""
+        """Columns per token in the KV pool."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def _into_latent(self, name: str, width: int) -> Linear:

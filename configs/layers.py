@@ -1,8 +1,9 @@
-"""A layer: a mixer and a feed-forward, each of which says its tensors, and what a token leaves in the cache.
+"""A layer's specification: a mixer and a feed-forward. Each lists its tensors, how they are cut, and its state per
+token.
 
-Plain data. Whatever has to know a model's tensors or state folds over these answers and repeats none of them: the check
-of a checkpoint, its readers, dummy weights, the shard plan, the KV pool's size, the cost of a step. A new kind is one
-more spec class here and one module that computes it in worker/layers.
+This module is plain data. All code that needs a model's tensors or state computes it from these specs: the checkpoint
+check and readers, dummy weights, the shard plan, the size of the KV pool, the cost of a step. To add a layer kind, add
+a spec class here and a module in worker/layers that computes it.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ _FEWEST_LEAVES = 8  # for exact sums over heads, where the heads allow it: so ma
 
 
 class Axis(StrEnum):
-    """An axis that is dealt to ranks: each of them gets a span of it. The value is its name for people."""
+    """An axis whose indices are divided among the ranks. The value is the axis's name in messages."""
 
     QUERY_HEADS = "query heads"
     KV_HEADS = "KV heads"
     LATENT = "latent"
-    """The latent that all heads of latent attention share: one, which every rank has."""
+    """The latent vector that all heads of latent attention share. It has one index, and every rank holds it."""
     MLP_COLUMNS = "MLP columns"
     EXPERT_COLUMNS = "expert columns"
-    """Columns of each routed expert: a rank has the same of all of them."""
+    """Columns of each routed expert. A rank holds the same columns of every expert."""
     SHARED_EXPERT_COLUMNS = "shared expert columns"
     VOCABULARY = "vocabulary rows"
 
 
 class Role(StrEnum):
-    """The work of a tensor, as far as its type in memory or the size of its values depends on it."""
+    """What a tensor is used for. Its dtype in memory and its random values (`load_format: dummy`) depend on it."""
 
     MATRIX = auto()
     EMBEDDING = auto()
-    """The embedding or the LM head, which may be one."""
+    """The embedding or the LM head. A model may use one tensor for both."""
     QUERY_KEY = auto()
-    """Rows of heads that the rotary embedding turns."""
+    """Rows of heads to which the rotary embedding applies."""
     ATTENTION_OUTPUT = auto()
     BIAS = auto()
     NORM = auto()
@@ -50,61 +51,63 @@ class Role(StrEnum):
 
 
 FINEST_EXPERT_GRANULE = 32
-"""The granule of the grouped products: 768 columns over 5 ranks are 160 or 128, not 256 or 128."""
+"""Column granule of the grouped expert products. 768 columns over 5 ranks become 160 or 128 each, instead of 256 or
+128."""
 
 Amounts = Mapping[Axis | None, int]
-"""How much each index of an axis accounts for; under None, what every rank has whole."""
+"""Amounts per index of an axis. The key None has the amount that every rank holds whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor is cut: of dimension `dim`, each index of `axis` takes `width`."""
+    """How a tensor is cut along dimension `dim`: each index of `axis` has `width` consecutive entries."""
 
     axis: Axis
     dim: int
-    """The dimension that is cut; in a matrix 0: rows (outputs), 1: columns (inputs)."""
+    """The dimension that is cut. For a matrix, 0 means rows (outputs) and 1 means columns (inputs)."""
     width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a checkpoint. Names are relative to the layer, unless the tensor is in none."""
+    """One tensor of a checkpoint. Its name is relative to its layer, or absolute if it belongs to no layer."""
 
     name: str
-    """The name in a Hugging Face checkpoint."""
+    """Name in a Hugging Face checkpoint."""
     shape: tuple[int, ...]
-    """Whole, outermost dimension first."""
+    """Shape of the whole tensor, outermost dimension first."""
     role: Role
     cut: Cut | None = None
-    """None: every rank has all of it."""
+    """If None, every rank holds the whole tensor."""
     share: Fraction = Fraction(1)
-    """The part of all tokens that is multiplied with it: k of E for a tensor of one expert."""
+    """Fraction of all tokens that are multiplied by this tensor: k / E for an expert's tensor if each token takes k of
+    E experts."""
     offset: float = 0.0
-    """The number that the model adds to the checkpoint's values, in fp32: 1 for the weights of Gemma's norms."""
+    """Added to the checkpoint's values in fp32. It is 1 for Gemma's norm weights."""
     may_be_mxfp4: bool = False
-    """Whether it stays in MXFP4 where a checkpoint has it so."""
+    """Whether the tensor stays in MXFP4 in memory if the checkpoint has it in MXFP4."""
 
     @property
     def may_be_fp8(self) -> bool:
-        """Whether it is a matrix that stays in FP8 where a checkpoint has it so: not those that choose, as routers do,
-        nor those that have no cut or whose inputs come first."""
+        """Whether the tensor is a matrix that stays in FP8 in memory if the checkpoint has it in FP8. Routers, tensors
+        without a cut, and matrices with inputs first do not."""
         is_product = self.role in (Role.MATRIX, Role.QUERY_KEY, Role.ATTENTION_OUTPUT)
         return is_product and self.cut is not None and len(self.shape) == 2
 
     @property
     def elements(self) -> int:
-        """All of them."""
+        """Number of elements of the whole tensor."""
         return prod(self.shape)
 
     @property
     def elements_per_index(self) -> int:
-        """Elements that one index of the cut's axis accounts for; all of them where there is no cut."""
+        """Number of elements per index of the cut's axis. Without a cut, all elements."""
         return self.elements if self.cut is None else self.elements // self.shape[self.cut.dim] * self.cut.width
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear weight [out_features, in_features] and its bias. Names lack `.weight` and `.bias`."""
+    """A linear weight [out_features, in_features] with an optional bias. Names omit `.weight` and `.bias`."""
 
     name: str
     out_features: int
@@ -113,33 +116,35 @@ class Linear:
     bias: bool = False
     role: Role = Role.MATRIX
     first_row: int = 0
-    """The place of its rows in the tensor, where the checkpoint has several linears as one, of the same name."""
+    """First row of this linear in the checkpoint's tensor, if the tensor holds several linears of the same name."""
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """The weight and, if there is one, the bias."""
+        """The weight, and the bias if there is one."""
         shape = (self.out_features, self.in_features)
         weight = TensorSpec(f"{self.name}.weight", shape, self.role, self.cut)
         if not self.bias:
             return (weight,)
-        # The bias is added once, after the ranks' sum, where columns are cut.
+        # If columns are cut, the bias is added once, after the all-reduce.
         cut = None if self.cut.dim == 1 else self.cut
         return weight, TensorSpec(f"{self.name}.bias", shape[:1], Role.BIAS, cut)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadGroups:
-    """Heads that are dealt in groups; beyond one group a rank, the ranks of a group share its head in `groups`."""
+    """Heads that are divided in groups. If there are more ranks than groups, several ranks share the head that a group
+    has on axis `groups`."""
 
     heads: Axis
     num_heads: int
     groups: Axis
     num_groups: int
-    """Divides num_heads."""
+    """Number of groups. It divides num_heads."""
 
     @property
     def leaf_heads(self) -> int:
-        """Heads of a leaf of the exact sums over heads: the most of one group that are at least 8 leaves, or one."""
+        """Query heads per leaf of the exact sum over heads: the largest divisor of a group that gives at least 8
+        leaves, else 1."""
         group = self.num_heads // self.num_groups
         fitting = [n for n in range(1, group + 1) if group % n == 0 and self.num_heads // n >= _FEWEST_LEAVES]
         return max(fitting, default=1)
@@ -147,39 +152,39 @@ class HeadGroups:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Columns that are dealt in granules, to the ranks that hold the least."""
+    """Columns that are divided in granules. Each granule goes to the rank with the fewest columns."""
 
     axis: Axis
     size: int
     finest_granule: int = 128
-    """How fine granules may become for the sake of an even deal. A dense MLP has so many columns that 128, the width of
-    an FP8 scale block and of a tensor-core tile, is even enough; narrow experts go down to 32."""
+    """The smallest granule that may be used to divide the columns evenly. A dense MLP has enough columns for 128, which
+    is the width of an FP8 scale block and of a tensor-core tile. Narrow experts go down to 32."""
     may_be_empty: bool = False
-    """Whether a rank may have none, where otherwise some would have fewer than the finest granule."""
+    """Whether a rank may have no columns. This is used if even the finest granule cannot give every rank some."""
 
 
 class FeedForward(Protocol):
-    """A part of a layer that computes on each token alone."""
+    """The part of a layer that computes on each token by itself."""
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """All of them."""
+        """All tensors of this part."""
 
     @property
     def axes(self) -> tuple[HeadGroups | Columns, ...]:
-        """Axes that are dealt to ranks, in this order."""
+        """The axes that are divided among the ranks, in this order."""
 
 
 class Mixer(FeedForward, Protocol):
-    """A part of a layer that lets the tokens of a sequence see one another: it has state beside its tensors."""
+    """The part of a layer in which tokens of a sequence read each other. It has state per token besides its tensors."""
 
     @property
     def token_elements(self) -> Amounts:
-        """Elements that one token leaves in the layer's pool."""
+        """Number of elements per token in the layer's KV pool."""
 
     @property
     def pair_flops(self) -> Amounts:
-        """Operations for one query and one token it sees."""
+        """Floating-point operations for one query and one key."""
 
     @property
     def rope(self) -> RopeConfig:
@@ -187,33 +192,34 @@ class Mixer(FeedForward, Protocol):
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a head that it turns."""
+        """Number of elements of a head that the rotary embedding rotates."""
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query sees, itself among them; None: all before it."""
+        """Number of tokens that a query sees, including itself. If None, it sees all tokens before it."""
 
     @property
     def chunk(self) -> int | None:
-        """Positions of a chunk, of which a query sees its own alone; None: all before it."""
+        """Number of positions of a local-attention chunk. A query sees only its own chunk, up to itself. If None, it
+        sees all tokens before it."""
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head that a query and a key are compared by."""
+        """Number of elements of a query or key head."""
 
     @property
     def features(self) -> frozenset[Feature]:
-        """Features that it asks of an attention backend."""
+        """Features that an attention backend needs for this layer."""
 
     @property
     def kv_scales(self) -> tuple[tuple[str, ...], ...]:
-        """Names, for each tensor that a token leaves in the pool, under which a checkpoint may have the factor of its
-        elements in FP8, the usual one first: a scalar, which is none of `tensors`."""
+        """Names of the FP8 KV scale factors in a checkpoint. One tuple for each tensor that a token has in the pool,
+        with the most usual name first. The factors are scalars and not part of `tensors`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedQueryAttention:
-    """Attention whose query heads share key and value heads in equal groups."""
+    """Attention in which equal groups of query heads share a key head and a value head."""
 
     hidden_size: int
     num_attention_heads: int
@@ -221,31 +227,33 @@ class GroupedQueryAttention:
     head_dim: int
     rope: RopeConfig
     input_size: int | None = None
-    """Inputs of queries, keys and values; None: `hidden_size`."""
+    """Input features of the query, key and value projections. If None, `hidden_size`."""
     qkv_bias: bool = False
     o_bias: bool = False
     fused_qkv: bool = False
-    """Whether the checkpoint has the three projections as one tensor."""
+    """Whether the checkpoint stores the three projections as one tensor."""
     qk_norm: bool = False
-    """RMSNorm on each query and key head before the rotary embedding (Qwen3)."""
+    """RMSNorm on each query and key head, before the rotary embedding (Qwen3)."""
     norms_have_weights: bool = True
-    """Otherwise they are ones. Such norms are the same behind the rotary embedding, where Llama 4 has them."""
+    """If false, the norms' weights are ones. Such norms commute with the rotary embedding, after which Llama 4 applies
+    them."""
     norm_offset: float = 0.0
-    """The `TensorSpec.offset` of these norms' weights."""
+    """`TensorSpec.offset` of the weights of the query and key norms."""
     scale: float | None = None
-    """Factor of the scores; None: 1 / sqrt(head_dim)."""
+    """Factor of the attention scores. If None, 1 / sqrt(head_dim)."""
     softcap: float | None = None
-    """Scores become softcap * tanh(scores / softcap)."""
+    """If set, scores become softcap * tanh(scores / softcap)."""
     has_sinks: bool = False
-    """Each query head has a score that takes a share of the softmax and has no value (gpt-oss)."""
+    """Each query head has one more score, without a value, that takes part in the softmax (gpt-oss)."""
     window: int | None = None
-    """A query sees itself and `window - 1` tokens before it; None is full."""
+    """A query sees itself and `window - 1` tokens before it. If None, it sees all tokens before it."""
     chunk: int | None = None
-    """A query sees those of its own chunk of so many positions, up to itself; None is all."""
+    """Positions are divided in chunks of this many, and a query sees only its own chunk, up to itself. If None, it sees
+    all tokens before it."""
 
     @property
     def qkv(self) -> tuple[Linear, Linear, Linear]:
-        """The projections, q | k | v."""
+        """The query, key and value projections, in this order."""
         num_q, num_kv = self.num_attention_heads, self.num_key_value_heads
         return (
             self._projection("q", Axis.QUERY_HEADS, num_q, Role.QUERY_KEY, 0),
@@ -261,14 +269,14 @@ class GroupedQueryAttention:
 
     @property
     def head_norms(self) -> tuple[TensorSpec, ...]:
-        """Weights of the norms of query and key heads, or none."""
+        """Weights of the query and key norms. Empty if there are none."""
         has_weights = self.qk_norm and self.norms_have_weights
         names = (f"self_attn.{letter}_norm.weight" for letter in "qk" if has_weights)
         return tuple(TensorSpec(name, (self.head_dim,), Role.QUERY_KEY_NORM, offset=self.norm_offset) for name in names)
 
     @property
     def sinks(self) -> TensorSpec | None:
-        """[num_attention_heads], or none."""
+        """The sinks [num_attention_heads], or None if the layer has none."""
         shape, cut = (self.num_attention_heads,), Cut(Axis.QUERY_HEADS, 0)
         return TensorSpec("self_attn.sinks", shape, Role.BIAS, cut) if self.has_sinks else None
 
@@ -283,11 +291,11 @@ class GroupedQueryAttention:
 
     @property
     def token_elements(self) -> Amounts:
-        return {Axis.KV_HEADS: 2 * self.head_dim}  # a key and a value
+        return {Axis.KV_HEADS: 2 * self.head_dim}  # one key and one value
 
     @property
     def pair_flops(self) -> Amounts:
-        return {Axis.QUERY_HEADS: 4 * self.head_dim}  # a multiply-add for each element of the key and the value
+        return {Axis.QUERY_HEADS: 4 * self.head_dim}  # one multiply-add per element of the key and of the value
 
     @property
     def rotary_dim(self) -> int:
@@ -316,7 +324,7 @@ class GroupedQueryAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseMLP:
-    """down(act(gate(x)) * up(x)): the feed-forward of a layer, or one expert of it."""
+    """An MLP, down(act(gate(x)) * up(x)): a layer's feed-forward, or one expert."""
 
     hidden_size: int
     intermediate_size: int
@@ -324,14 +332,15 @@ class DenseMLP:
     bias: bool = False
     name: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Names of gate, up and down, behind `name`; of gate and up one, where the checkpoint has them as one tensor."""
+    """Names of gate, up and down after `name`. Gate and up have the same name if the checkpoint stores them as one
+    tensor."""
     axis: Axis = Axis.MLP_COLUMNS
     finest_granule: int = 128
     """See Columns."""
 
     @property
     def gate_up(self) -> tuple[Linear, Linear]:
-        """The projections into the columns, gate | up."""
+        """The gate and up projections, in this order."""
         gate, up, _ = self.projections
         shape = self.intermediate_size, self.hidden_size, Cut(self.axis, 0)
         return (
@@ -341,7 +350,7 @@ class DenseMLP:
 
     @property
     def down(self) -> Linear:
-        """The projection out of them."""
+        """The down projection."""
         name = f"{self.name}.{self.projections[2]}"
         return Linear(name, self.hidden_size, self.intermediate_size, Cut(self.axis, 1), self.bias)
 
@@ -356,12 +365,12 @@ class DenseMLP:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
-    """MLPs of which each token goes to those that a router prefers, and perhaps one that all tokens go to.
+    """MLPs (experts) to which a router sends each token, with an optional shared expert for all tokens.
 
     y = sum over the top k experts e of weight[e] * expert_e(x) + sigmoid(x @ shared_gate) * shared(x)
 
-    The weights are the softmax of all experts' logits, or their sigmoids. The shared expert may have no gate: then it
-    counts whole.
+    The weights are the softmax of all experts' logits, or their sigmoids. Without a shared gate, the shared expert's
+    output is added unscaled.
     """
 
     hidden_size: int
@@ -370,22 +379,24 @@ class MixtureOfExperts:
     intermediate_size: int
     """Columns of one expert."""
     norm_topk_prob: bool
-    """Divide a token's weights by their sum."""
+    """Whether a token's weights are divided by their sum."""
     round_weights: bool = True
-    """Round them to the activations' type, as Qwen's models do and Mixtral does not."""
+    """Whether the weights are rounded to the activations' dtype. Qwen's models do this, Mixtral does not."""
     weight_scale: float = 1.0
-    """Factor of them, before they are rounded."""
+    """Factor of the weights, applied before rounding."""
     sigmoid: bool = False
     has_choice_bias: bool = False
-    """Whether a bias is added to the sigmoids by which experts are chosen, not to those that weigh them."""
+    """Whether a bias is added to the sigmoids when experts are chosen. The weights are the sigmoids without the
+    bias."""
     scales_input: bool = False
-    """Whether a weight is a factor of what its expert takes, not of what it gives (Llama 4)."""
+    """Whether a weight multiplies the expert's input instead of its output (Llama 4)."""
     num_groups: int = 1
-    """Equal groups of neighbouring experts."""
+    """Number of equal groups of neighbouring experts."""
     top_groups: int = 1
-    """A token's experts are of the so many groups whose best experts it prefers; with a bias, whose two best ones."""
+    """Number of groups that a token may take experts from: those with the best expert, or with the best sum of two
+    experts if there is a choice bias."""
     shared_intermediate_size: int | None = None
-    """Columns of the shared expert; None where there is none."""
+    """Columns of the shared expert. If None, there is no shared expert."""
     shared_name: str = "shared_expert"
     has_shared_gate: bool = True
     hidden_act: str = "silu"
@@ -394,23 +405,24 @@ class MixtureOfExperts:
     """Names of an expert's gate, up and down."""
     router_name: str = "gate"
     are_stacked: bool = False
-    """Whether all experts' gates and ups are one tensor, and their downs; inputs come first."""
+    """Whether the checkpoint stores all experts in two tensors: gate with up, and down. Inputs are the first
+    dimension."""
 
     @property
     def router(self) -> TensorSpec:
-        """[num_experts, hidden_size]; every rank has all of it."""
+        """The router [num_experts, hidden_size]. Every rank holds all of it."""
         name, shape = f"{self.name}.{self.router_name}.weight", (self.num_experts, self.hidden_size)
         return TensorSpec(name, shape, Role.MATRIX)
 
     @property
     def choice_bias(self) -> TensorSpec | None:
-        """[num_experts], used in fp32, or none."""
+        """The choice bias [num_experts], used in fp32, or None if there is none."""
         name = f"{self.name}.gate.e_score_correction_bias"
         return TensorSpec(name, (self.num_experts,), Role.BIAS) if self.has_choice_bias else None
 
     @property
     def experts(self) -> tuple[DenseMLP, ...]:
-        """The routed ones."""
+        """The routed experts."""
         return tuple(
             DenseMLP(
                 hidden_size=self.hidden_size,
@@ -425,8 +437,12 @@ class MixtureOfExperts:
 
     @property
     def stacked(self) -> tuple[TensorSpec, TensorSpec]:
-        """[num_experts, hidden_size, 2 * intermediate_size], gate | up, and [num_experts, intermediate_size,
-        hidden_size], where all experts are one tensor."""
+        """The two tensors of all experts if `are_stacked`.
+
+        Returns:
+            Gate and up: [num_experts, hidden_size, 2 * intermediate_size].
+            Down: [num_experts, intermediate_size, hidden_size].
+        """
         num, size, columns, name = self.num_experts, self.hidden_size, self.intermediate_size, f"{self.name}.experts"
         gate_up, down = Cut(Axis.EXPERT_COLUMNS, 2, 2), Cut(Axis.EXPERT_COLUMNS, 1)
         return (
@@ -436,7 +452,7 @@ class MixtureOfExperts:
 
     @property
     def shared(self) -> DenseMLP | None:
-        """The expert that all tokens go to."""
+        """The shared expert, or None if there is none."""
         if self.shared_intermediate_size is None:
             return None
         return DenseMLP(
@@ -450,7 +466,8 @@ class MixtureOfExperts:
 
     @property
     def shared_gate(self) -> TensorSpec | None:
-        """[1, hidden_size]: how much of the shared expert a token gets; None: all of it, or there is none."""
+        """The shared expert's gate [1, hidden_size], or None if there is no shared expert or its output is added
+        unscaled."""
         if self.shared is None or not self.has_shared_gate:
             return None
         return TensorSpec(f"{self.name}.{self.shared_name}_gate.weight", (1, self.hidden_size), Role.MATRIX)
@@ -470,7 +487,7 @@ class MixtureOfExperts:
 
 
 class NormNames(NamedTuple):
-    """Names of the weights of a layer's norms in a checkpoint. None: there is no such norm."""
+    """Checkpoint names of the weights of a layer's norms. A None means that the layer has no such norm."""
 
     before_mixer: str = "input_layernorm"
     after_mixer: str | None = None
@@ -486,20 +503,20 @@ class Norms(NamedTuple):
 
     before: TensorSpec
     after: TensorSpec | None
-    """None: what it returns is added to the residual as it is."""
+    """Norm of the part's output. If None, the output is added to the residual without a norm."""
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Residual + mixer(norm(residual)), then + feed_forward(norm(...)); what is added may be normed, too."""
+    """One layer: residual += mixer(norm(residual)), then residual += feed_forward(norm(residual))."""
 
     hidden_size: int
     mixer: Mixer
     feed_forward: FeedForward
     norm_names: NormNames = PLAIN_NORMS
-    """Gemma and GLM 4 norm what mixer and feed-forward return, too, before it is added."""
+    """Gemma and GLM 4 also have norms on the outputs of mixer and feed-forward."""
     norm_offset: float = 0.0
-    """The `TensorSpec.offset` of the norms' weights."""
+    """`TensorSpec.offset` of these norms' weights."""
 
     @property
     def mixer_norms(self) -> Norms:
@@ -517,33 +534,33 @@ class LayerSpec:
 
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """All of the layer's."""
+        """All tensors of the layer."""
         norms = tuple(norm for norm in self.mixer_norms + self.feed_forward_norms if norm is not None)
         return self.mixer.tensors + self.feed_forward.tensors + norms
 
     @cached_property
     def axes(self) -> tuple[HeadGroups | Columns, ...]:
-        """Axes that are dealt to ranks, in this order."""
+        """The axes that are divided among the ranks, in this order."""
         return self.mixer.axes + self.feed_forward.axes
 
     @cached_property
     def weight_elements(self) -> Amounts:
-        """Elements of all tensors."""
+        """Number of elements of all tensors."""
         return elements_of(self.tensors)
 
     @cached_property
     def product_elements(self) -> Mapping[Fraction, Amounts]:
-        """Elements of the tensors that tokens are multiplied with, by the share of the tokens."""
+        """Number of elements of the matrices that tokens are multiplied by, per `TensorSpec.share`."""
         return _by_share(it for it in self.tensors if len(it.shape) > 1 and it.role is not Role.BIAS)
 
     @cached_property
     def fp8_elements(self) -> Mapping[Fraction, Amounts]:
-        """Elements of the tensors that may be in FP8, by the share of the tokens."""
+        """Number of elements of the tensors that may be in FP8, per `TensorSpec.share`."""
         return _by_share(it for it in self.tensors if it.may_be_fp8)
 
     @cached_property
     def mxfp4_elements(self) -> Mapping[Fraction, Amounts]:
-        """Elements of the tensors that may be in MXFP4, by the share of the tokens."""
+        """Number of elements of the tensors that may be in MXFP4, per `TensorSpec.share`."""
         return _by_share(it for it in self.tensors if it.may_be_mxfp4)
 
     def _norm(self, name: str) -> TensorSpec:
@@ -563,7 +580,7 @@ def _by_share(tensors: Iterable[TensorSpec]) -> Mapping[Fraction, Amounts]:
 
 
 def elements_of(tensors: Iterable[TensorSpec]) -> Amounts:
-    """Elements of `tensors`, by the axis they are cut along."""
+    """Number of elements of `tensors`, per axis that they are cut along."""
     amounts: dict[Axis | None, int] = {}
     for tensor in tensors:
         axis = None if tensor.cut is None else tensor.cut.axis

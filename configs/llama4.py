@@ -1,4 +1,5 @@
-"""The layers of a config.json of Llama 4's text model: chunked attention, layers without positions, and experts."""
+"""The layers of Llama 4's text model, read from config.json: chunked attention, layers without positions, and
+experts."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ _CHUNKED, _FULL = "chunked_attention", "full_attention"
 
 
 def llama4_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
-    """Each layer of the model. Raises CheckpointError when a field is missing, or for what is not supported."""
+    """All layers of the model. Raises CheckpointError if a field is missing or not supported."""
     num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
     interval, step = fields.count("no_rope_layer_interval", 4), fields.count("interleave_moe_layer_step", 1)
-    # In spite of the key's name a 1 is a layer with positions; an empty list says nothing.
+    # Despite the key's name, a 1 marks a layer with a rotary embedding. An empty list means the default.
     turning = fields.ids("no_rope_layers") or tuple(int((i + 1) % interval != 0) for i in range(num_layers))
     types = fields.values.get("layer_types")
     types = [_CHUNKED if turns else _FULL for turns in turning] if types is None else types
@@ -24,7 +25,7 @@ def llama4_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
     if not set(types) <= {_CHUNKED, _FULL}:
         raise CheckpointError(f"{fields.where}: layer_types must name {_CHUNKED} or {_FULL}")
     if rope.scaling_type not in ("default", "linear", "llama3"):
-        # Others have a factor of cosine and sine, which norms behind the rotary embedding would take out again.
+        # Other types scale cosine and sine, and the norms after the rotary embedding would cancel that factor.
         raise CheckpointError(f"{fields.where}: rope scaling type {rope.scaling_type} of Llama 4 is not supported")
     said = fields.values.get("moe_layers")
     with_experts = range(step - 1, num_layers, step) if said is None else fields.ids("moe_layers")
@@ -39,9 +40,9 @@ def llama4_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
 def _attention(fields: Fields, rope: RopeConfig, turns: bool, type_: str) -> GroupedQueryAttention:
     num_q, has_bias = fields.count("num_attention_heads"), fields.flag("attention_bias", False)
     temperature = None
-    if fields.values.get("attn_temperature_tuning", True):  # some files have a number
+    if fields.values.get("attn_temperature_tuning", True):  # some files have a number here
         temperature = fields.number("attn_scale", 0.1), fields.count("floor_scale", 8192)
-    # An explicit null means one KV head a query head.
+    # An explicit null means one KV head per query head.
     default_kv = num_q if "num_key_value_heads" in fields.values else 8
     return GroupedQueryAttention(
         hidden_size=fields.count("hidden_size"),

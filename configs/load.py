@@ -1,6 +1,6 @@
-"""Reads a Ray Serve config file and `a.b=c` overrides as an `EngineConfig`; a mistake is a line that names its fix.
+"""Reads a Ray Serve config file and `a.b=c` overrides into an `EngineConfig`. Each error line names a fix.
 
-Owns the file's form. What the settings mean is `schema.py`, what `auto` comes to is `resolve.py`.
+This module owns the form of the file. `schema.py` defines the settings, and `resolve.py` decides `auto` values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HTTP_PREFIX, _ARGS_PREFIX = "http_options.", "applications.0.args."
 
 @dataclass(frozen=True)
 class AppConfig:
-    """One config file, overrides applied."""
+    """One config file with its overrides applied."""
 
     engine: EngineConfig
     name: str
@@ -34,25 +34,27 @@ class AppConfig:
     host: str
     port: int
     places: Mapping[str, str]
-    """The place where each setting that is not left open was given, by dotted name: `FILE:LINE`, or `--set`."""
+    """Origin of each given setting, by dotted name: `FILE:LINE`, or `--set`."""
     document: Mapping[str, Any]
-    """The whole file, for Ray Serve: what is not ours (logging, replicas' environment) is passed on as it is."""
+    """The whole file for Ray Serve. Keys that are not Lockstep's (logging, runtime environment) are passed on
+    unchanged."""
 
     @property
     def served_model_name(self) -> str:
-        """The name clients use."""
+        """The model name for clients."""
         return self.engine.served_model_name or model_name(self.engine.model)
 
 
 def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:
-    """Reads a Ray Serve config file of one application whose `args` are an `EngineConfig`.
+    """Reads a Ray Serve config file with one application whose `args` are an `EngineConfig`.
 
     Args:
-        overrides: `key=value`, the value in YAML: `tensor_parallel_size=3`, `kv_cache.num_tokens=4096`. Keys are those
-            of `args`; `http_options.host` and `http_options.port` are the file's own.
+        overrides: `key=value` with the value in YAML, such as `tensor_parallel_size=3` or `kv_cache.num_tokens=4096`.
+            Keys are those of `args`, and also `http_options.host` and `http_options.port`.
 
     Raises:
-        ConfigError: the file, a key or a value is wrong; names every problem, with the file's line where it has one.
+        ConfigError: the file, a key or a value is wrong. The message has a line for each problem, with the file's line
+            number if there is one.
     """
     document, lines = _read_yaml(path)
     application = _only_application(document, path)
@@ -99,12 +101,13 @@ def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:
 
 
 def parse_engine_config(args: Mapping[str, Any]) -> EngineConfig:
-    """`args` as an `EngineConfig`; `-` counts as `_` in keys. Raises one ConfigError with a line for each problem."""
+    """Parses `args` as an `EngineConfig`. In keys, `-` counts as `_`. Raises one ConfigError with a line for each
+    problem."""
     return _parse(_underscored(args), {})
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`: `localhost`, or an address of the loopback interface."""
+    """Whether only this machine can reach `host`: `localhost`, or a loopback address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -112,7 +115,7 @@ def is_loopback(host: str) -> bool:
 
 
 def all_settings() -> list[str]:
-    """Dotted names of every setting, in the schema's order; sections themselves are not settings."""
+    """Dotted names of all settings, in the schema's order. Sections are not settings."""
     return list(_settings(EngineConfig, ""))
 
 
@@ -125,7 +128,7 @@ def _settings(section: type[BaseModel], prefix: str) -> Iterable[str]:
 
 
 def check_exposure(host: str, engine: EngineConfig) -> None:
-    """Raises ConfigError for an endpoint at `host` that other machines reach, and that asks nobody for a key."""
+    """Raises ConfigError if other machines can reach the endpoint at `host` and no API key is required."""
     if engine.server.api_keys is None and not is_loopback(host):
         raise ConfigError(
             f"http_options.host={host} can be reached from other machines, and server.api_keys names no file of keys; "
@@ -138,7 +141,7 @@ def check_exposure(host: str, engine: EngineConfig) -> None:
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The document, and the line of each of its keys by dotted path."""
+    """The document, and the line number of each key by dotted path."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -222,7 +225,7 @@ def _assign(args: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _underscored(value: Any) -> Any:
-    """A copy with `-` as `_` in every key of it and of the mappings inside."""
+    """A copy with `_` for `-` in all keys, also of nested mappings."""
     if isinstance(value, Mapping):
         return {str(key).replace("-", "_"): _underscored(inner) for key, inner in value.items()}
     return value
@@ -232,13 +235,13 @@ def _underscored(value: Any) -> Any:
 
 
 def _parse(args: Mapping[str, Any], places: Mapping[str, str]) -> EngineConfig:
-    """`places` says where a dotted setting was given, as a prefix of its error."""
+    """Turns pydantic's errors into lines. `places` has the origin of each setting, which begins its line."""
     try:
         return EngineConfig.model_validate(dict(args))
     except ValidationError as error:
         problems = []
         for detail in error.errors(include_url=False):
-            # The type that a setting with several types is taken for stands in brackets and is no key.
+            # For a setting with several types, pydantic adds the tried type in brackets, which is not a key.
             key = ".".join(str(part) for part in detail["loc"] if not str(part).startswith("<"))
             place = f"{places[key]}: " if key in places else ""
             problems.append(place + _problem(key, detail["type"], detail["msg"], detail["input"]))
@@ -258,7 +261,8 @@ def _problem(key: str, kind: str, message: str, value: Any) -> str:
 
 
 def _nearest(key: str) -> str | None:
-    """The setting or section that `key` probably was to be: the same name elsewhere, or the most alike."""
+    """The setting or section that `key` was probably meant to be: one of the same name elsewhere, or the most similar
+    one."""
     settings = all_settings()
     names = [*settings, *dict.fromkeys(setting.rpartition(".")[0] for setting in settings if "." in setting)]
     last = key.rpartition(".")[2]

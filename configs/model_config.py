@@ -1,4 +1,4 @@
-"""A model: its layers, vocabulary and positions. Plain data, which configs/read_config.py makes."""
+"""A model: its layers, vocabulary and positions. Plain data, built by configs/read_config.py."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from configs.quantization import WeightScales
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One decoder-only transformer. All counts are those of the whole model, never of a rank."""
+    """A decoder-only transformer. All counts are for the whole model, not for one rank."""
 
     model_type: str
-    """The family's name in config.json, e.g. llama or qwen3_moe."""
+    """The family's name in config.json, such as llama or qwen3_moe."""
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
@@ -37,51 +37,51 @@ class ModelConfig:
     tie_word_embeddings: bool
     layers: tuple[LayerSpec, ...]
     embedding_scale: float = 1.0
-    """Factor of the embeddings that enter the first layer, in the activations' type."""
+    """Factor of the embeddings before the first layer, applied in the activations' dtype."""
     norm_offset: float = 0.0
-    """The `TensorSpec.offset` of the last norm's weight."""
+    """`TensorSpec.offset` of the final norm's weight."""
     final_logit_softcap: float | None = None
-    """Logits become softcap * tanh(logits / softcap)."""
+    """If set, logits become softcap * tanh(logits / softcap)."""
     dtype: str = "float32"
-    """The checkpoint's own: float32, bfloat16 or float16."""
+    """The checkpoint's dtype: float32, bfloat16 or float16."""
     weight_scales: WeightScales | None = None
-    """The scales of matrices that the checkpoint has in FP8. None: it has none in FP8."""
+    """The layout of the FP8 weight scales. None if the checkpoint has no FP8 weights."""
     has_mxfp4: bool = False
     """Whether the checkpoint has experts in MXFP4."""
     tensor_prefix: str = ""
-    """The beginning of its tensors' names in the checkpoint of a larger model, whose other tensors are not read."""
+    """Prefix of the tensor names if the checkpoint holds a larger model. Tensors without the prefix are not read."""
     num_mtp_layers: int = 0
-    """Layers behind the others in a checkpoint, for predicting several tokens at once (MTP), which are not read unless
-    the first is the draft head."""
+    """MTP layers at the end of the checkpoint. They are not read, unless the first one is the draft head."""
     draft_head: DraftHead | None = None
-    """The head that drafts tokens to come. None: there is none."""
+    """The model that drafts tokens. None if the ranks do not draft."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    """Union of what config, generation_config and tokenizer metadata name."""
+    """The union of the ids in config, generation_config and tokenizer metadata."""
 
     @property
     def num_hidden_layers(self) -> int:
-        """Layers, of any kind."""
+        """Number of layers of all kinds."""
         return len(self.layers)
 
     @property
     def all_layers(self) -> tuple[LayerSpec, ...]:
-        """The layers, and behind them that of the draft head: all that ranks have a part of and pages hold KV of."""
+        """The layers, followed by the draft head's layer if there is one: all layers that have weights and KV on the
+        ranks."""
         return self.layers if self.draft_head is None else (*self.layers, self.draft_head.layer)
 
     @property
     def num_attention_heads(self) -> int:
-        """Query heads of the layer that has the fewest: as many ranks as the model can be dealt to."""
+        """The smallest number of query heads of any layer, which is the largest number of ranks."""
         return min(axis.num_heads for layer in self.all_layers for axis in layer.axes if isinstance(axis, HeadGroups))
 
     @property
     def embedding(self) -> Linear:
-        """Rows of token ids. The LM head too where the two are tied."""
+        """The embedding [vocab_size, hidden_size]. It is the LM head too if the two are tied."""
         return self._vocabulary(f"{self.tensor_prefix}model.embed_tokens")
 
     @property
     def lm_head(self) -> Linear | None:
-        """None where it is the embedding."""
+        """The LM head, or None if it is tied to the embedding."""
         return None if self.tie_word_embeddings else self._vocabulary(f"{self.tensor_prefix}lm_head")
 
     @property
@@ -92,13 +92,14 @@ class ModelConfig:
 
     @property
     def outer_tensors(self) -> tuple[TensorSpec, ...]:
-        """Tensors that are in no layer."""
+        """The tensors that belong to no layer."""
         heads = () if self.lm_head is None else (self.lm_head,)
         of_drafts = () if self.draft_head is None else self.draft_head.outer_tensors
         return (*tensors_of(self.embedding, *heads), self.norm, *of_drafts)
 
     def tensors(self) -> Iterator[TensorSpec]:
-        """Every tensor that layers know, under its full name in a checkpoint, where some may be one."""
+        """The names of all tensors of the layers in a checkpoint. Two tensors have one name if the checkpoint stores
+        them as one."""
         yield from self.outer_tensors
         for prefix, layer in self.prefixed_layers:
             for tensor in layer.tensors:
@@ -106,16 +107,16 @@ class ModelConfig:
 
     @property
     def prefixed_layers(self) -> tuple[tuple[str, LayerSpec], ...]:
-        """All layers, each behind the beginning of its tensors' names."""
+        """All layers, each with the prefix of its tensor names."""
         of_drafts = () if self.draft_head is None else ((self.draft_head.layer_prefix, self.draft_head.layer),)
         return (*((self.layer_prefix(i), layer) for i, layer in enumerate(self.layers)), *of_drafts)
 
     def layer_prefix(self, layer: int | str) -> str:
-        """The beginning of the names of a layer's tensors."""
+        """The prefix of the names of a layer's tensors."""
         return f"{self.tensor_prefix}model.layers.{layer}."
 
     def stored_tensors(self) -> dict[str, TensorSpec]:
-        """Every tensor of a checkpoint by its full name; those of one name lie below one another."""
+        """All tensors of the checkpoint by full name. Tensors of one name are stacked in one tensor."""
         stored: dict[str, TensorSpec] = {}
         for it in self.tensors():
             rows = stored[it.name].shape[0] if it.name in stored else 0
@@ -124,7 +125,7 @@ class ModelConfig:
 
     @property
     def max_context(self) -> int:
-        """Longest sequence that the rotary embeddings of all layers are made for."""
+        """The longest sequence that the rotary embeddings of all layers support."""
         return min(layer.mixer.rope.max_context(self.max_position_embeddings) for layer in self.layers)
 
     def _vocabulary(self, name: str) -> Linear:
@@ -133,7 +134,7 @@ class ModelConfig:
 
 
 def check_tensor_parallel_size(model: ModelConfig, tp_size: int) -> None:
-    """Raises ConfigError when the model's heads cannot be dealt to `tp_size` ranks."""
+    """Raises ConfigError if the model's heads cannot be divided among `tp_size` ranks."""
     num_q = model.num_attention_heads
     if tp_size < 1:
         raise ConfigError(f"tensor_parallel_size={tp_size} is less than 1; choose 1 to {num_q}")
@@ -152,7 +153,8 @@ def layers_of(
     norm_names: NormNames = PLAIN_NORMS,
     norm_offset: float = 0.0,
 ) -> tuple[LayerSpec, ...]:
-    """A layer for each of `mixers` and `feed_forwards`; equal ones are one object, which keeps its sums."""
+    """One layer for each pair of `mixers` and `feed_forwards`. Equal layers share one object, so that their sums are
+    computed once."""
     kinds = list(zip(mixers, feed_forwards, strict=True))
     made = {kind: LayerSpec(hidden_size, *kind, norm_names, norm_offset) for kind in dict.fromkeys(kinds)}
     return tuple(made[kind] for kind in kinds)

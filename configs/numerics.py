@@ -1,4 +1,4 @@
-"""Exact numerics: which parts of a model cannot be computed so, and why not; and the number of their contract."""
+"""Exact numerics: the parts of a model that cannot be exact, with the reasons, and the version of the contract."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from configs.layers import HeadGroups
 from configs.model_config import ModelConfig
 
 CONTRACT = 1
-"""The version of "One answer" in docs/concepts.md. Raised by hand with each change that gives any exact answer other
-bits, and then equal `system_fingerprint`s still promise equal bits: versions do not tell of it."""
+"""The version of the section "One answer" in docs/concepts.md. Raise it with each change that gives an exact answer
+other bits. It is part of `system_fingerprint`, so equal fingerprints still promise equal bits."""
 _INEXACT_ON_GPUS: dict[type[Any], str] = {BiasedMixture: "experts with biases are summed exactly on CPUs only, so far"}
 _INEXACT: dict[type[Any], str] = {
     LatentAttention: "latent attention computes in two forms, by which is cheaper for a step, and they round otherwise",
@@ -20,8 +20,8 @@ _INEXACT: dict[type[Any], str] = {
 
 
 def check_exact(model: ModelConfig, device: Literal["cpu", "cuda"], tp_size: int) -> None:
-    """Raises ConfigError with the reason where `numerics: exact` cannot hold for a part of `model` on `device`, or for
-    so many ranks."""
+    """Raises ConfigError with the reason if `numerics: exact` is impossible for `model`, for `device`, or for this
+    number of ranks."""
     for part in (part for layer in model.all_layers for part in (layer.mixer, layer.feed_forward)):
         why = _INEXACT.get(type(part)) or (_INEXACT_ON_GPUS.get(type(part)) if device == "cuda" else None)
         if why is not None:

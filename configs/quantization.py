@@ -1,9 +1,8 @@
-"""How a checkpoint says that its weights are in FP8 or in four bits, in `quantization_config`, and what scales are of.
+"""Reads `quantization_config`: whether the checkpoint's weights are in FP8 or MXFP4, and which elements share a scale.
 
-Read are the forms of DeepSeek and Qwen 3 (`fp8` with blocks), of vLLM's and AutoFP8's own (`fp8` with one scale a
-matrix), of llm-compressor (`compressed-tensors`, a scale a row, matrix or block), and of gpt-oss (`mxfp4`, in four
-bits). What these say of activations is passed over: they are computed in the model's own type, so that scales of inputs
-have no use.
+Supported formats are those of DeepSeek and Qwen 3 (`fp8` with blocks), vLLM and AutoFP8 (`fp8` with one scale per
+matrix), llm-compressor (`compressed-tensors`, a scale per row, matrix or block) and gpt-oss (`mxfp4`). Settings for
+activations are ignored, because activations are computed in the model's own dtype.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 from configs.errors import CheckpointError
 
 INPUT_SCALE = "input_scale"
-"""End of the name of a scale of activations."""
+"""Suffix of the names of activation scales."""
 
 _ADVICE = (
     "quantised weights are read in FP8 with scales of blocks, rows or matrices. Use the model's unquantised checkpoint"
@@ -24,32 +23,34 @@ _KV_SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric":
 
 
 class WeightScales(NamedTuple):
-    """The scales of a matrix in FP8: one for each block of it."""
+    """The layout of the scales of an FP8 matrix: one scale per block."""
 
     height: int
-    """Rows of the block that has one scale; 0: all of the matrix."""
+    """Rows per block. 0 means all rows of the matrix."""
     width: int
-    """Columns of that block; 0: all."""
+    """Columns per block. 0 means all columns."""
     suffix: str = "_scale_inv"
-    """End of a tensor of scales, behind the name of what they multiply, whatever it says."""
+    """Suffix of the scale tensor's name, added to the weight's name. The scales are multiplied, even if the suffix says
+    inverse."""
 
     def block(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns of a block of a matrix of that shape."""
+        """Rows and columns per block for a matrix of this shape."""
         return self.height or shape[0], self.width or shape[1]
 
 
 FP8_BLOCKS = WeightScales(128, 128)
-"""The scales of weights that are quantised while they are read."""
+"""The layout for weights that are quantised while they are read."""
 
 
 MXFP4_BYTES = Fraction(17, 32)
-"""Bytes of an element in MXFP4, with its share of its block's power of two."""
+"""Bytes per MXFP4 element, including its part of the block's scale."""
 
 
 def read_weight_scales(said: Any, path: Path) -> WeightScales | None:
-    """The scales that `quantization_config` names. None: weights are plain, beside factors of keys and values in FP8.
+    """The scale layout in `quantization_config`. None if the weights are not in FP8 (only KV factors may be).
 
-    Raises CheckpointError for anything else, naming `path`.
+    Raises:
+        CheckpointError: the format is not supported. The message names `path`.
     """
     quantization: dict[str, Any] = said if isinstance(said, dict) else {}
     scheme = quantization.get("kv_cache_scheme")
@@ -57,7 +58,7 @@ def read_weight_scales(said: Any, path: Path) -> WeightScales | None:
         _check_scheme(scheme, _KV_SCHEME, f"{path}: kv_cache_scheme", "with one factor a layer")
     method = quantization.get("quant_method")
     if method == "mxfp4" and scheme is None:
-        return None  # the tensors say the rest: see worker/weights/mxfp4.py
+        return None  # The tensors' names say the rest. See worker/weights/mxfp4.py.
     if method == "fp8" and (scheme is None or isinstance(scheme, dict)):
         return _of_fp8(quantization, path)
     if method == "compressed-tensors" and (groups := quantization.get("config_groups")):
@@ -78,7 +79,7 @@ def _of_fp8(quantization: dict[str, Any], path: Path) -> WeightScales:
 
 
 def _of_groups(groups: Any, quantization: dict[str, Any], path: Path) -> WeightScales:
-    """All groups of modules have scales of one kind, in the format whose values are FP8."""
+    """Reads `config_groups`. All groups must have the same layout and the format "float-quantized"."""
     kinds = set()
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None

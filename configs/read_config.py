@@ -1,4 +1,4 @@
-"""Reads the config of the model in a directory, by the checkpoint's own `config.json`."""
+"""Reads the model's config from a directory with a `config.json`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from configs.model_config import ModelConfig
 
 
 def read_model_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
-    """Reads what the model at `path` is.
+    """Reads the config of the model at `path`.
 
     Args:
-        path: a directory with config.json (generation_config.json and tokenizer_config.json are read too when there).
-            `configs.checkpoint.resolve_model_path` gives such a path for any `model` setting.
-        max_model_len: the setting. A model with other frequencies for sequences that are longer than it was first
-            trained for (longrope) takes those for all, unless this is no longer.
+        path: a directory with config.json, such as `configs.checkpoint.resolve_model_path` returns.
+            generation_config.json and tokenizer_config.json are read too if they exist.
+        max_model_len: the setting. A longrope model uses its frequencies for long sequences for all requests, unless
+            this value is within the original context.
 
     Raises:
-        CheckpointError: a file is missing, corrupt or truncated, or the model is of a kind that cannot be served.
+        CheckpointError: a file is missing or corrupt, or the model is not supported.
     """
     model = config_of_directory(path, max_model_len)
     _check(model, path)
-    # An id without an embedding is never sampled, and grammars take none.
+    # Ids without an embedding are never sampled, and grammars never allow them.
     return replace(model, eos_token_ids=tuple(id_ for id_ in model.eos_token_ids if 0 <= id_ < model.vocab_size))
 
 

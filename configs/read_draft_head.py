@@ -1,5 +1,5 @@
-"""The head that drafts: the model's own, or that of `speculation.model`, read from its config.json and held against the
-model's shape."""
+"""Reads the config of the draft head (the model's MTP layer, or `speculation.model`) and checks that it fits the
+model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from configs.schema import EngineConfig
 
 
 def draft_head_path(config: EngineConfig, *, weights: bool = True) -> Path | None:
-    """The directory of the head, fetched first if it is on the Hub; None: it has none of its own, or only its config
-    and no `weights` of it. Raises ConfigError where it is not to be had."""
+    """The directory of the draft head. Downloads the head first if it is on the Hub.
+
+    Returns:
+        None if the head is part of the model, or if `weights` is False and only the head's config is needed.
+
+    Raises:
+        ConfigError: the head cannot be found or downloaded.
+    """
     name = config.speculation.model
     if name is None or (weights and config.load_format == "dummy"):
         return None
@@ -29,8 +35,11 @@ def draft_head_path(config: EngineConfig, *, weights: bool = True) -> Path | Non
 
 
 def with_draft_head(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """The model with its MTP layer, or the head that `speculation.model` names, if `speculation` is by one. Raises
-    ConfigError for one that is not there, cannot be read, or does not fit the model."""
+    """Adds the draft head of `speculation` to the model: its MTP layer, or the head that `speculation.model` names.
+
+    Raises:
+        ConfigError: the head is missing, cannot be read, or does not fit the model.
+    """
     if config.speculation.method == "mtp":
         return replace(model, draft_head=_mtp_head(model, config.model))
     path = draft_head_path(config, weights=False)
@@ -46,7 +55,7 @@ def _mtp_head(model: ModelConfig, name: str) -> MTPHead:
             f"speculation.method=mtp needs a layer for it in the checkpoint, and model={name} has none "
             "(num_nextn_predict_layers in its config.json)"
         )
-    # It is as the last one, of those with experts.
+    # The MTP layer has the same shape as the last layer with experts.
     prefix = model.layer_prefix(model.num_hidden_layers)
     return MTPHead(layer=model.layers[-1], rms_norm_eps=model.rms_norm_eps, layer_prefix=prefix)
 
@@ -82,8 +91,8 @@ def _read(path: Path, model: ModelConfig) -> Eagle3Head:
 
 
 def _state_layers(eagle: Fields, num_layers: int) -> tuple[int, ...]:
-    """Layers that the states enter. Checkpoints that name them count from the layer entered or, where the first is 1,
-    from the one that was left."""
+    """Layers whose input states the head reads. Checkpoints with explicit ids count either the layer entered or, if the
+    first id is 1, the layer left."""
     found = eagle.ids("eagle_aux_hidden_state_layer_ids")
     if found and found[0] == 1:
         found = tuple(layer + 1 for layer in found)

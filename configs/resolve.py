@@ -1,7 +1,7 @@
-"""Every `auto` decided once, into a new `EngineConfig`, with the reason of each decision.
+"""Decides every `auto` setting once, into a new `EngineConfig`, with a reason for each decision.
 
-Owns the rules that tie settings to each other, to the model and to the machine. Facts about the machine are given by
-the caller: nothing here looks at hardware.
+This module owns the rules between settings, model and machine. The caller passes facts about the machine; nothing here
+inspects hardware.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ ONE_NODE_STRATEGY: dict[str, Literal["shared_memory", "symmetric_memory"]] = {
     "cpu": "shared_memory",
     "cuda": "symmetric_memory",
 }
-"""The strategy of `parallel.all_reduce` for the ranks of one node, by device."""
+"""Default of `parallel.all_reduce` by device, if all ranks are on one node."""
 ANY_NODES_STRATEGY: dict[str, Literal["gloo", "nccl"]] = {"cpu": "gloo", "cuda": "nccl"}
-"""The strategy for ranks wherever they are, by device."""
+"""Default of `parallel.all_reduce` by device, if the ranks may be on several nodes."""
 _STEP_TOKENS_ON_CPU = 512
 _STEP_TOKENS_ON_GPU = range(2048, 8192 + 1, 512)
-# One rank's matrix products in a step take 45 ms of an H200. Whatever ends in a step, or runs beside it, waits for its
-# end, and prompts of so many tokens are computed no faster in longer ones.
+# Tokens per step for which one rank's matrix products take 45 ms on an H200. Requests wait for the end of a step, and
+# longer steps compute prompts no faster.
 _STEP_FLOPS = 30e12
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """One node of those that will hold the ranks."""
+    """Facts about one of the nodes that will hold the ranks."""
 
     num_cores: int
     num_gpus: int
     compute_capability: tuple[int, int] | None = None
-    """The least of the GPUs' compute capabilities; None where it is not known."""
+    """The smallest compute capability of the GPUs. None if it is not known."""
     packages: frozenset[str] = frozenset()
-    """Installed packages of attention backends: see `BackendSpec.package`."""
+    """Installed packages of attention backends. See `BackendSpec.package`."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One value that the configuration left open."""
+    """One setting that was decided, because the configuration left it open."""
 
     key: str
     """Dotted name of the setting."""
     value: Any
     why: str
     given: Any = "auto"
-    """The configuration's own value."""
+    """The value before the decision."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.given} -> {self.value} ({self.why})"
@@ -67,36 +67,39 @@ class Decision:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The settings that run. In `config`, open are only those that the KV pool decides (`kv_cache.num_tokens`,
-    `max_model_len`) and those whose None is a value of its own."""
+    """The settings that run. In `config`, only settings that the KV pool decides later (`kv_cache.num_tokens`,
+    `max_model_len`) are still open."""
 
     config: EngineConfig
     decisions: tuple[Decision, ...]
 
 
 class _Resolver:
-    """Collects decisions as changes by dotted key."""
+    """Collects decisions by dotted setting name."""
 
     def __init__(self) -> None:
         self.decisions: list[Decision] = []
 
     def decide(self, key: str, given: Any, value: Any, why: str) -> Any:
-        """`given`, or `value` in its place when it is auto."""
+        """Returns `given`, or records and returns `value` if `given` is auto."""
         if given not in (None, "auto"):
             return given
         self.decisions.append(Decision(key, value, why))
         return value
 
     def apply(self, config: EngineConfig) -> EngineConfig:
-        """`config` with all decisions in it."""
+        """Returns `config` with all decisions applied."""
         for decision in self.decisions:
             config = _replaced(config, decision.key.split("."), decision.value)
         return config
 
 
 def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> ResolvedConfig:
-    """Checks `config` against itself, `model` and `host`, and decides what it leaves open. Raises ConfigError where
-    settings contradict each other, or do not fit model or machine."""
+    """Checks `config` against itself, `model` and `host`, and decides its open settings.
+
+    Raises:
+        ConfigError: settings contradict each other, or do not fit the model or the machine.
+    """
     check_settings(config)
     check_tensor_parallel_size(model, config.tensor_parallel_size)
     if config.server.max_logprobs > model.vocab_size:
@@ -119,7 +122,7 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
     _decide_attention(resolver, config, model, needs, host.packages)
     decide("served_model_name", config.served_model_name, model_name(config.model), "from model")
     _decide_parallel(resolver, config, device, host)
-    # Ranks on CPU ask for little: sharing cores costs them speed, never correctness.
+    # Ranks on CPUs reserve few Ray CPUs: sharing cores makes them slower, not wrong.
     cpus, fraction = (1.0, 0.9) if device == "cuda" else (0.1, 0.3)
     decide("placement.cpus_per_rank", config.placement.cpus_per_rank, cpus, device)
     decide("placement.cpus_for_engine", config.placement.cpus_for_engine, cpus, device)
@@ -132,7 +135,7 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
 
 
 def check_settings(config: EngineConfig) -> None:
-    """Raises ConfigError when settings contradict each other, whatever model and machine are."""
+    """Raises ConfigError if settings contradict each other, independent of model and machine."""
     if config.autoscaling_config is not None and config.num_replicas != 1:
         raise ConfigError(f"num_replicas={config.num_replicas} and autoscaling_config are both set; keep one of them")
     page_size = config.kv_cache.page_size
@@ -167,12 +170,12 @@ def check_settings(config: EngineConfig) -> None:
 
 
 def _strategies(device: str) -> tuple[str, str]:
-    """The strategies of `parallel.all_reduce` that ranks on such a device have."""
+    """The values of `parallel.all_reduce` that work on this device."""
     return ONE_NODE_STRATEGY[device], ANY_NODES_STRATEGY[device]
 
 
 def asks_for_gpus(config: EngineConfig) -> bool:
-    """Whether the ranks can run on GPUs alone: `device` says so, or with `device: auto` another setting does."""
+    """Whether the settings require GPUs: `device` is cuda, or it is auto and another setting works only on GPUs."""
     attention = config.attention
     names = attention.backend, attention.prefill_backend, attention.decode_backend
     only = any(spec.device == "cuda" for name, spec in BACKENDS.items() if name in names)
@@ -181,12 +184,12 @@ def asks_for_gpus(config: EngineConfig) -> bool:
 
 
 def default_max_num_seqs(*, on_gpu: bool) -> int:
-    """Requests that run at once where `scheduler.max_num_seqs` is None."""
+    """`scheduler.max_num_seqs` if it is None."""
     return 256 if on_gpu else 64
 
 
 def _step_tokens(model: ModelConfig, tensor_parallel_size: int) -> int:
-    """Tokens of a step on GPUs."""
+    """Default number of tokens per step on GPUs."""
     matrices = (it for layer in model.layers for it in layer.tensors if len(it.shape) > 1)
     flops = sum(2 * float(it.share) * math.prod(it.shape) for it in matrices)
     sizes = _STEP_TOKENS_ON_GPU
@@ -209,8 +212,11 @@ def _decide_step_size(resolver: _Resolver, config: EngineConfig, model: ModelCon
 def attention_needs(
     config: EngineConfig, model: ModelConfig, compute_capability: tuple[int, int] | None = None
 ) -> AttentionNeeds:
-    """Needs that `model` has of the backends of `config`, whose device and dtype are decided, in its numerics.
-    `compute_capability`: as in HostFacts."""
+    """What `model` needs from the attention backends of `config`. Device and dtype must be decided already.
+
+    Args:
+        compute_capability: see HostFacts.
+    """
     mixers = [layer.mixer for layer in model.all_layers]
     of_settings = {Feature.FP8_KV: config.kv_cache.dtype != "auto", Feature.EXACT: config.is_exact}
     asked = {feature for feature, is_asked in of_settings.items() if is_asked}
@@ -230,7 +236,7 @@ def attention_needs(
 def _decide_attention(
     resolver: _Resolver, config: EngineConfig, model: ModelConfig, needs: AttentionNeeds, packages: frozenset[str]
 ) -> None:
-    """Numerics and backends: exact is what both model and backends can be."""
+    """Decides numerics and backends together: numerics can be exact only if both model and backends can."""
     device = needs.device
     value: str
     exactly = needs.with_feature(Feature.EXACT)

@@ -1,7 +1,7 @@
-"""The settings that a user may give: plain, frozen data. `args` of the Ray Serve config file is an `EngineConfig`.
+"""The user's settings: plain, frozen data. `args` of the Ray Serve config file is an `EngineConfig`.
 
-Values of `auto` (None where a number is meant) are decided once by `configs.resolve`, into a new object.
-Growth is visible: tests pin the list of settings in `tests/settings.txt`, at most 63.
+`configs.resolve` decides `auto` values (None for numbers) once, into a new object. tests/settings.txt pins the list of
+settings, at most 63.
 """
 
 from __future__ import annotations
@@ -16,115 +16,115 @@ _T = TypeVar("_T")
 
 
 def resolved(value: _T | None) -> _T:
-    """A setting whose None `configs.resolve` has replaced."""
+    """Returns a setting that `configs.resolve` has decided if it was None."""
     assert value is not None, "the setting is used before configs.resolve has decided it"
     return value
 
 
-# More in one step take a GPU as much longer as they may save: it is no longer busy with reading weights alone.
+# Most drafts per step. With more, a GPU is no longer bound by reading weights, and a step takes longer than the drafts
+# save.
 _MAX_DRAFTS = 128
 
 AttentionBackendName = Literal["auto", "fa3", "triton", "flashinfer", "cpu", "torch_native"]
 
 
 class _Section(BaseModel):
-    # Strict: a YAML file has types of its own, and `tensor_parallel_size: true` must not mean 1.
+    # Values must have the right type in YAML: `tensor_parallel_size: true` must not mean 1.
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
     )
 
 
 class AttentionConfig(_Section):
-    """The backends that compute attention. docs/reference/attention.md has what each backend can do."""
+    """The backends that compute attention. docs/reference/attention.md lists what each backend can do."""
 
     backend: AttentionBackendName = "auto"
-    """auto: on Hopper GPUs fa3, and triton for steps that decode alone; on other GPUs, and in float32, triton; on CPU
-    cpu, which needs a C compiler. What a backend cannot do for the model is said, and the next one is taken.
-    flashinfer, an extra that every node must have, is taken where it is named."""
+    """auto: on Hopper GPUs fa3, and triton for steps that only decode. On other GPUs, and for float32, triton. On CPUs
+    cpu, which needs a C compiler. If a backend cannot serve the model, the log says why and the next one is used.
+    flashinfer is an optional package that every node must have; it is used only if it is named."""
     prefill_backend: AttentionBackendName | None = None
-    """For steps with more than one token of some request. None: `attention.backend`."""
+    """For steps in which some request has several tokens. None: `attention.backend`."""
     decode_backend: AttentionBackendName | None = None
-    """For steps with one token of each request. None: `attention.backend`."""
+    """For steps in which every request has one token. None: `attention.backend`."""
 
 
 class KVCacheConfig(_Section):
     """The KV pool of each rank."""
 
     dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    """Type of keys and values. auto: that of the activations. fp8_e4m3: one byte each, with the factors that the
-    checkpoint has for each layer, else 1; docs/guides/scale.md has what it costs."""
+    """Dtype of keys and values. auto: the activations' dtype. fp8_e4m3: one byte per element, with the checkpoint's
+    scale factors for each layer, or 1. docs/guides/scale.md says what it costs."""
     page_size: int = Field(16, ge=1, le=256)
-    """Tokens per page; a power of two. Only whole pages are shared by the prefix cache."""
+    """Tokens per page, a power of two. The prefix cache shares whole pages only."""
     num_tokens: int | None = Field(None, ge=1)
-    """Tokens the pool holds, the same on every rank. None: as many as `memory_bytes` holds."""
+    """Tokens that the pool holds, equal on every rank. None: as many as fit in `memory_bytes`."""
     memory_bytes: int | None = Field(None, ge=1)
-    """Bytes a rank may spend on its KV pool. None: `memory_fraction` of what is free after loading."""
+    """Bytes of a rank's KV pool. None: `memory_fraction` of the memory that is free after loading."""
     memory_fraction: float | None = Field(None, gt=0.0, le=1.0)
-    """Share of the memory that loading, activations and CUDA graphs leave to a rank, which its KV pool takes when the
-    two above are None. None: 0.9 on CUDA; 0.3 on CPU, where the node's other processes live on the rest."""
+    """Share of a rank's free memory (after weights, activations and CUDA graphs) that its KV pool takes, if the two
+    settings above are None. None: 0.9 on CUDA, and 0.3 on CPU, where the node's other processes use the same memory."""
     typical_tokens: int = Field(4096, ge=1)
-    """Tokens of a usual sequence, prompt and answer, by which layers with a sliding window get a pool of their own:
-    with half of it that pool has twice the places, and all others have fewer pages. Other models have none."""
+    """Tokens of a typical sequence, prompt and answer. It decides the size of the separate pool for layers with a
+    sliding window: half of it doubles that pool and shrinks the other one. Models without such layers ignore it."""
     enable_prefix_caching: bool = True
-    """Keep the pages of finished requests and reuse them for prompts that begin alike."""
+    """Keep the pages of finished requests, and reuse them for prompts with the same beginning."""
 
 
 class SchedulerConfig(_Section):
     """How requests are admitted and batched."""
 
     max_num_seqs: int | None = Field(None, ge=1, le=4096)
-    """Requests that run at once; the rest wait. None: 256 on CUDA, 64 on CPU."""
+    """Requests that run at once; others wait. None: 256 on CUDA, 64 on CPU."""
     max_num_batched_tokens: int | None = Field(None, ge=1)
-    """Token budget of one step: every running decode takes one, prefill chunks share the rest. Everybody waits for the
-    end of a step: with fewer tokens, many prompts that come at once have their first tokens sooner, and the longest
-    time between two tokens is shorter; with too few, prompts wait for the sake of running answers. None: 512 on CPU; on
-    CUDA 2048 to 8192, as many as an H200 computes in 45 ms, which is 2048 of a model with 8 billion parameters; at
-    least twice `max_num_seqs`."""
+    """Most tokens of one step. Every decoding request takes one, and prompt chunks share the rest. All requests wait
+    for the end of a step: a smaller value gives earlier first tokens when many prompts arrive together and shorter gaps
+    between tokens, but if it is too small, prompts wait behind decoding requests. None: 512 on CPU; on CUDA 2048 to
+    8192, the number that an H200 computes in 45 ms (2048 for a model with 8 billion parameters), and at least twice
+    `max_num_seqs`."""
     prefill_chunk_size: int | None = Field(None, ge=1)
-    """Most prompt tokens one request may prefill in one step. None: `max_num_batched_tokens`, above which no more has
-    an effect."""
+    """Most prompt tokens of one request in one step. None: `max_num_batched_tokens`. Larger values have no effect."""
     max_num_queued_requests: int = Field(1024, ge=1)
-    """Waiting sequences above which new requests are refused with 503. Those of one HTTP request (prompts times `n`)
-    are taken or refused together; when nothing waits they are taken, however many they are. A client with less than its
-    share of the places may use as many again."""
+    """Number of waiting sequences above which new requests are refused with 503. The sequences of one HTTP request
+    (prompts times `n`) are accepted or refused together. If nothing waits, they are always accepted. A client with less
+    than its share of the queue may add the same number again."""
     max_num_queued_tokens: int = Field(1 << 20, ge=1)
-    """Waiting prompt tokens above which new requests are refused with 503; when nothing waits one is taken, however
-    long it is."""
+    """Number of waiting prompt tokens above which new requests are refused with 503. If nothing waits, one request of
+    any length is accepted."""
     steps_in_flight: int = Field(2, ge=1, le=2)
-    """Steps launched before the first one's tokens are read. 1 is for debugging."""
+    """Steps that are launched before the tokens of the first one are read. 1 is for debugging."""
 
 
 class SpeculationConfig(_Section):
-    """Drafts of the tokens to come, which a step verifies at once. They change no answer: with `numerics: exact` not
-    one bit, otherwise as little as the batch does."""
+    """Speculative decoding: drafts of the next tokens, which a step verifies at once. With `numerics: exact` the
+    answers keep every bit; otherwise they change no more than with another batch."""
 
     method: Literal["none", "ngram", "eagle3", "mtp"] = "none"
-    """ngram: what followed the last tokens where prompt or answer had them before. A step takes as many drafts as are
-    worth their time, by how often the request's drafts were right and by what steps take; often that is none. eagle3:
-    what a head of one layer predicts, which was trained for the model and reads states of its layers. It takes its
-    part of every step, and a pass for each draft where drafts are worth it. mtp: the same with the layer for
-    predicting several tokens at once that checkpoints of DeepSeek-V3 and GLM 4.5 bring."""
+    """ngram: drafts the tokens that followed the last tokens earlier in the prompt or answer. eagle3: drafts with a
+    one-layer head that was trained for the model and reads its hidden states. mtp: drafts with the multi-token
+    prediction layer of DeepSeek-V3 or GLM 4.5 checkpoints. A step takes as many drafts as save time, judged by the
+    request's acceptance rate and the measured step times; often that is none. A head of eagle3 or mtp takes a part of
+    every step, and one pass per draft."""
     model: str | None = None
     """Directory or Hugging Face id of the EAGLE-3 head, in safetensors. With `load_format: dummy` its weights are
-    random, too."""
+    random too."""
     num_speculative_tokens: int = Field(7, ge=1, le=7)
-    """Most drafts of one request in a step."""
+    """Most drafts per request and step."""
     prompt_lookup_min: int = Field(2, ge=1, le=16)
-    """Fewest last tokens that must have come before, for ngram. Of several places the one with the most is taken, of
-    four or so many."""
+    """ngram drafts only if at least this number of last tokens occurred before. Of several occurrences, the one with
+    the longest match is used; matches of four tokens (or this number, if it is larger) count as equal."""
 
     @property
     def num_drafts(self) -> int:
-        """Most drafts of one request in a step; 0 without speculation."""
+        """Most drafts per request and step. 0 without speculation."""
         return 0 if self.method == "none" else self.num_speculative_tokens
 
     @property
     def is_by_ranks(self) -> bool:
-        """Whether the ranks make the drafts."""
+        """Whether the ranks make the drafts, instead of the coordinator."""
         return self.method in ("eagle3", "mtp")
 
     def max_sampled(self, max_num_seqs: int) -> int:
-        """Most tokens that a step samples: one of each request, and one behind each draft."""
+        """Most tokens that a step samples: one per request and one after each draft."""
         return max_num_seqs + min(max_num_seqs * self.num_drafts, _MAX_DRAFTS)
 
 
@@ -132,80 +132,83 @@ NO_SPECULATION = SpeculationConfig()
 
 
 class ParallelConfig(_Section):
-    """How the ranks of one group talk, and how long each wait may take."""
+    """How the ranks of a group communicate, and how long they wait."""
 
     all_reduce: Literal["auto", "gloo", "nccl", "shared_memory", "symmetric_memory"] = "auto"
-    """Strategy of the all-reduces. auto: for the ranks of one node symmetric_memory on CUDA and shared_memory on CPU,
-    for those of several nccl and gloo."""
+    """Implementation of the all-reduces. auto: symmetric_memory on CUDA and shared_memory on CPU for ranks on one node;
+    nccl and gloo for ranks on several nodes."""
     threads_per_rank: int | None = Field(None, ge=1)
-    """CPU threads of one rank's kernels. None: cores of the node divided by the ranks on it, at least 1."""
+    """CPU threads of one rank's kernels. None: the node's cores divided by its ranks, at least 1."""
     spin_us: int | None = Field(None, ge=0)
-    """Microseconds a CPU rank spins for the others of its node before it sleeps, yielding its core meanwhile; a reader
-    of steps 50 at most. None: 1000 when the node has a core for every rank on it, else 0."""
+    """Microseconds that a CPU rank spins, yielding its core, while it waits for the other ranks on its node. Then it
+    sleeps. A rank that waits for the next step spins 50 at most. None: 1000 if the node has a core for every rank, else
+    0."""
     init_timeout_s: float = Field(600.0, gt=0)
-    """Deadline for starting the ranks and loading the weights."""
+    """Seconds for starting the ranks and loading the weights."""
     step_timeout_s: float = Field(120.0, gt=0)
-    """Deadline for one step, collectives included. Past it the group counts as hung."""
+    """Seconds for one step, including its all-reduces. A group that takes longer counts as hung."""
 
 
 class RecoveryConfig(_Section):
-    """Recovery when a rank dies or stops. The group is rebuilt around the ranks that are left, and its requests go on;
-    where it is not, they end with an error and Ray Serve replaces the replica."""
+    """What happens when a rank dies or hangs. The group replaces the rank, and its requests go on. If that is not
+    possible, the requests end with an error and Ray Serve replaces the replica."""
 
     max_rebuilds: int = Field(3, ge=0)
-    """Most rebuilds of one group in ten minutes; past them it is replaced. 0: the first failure ends it."""
+    """Most rebuilds of one group in ten minutes. After that, the replica is replaced. 0: the first failure ends the
+    group."""
     min_ranks: int | None = Field(None, ge=1)
-    """Fewest ranks that the group goes on with where a device is gone for good, which it is when two new processes in
-    its rank's place have failed by themselves. None: the group fails then."""
+    """Fewest ranks with which the group may go on if a device is lost. A device counts as lost when two new processes
+    in its rank's place have failed by themselves. None: the group fails instead."""
     warm_spares: int | None = Field(None, ge=0, le=8)
-    """Processes that wait, all modules loaded, to take the place of a rank that dies, which saves most of a rebuild's
-    time. auto: on GPUs one, which has a context and the model's kernels on one of them, about 0.5 GiB; on CPU none.
-    Each takes about 220 MiB of memory, and its start seconds of a core: on CPU with few, the streams notice."""
+    """Spare processes, with all modules loaded, that replace a dead rank. A spare saves most of a rebuild's time. None:
+    on GPUs one, which holds a context and the model's kernels on one of them (about 0.5 GiB); on CPU none. Each spare
+    takes about 220 MiB of memory and seconds of a core at its start, which slows streams on machines with few cores."""
     stall_timeout_s: float = Field(0.5, gt=0)
-    """How long a process may be stopped (SIGSTOP) before it is ended: a rank, or the coordinator or replica, which end
-    the whole replica. Such a process does nothing however long a step takes, so this need not be longer than one; under
-    a debugger it does not count as stopped."""
+    """Seconds for which a process may be stopped (SIGSTOP) before it is killed. A stopped rank is replaced; a stopped
+    coordinator or replica ends the replica. The length of steps does not matter here. A process under a debugger does
+    not count as stopped."""
     hang_timeout_s: float = Field(1.0, gt=0)
-    """How much longer than three times the slowest step like it a step may run before the ranks count as hung; the
-    first ones are compared with ten times what the device was measured to allow. Time that other programs take from the
-    ranks does not count, nor does that in which a kernel is compiled."""
+    """Seconds that a step may run beyond three times the slowest similar step before its ranks count as hung. The first
+    steps are compared with ten times the time that the device's measured speed implies. Time taken by other programs
+    and by compiling kernels does not count."""
 
 
 class PlacementConfig(_Section):
-    """Resources that one replica asks of the Ray cluster."""
+    """Resources that one replica requests from the Ray cluster."""
 
     cpus_per_rank: float | None = Field(None, ge=0)
-    """Ray CPUs of a rank's bundle. None: 1 on GPUs, 0.1 on CPU, where ranks share cores at the price of speed only."""
+    """Ray CPUs per rank. None: 1 on GPUs, 0.1 on CPU, where sharing cores only makes ranks slower."""
     cpus_for_engine: float | None = Field(None, ge=0)
-    """Ray CPUs of the bundle that holds HTTP and coordinator. None: 1 on GPUs, 0.1 on CPU."""
+    """Ray CPUs of the bundle with HTTP server and coordinator. None: 1 on GPUs, 0.1 on CPU."""
     strategy: Literal["STRICT_PACK", "PACK", "SPREAD"] = "STRICT_PACK"
-    """Ray placement strategy of a group. STRICT_PACK: one node, always what NVLink wants."""
+    """Ray placement strategy of a group. STRICT_PACK: all ranks on one node, as NVLink needs."""
 
 
 class SamplingValues(BaseModel):
-    """How tokens are drawn: what a request may say, and what the operator or the model's makers may say for requests
-    that do not. A new field is declared here, in `SamplingParams` and in the ranks' `PARAMS_DTYPE`, by one name."""
+    """Sampling values of a request. The operator and the model's makers may set defaults. To add a field, declare it
+    here, in `SamplingParams` and in the ranks' `PARAMS_DTYPE`, under one name."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     temperature: float | None = Field(None, ge=0.0, le=2.0)
-    """0: the likeliest token. None, here and below: what the model's makers or the operator set, else neutral."""
+    """0: always the likeliest token. None, here and below: the default of the operator or the model's makers, or no
+    effect."""
     top_p: float | None = Field(None, gt=0.0, le=1.0)
-    """Only of the likeliest tokens that have this probability together."""
+    """Sample only from the likeliest tokens that together have this probability."""
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
-    """0 and -1 both turn it off."""
+    """Sample only from this number of likeliest tokens. 0 and -1 turn it off."""
     min_p: float | None = Field(None, ge=0.0, le=1.0)
-    """Only of tokens with at least this share of the likeliest one's probability."""
+    """Sample only from tokens with at least this share of the likeliest token's probability."""
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    """Taken from a token's logit for each time the answer has it."""
+    """Subtracted from a token's logit for each time it occurs in the answer."""
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    """Taken from the logit of each token the answer has."""
+    """Subtracted from the logit of each token that occurs in the answer."""
     repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
-    """Above 1 against repetition. The bounds keep every logit finite in float32."""
+    """Values above 1 discourage repetition. The bounds keep every logit finite in float32."""
 
 
 class GenerationDefaults(SamplingValues, _Section):
-    """Values for requests that name none. None: the neutral value."""
+    """Values for requests that omit them. None: no effect."""
 
     max_new_tokens: int | None = Field(None, ge=1)
     """Most tokens of a chat's answer."""
@@ -213,10 +216,10 @@ class GenerationDefaults(SamplingValues, _Section):
 
 
 class ServerConfig(_Section):
-    """The HTTP endpoint. Host and port are Ray Serve's `http_options`."""
+    """The HTTP endpoint. Ray Serve's `http_options` set host and port."""
 
     max_body_bytes: int = Field(8 << 20, ge=1024)
-    """Largest request body; above it 413."""
+    """Largest request body in bytes; larger ones get 413."""
     max_n: int = Field(128, ge=1)
     """Largest `n` of one request."""
     max_logprobs: int = Field(20, ge=0)
@@ -224,56 +227,56 @@ class ServerConfig(_Section):
     max_stop: int = Field(16, ge=0, le=32)
     """Most stop strings of one request."""
     strict_fields: bool = False
-    """Refuse requests with fields nobody knows, with the nearest name. Else they are ignored and the header
-    `x-ignored-fields` names them."""
+    """Refuse requests with unknown fields, and suggest the nearest name. If false, unknown fields are ignored and
+    listed in the header `x-ignored-fields`."""
     request_timeout_s: float = Field(3600.0, gt=0)
-    """Deadline of one request; past it 504."""
+    """Seconds for one request; then it gets 504."""
     shutdown_timeout_s: float = Field(20.0, ge=0)
-    """How long a stopping replica lets running requests finish; those left end with an error that says to try again.
-    A second interrupt of `cluster serve` does not wait."""
+    """Seconds for which a stopping replica lets running requests finish. The remaining ones end with an error that asks
+    the client to retry. A second interrupt of `cluster serve` skips the wait."""
     api_keys: str | Literal[False] | None = None
-    """A file of API keys, a line each: `id:sha256[:role[:requests a minute[:requests at once]]]`, with the roles user,
-    admin and metrics; `:tokens=100000` (tokens a minute) and `:priority=-10..10` (priorities that count against other
+    """A file of API keys, one per line: `id:sha256[:role[:requests a minute[:requests at once]]]`. Roles are user,
+    admin and metrics. `:tokens=100000` (tokens a minute) and `:priority=-10..10` (priorities that count against other
     clients) may follow. `python -m cluster key ID` makes a line. The file is read again when it changes. None: no keys,
-    and only this machine is answered. false: no keys, and whoever reaches the port is answered."""
+    and only requests from this machine are answered. false: no keys, and all requests are answered."""
     host_names: list[str] = Field(default_factory=list)
-    """Names by which clients may call a server without keys; requests to other names get 403, so that no web page can
-    read its answers by pointing a DNS name of its own at this machine. Always accepted: localhost and loopback
-    addresses; with `api_keys: false` also every IP address and the machine's own name. With keys nothing is refused."""
+    """Host names under which clients may call a server without keys; other names get 403. This keeps web pages from
+    reading answers through a DNS name that points at this machine. Always accepted: localhost and loopback addresses;
+    with `api_keys: false` also every IP address and the machine's own name. A server with keys accepts all names."""
     generation_config: Annotated[
         Annotated[Literal["auto", "off"], Tag("<word>")] | Annotated[GenerationDefaults, Tag("<values>")],
         Discriminator(lambda given: "<word>" if isinstance(given, str) else "<values>"),
     ] = "auto"
-    """Sampling values of requests that name none. auto: those of the model's generation_config.json. off: neutral ones.
-    An object such as {temperature: 0.7}: these over the model's."""
+    """Sampling values of requests that omit them. auto: the model's generation_config.json. off: no defaults. An object
+    such as {temperature: 0.7}: these values, then the model's."""
     chat_template: str | None = None
-    """A Jinja file used in place of the model's own chat template."""
+    """A Jinja file that replaces the model's chat template."""
     special_tokens_in_text: bool = False
-    """Whether the characters of a special token, such as `<|im_end|>`, become that token where they stand in the text
-    of a chat: messages, tools, documents. false: only the chat template writes special tokens, so that no user's text
-    can end its turn and begin one of the system. Prompts that are no chats are encoded as they come."""
+    """Whether the characters of a special token, such as `<|im_end|>`, become that token inside the text of a chat:
+    messages, tools, documents. false: only the chat template writes special tokens, so a user's text cannot end its
+    turn and begin a system turn. Prompts that are not chats are always encoded as they are."""
     tool_template: Literal["auto", "generic", "off"] = "auto"
-    """How the model is shown tools, calls and their results. auto: its chat template where that shows all three in a
-    format that is known, else generic. generic: text in the system message, calls in `<tool_call>` and results as user
-    messages, as docs/guides/api.md has them. off: the chat template alone; what it does not show is refused."""
+    """How tools, calls and results are shown to the model. auto: by its chat template if that shows all three in a
+    known format, else generic. generic: as text in the system message, with calls in `<tool_call>` and results as user
+    messages, as docs/guides/api.md describes. off: by the chat template; what the template does not show is refused."""
     tool_call_parser: Literal[
         "auto", "none", "hermes", "llama3_json", "mistral", "json", "deepseek_v3", "qwen3_coder", "harmony"
     ] = "auto"
-    """Format in which the model writes tool calls. auto: the one its chat template shows, or that of the generic
-    form. none: calls are left in the text."""
+    """The format in which the model writes tool calls. auto: the format that its chat template or the generic form
+    shows. none: calls stay in the text."""
     reasoning_parser: Literal["auto", "none", "think", "mistral", "harmony"] = "auto"
-    """Tags around the model's thinking, which is kept out of the answer's content: think is `<think>`, mistral is
-    `[THINK]`, harmony gpt-oss's channels. auto: those its chat template knows. none: thinking is left in the text."""
+    """The tags around the model's reasoning, which is separated from the answer: think is `<think>`, mistral is
+    `[THINK]`, harmony is gpt-oss's channels. auto: the tags in its chat template. none: reasoning stays in the text."""
 
 
 class ObservabilityConfig(_Section):
-    """Logs, metrics and traces. They carry figures and names, never the text of a request."""
+    """Logs, metrics and traces. They contain figures and names, never the text of a request."""
 
     log_format: Literal["console", "json"] = "console"
-    """Form of the log's lines, on the standard error of each process."""
+    """Format of log lines, which go to standard error of each process."""
     otlp_traces_endpoint: str | None = None
-    """URL of an OpenTelemetry collector that takes spans over HTTP, e.g. http://collector:4318/v1/traces; needs
-    opentelemetry-exporter-otlp-proto-http. None: spans are made only if the process has a tracer provider."""
+    """URL of an OpenTelemetry collector that receives spans over HTTP, such as http://collector:4318/v1/traces. It
+    needs opentelemetry-exporter-otlp-proto-http. None: spans are made only if the process has a tracer provider."""
 
 
 class EngineConfig(_Section):
@@ -282,39 +285,39 @@ class EngineConfig(_Section):
     model: str
     """A local directory, or a Hugging Face id. `~` is expanded."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """auto: the weights of `model`. dummy: random ones of its shape and `revision`, the same on every run and for every
-    number of ranks; of a directory only config.json is needed."""
+    """auto: load the weights of `model`. dummy: use random weights of its shape and `revision`, equal on every run and
+    for every number of ranks; a local directory only needs config.json."""
     served_model_name: str | None = None
-    """Name clients use. None: derived from `model`."""
+    """The model name that clients use. None: derived from `model`."""
     tokenizer: str | None = None
     """A directory with a tokenizer, or a Hugging Face id. None: the model's own."""
     revision: str | None = None
-    """Commit or tag of the model's repository on the Hub. A `tokenizer` of another repository is that of its default
-    branch: name a directory to pin it."""
+    """Commit or tag of the model's repository on the Hub. A `tokenizer` in another repository is read at its default
+    branch; name a directory to pin it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where the cluster has GPUs, else cpu."""
+    """auto: cuda if the cluster has GPUs, else cpu."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights, activations and, unless `kv_cache.dtype` says otherwise, KV. auto: the checkpoint's on cuda,
-    float32 on cpu."""
+    """Dtype of weights and activations, and of KV unless `kv_cache.dtype` says otherwise. auto: the checkpoint's on
+    cuda, float32 on cpu."""
     quantization: Literal["auto", "fp8"] = "auto"
-    """fp8: weights of linear layers and experts are kept in FP8 (e4m3) on cuda, as the checkpoint has them or made so
-    while they are read, with a scale for each 128 x 128 of them, which halves what a step reads; with `numerics: fast`
-    activations are rounded to FP8 as well for products with them. On cpu the weights have the same values in `dtype`.
-    auto: fp8 for a checkpoint in FP8 with `numerics: fast`, else `dtype`."""
+    """fp8: on cuda, weights of linear layers and experts are in FP8 (e4m3), from the checkpoint or quantised while they
+    are read, with a scale per 128 x 128 block. This halves the bytes that a step reads. With `numerics: fast`,
+    activations are rounded to FP8 for these products too. On cpu, weights get the same values in `dtype`. auto: fp8 for
+    an FP8 checkpoint with `numerics: fast`, else `dtype`."""
     numerics: Literal["auto", "fast", "exact"] = "auto"
-    """exact: not one bit of a logit depends on the number of ranks, on what else runs, on chunks, prefix hits or
-    preemption; what cannot be so is refused. fast: whatever is fastest. auto: exact on CPU, where it is no slower, if
-    all parts of the model and the settings allow it; fast on cuda, where large batches take longer."""
+    """exact: no bit of a logit depends on the number of ranks, other requests, chunks, prefix hits or preemption; what
+    cannot be exact is refused. fast: the fastest kernels. auto: exact on cpu, where it is no slower, if the model and
+    the settings allow it; fast on cuda, where exact takes longer for large batches."""
     tensor_parallel_size: int = Field(1, ge=1)
-    """Ranks of one group. Any number from 1 to the model's query heads."""
+    """Ranks of one group: any number from 1 to the model's query heads."""
     num_replicas: int = Field(1, ge=1)
-    """Groups. Each serves on its own; Ray Serve balances between them."""
+    """Number of groups. Each serves by itself, and Ray Serve balances requests between them."""
     autoscaling_config: dict[str, Any] | None = None
-    """Scales the number of groups with the load, in place of `num_replicas`: Ray Serve's section of this name
-    (`min_replicas`, `max_replicas`, `upscale_delay_s`, `downscale_delay_s` and more). Its policy is ours unless it
-    names another; `policy: {policy_kwargs: {...}}` sets its targets (`cluster.serve.autoscaling:LoadPolicy`)."""
+    """Changes the number of groups with the load, instead of `num_replicas`: Ray Serve's section of this name
+    (`min_replicas`, `max_replicas`, `upscale_delay_s`, `downscale_delay_s` and more). Lockstep's policy is used unless
+    it names another one; `policy: {policy_kwargs: {...}}` sets its targets (`cluster.serve.autoscaling:LoadPolicy`)."""
     max_model_len: int | None = Field(None, ge=2)
-    """Longest prompt plus completion. None: the model's own, or what the KV pool holds if that is less."""
+    """Longest prompt plus answer, in tokens. None: the model's limit, or what the KV pool holds if that is less."""
     attention: AttentionConfig = AttentionConfig()
     kv_cache: KVCacheConfig = KVCacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -327,7 +330,7 @@ class EngineConfig(_Section):
 
     @property
     def kv_dtype(self) -> str:
-        """Type of keys and values, once `dtype` is resolved."""
+        """Dtype of keys and values, once `dtype` is resolved."""
         return self.dtype if self.kv_cache.dtype == "auto" else self.kv_cache.dtype
 
     @property
@@ -337,10 +340,10 @@ class EngineConfig(_Section):
 
     @property
     def is_local_model(self) -> bool:
-        """Whether `model` names files of this machine and not of the Hub."""
+        """Whether `model` is a path on this machine and not a Hub id."""
         return is_local(self.model)
 
     @property
     def has_local_weights(self) -> bool:
-        """Whether there are weights on this machine: not random ones, and none that the ranks fetch from the Hub."""
+        """Whether the weights are on this machine: neither random, nor downloaded from the Hub by the ranks."""
         return self.is_local_model and self.load_format != "dummy"

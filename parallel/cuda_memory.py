@@ -1,7 +1,7 @@
-"""Physical memory of a GPU behind a file descriptor, by the CUDA driver's calls for virtual memory.
+"""GPU memory behind a file descriptor, by the CUDA driver's virtual memory API.
 
-What a process maps so is freed when the last descriptor of it is closed and the last mapping gone, whichever process
-made it: see cuMemExportToShareableHandle and cuMemRelease in the driver's reference.
+The memory is freed when its last descriptor is closed and its last mapping is gone, in whichever process. See
+cuMemExportToShareableHandle and cuMemRelease in the driver's reference.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ class _Access(ctypes.Structure):
 
 
 class _Mapping:
-    """Mapped memory of a device; unmapped with the last tensor of it, when nothing on the device may use it any more.
-
-    Raises EngineError where the driver cannot.
-    """
+    """Mapped device memory. It is unmapped with its last tensor, when nothing on the device may use it any more. Raises
+    EngineError if the driver cannot map it."""
 
     def __init__(self, handle: ctypes.c_uint64, num_bytes: int, device: int) -> None:
         self._pointer = ctypes.c_uint64()
@@ -73,17 +71,17 @@ class _Mapping:
 
 
 def new_descriptor(num_bytes: int, device: torch.device) -> int:
-    """A descriptor of new memory of `device`, for the caller to close.
+    """Allocates memory on `device` and returns its descriptor, which the caller closes.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for it.
-        EngineError: the driver has no such memory.
+        EngineError: the driver does not support such memory.
     """
     index = _index(device)
     handle = ctypes.c_uint64()
     args = (ctypes.byref(handle), ctypes.c_size_t(_whole(num_bytes, index)), ctypes.byref(_properties(index)))
     if _driver().cuMemCreate(*args, ctypes.c_uint64(0)) == _OUT_OF_MEMORY:
-        torch.cuda.empty_cache()  # torch keeps what it has freed
+        torch.cuda.empty_cache()  # torch caches freed memory
         if _driver().cuMemCreate(*args, ctypes.c_uint64(0)) == _OUT_OF_MEMORY:
             raise torch.OutOfMemoryError(f"{device} has no room for {num_bytes} bytes")
     if not handle.value:
@@ -97,7 +95,8 @@ def new_descriptor(num_bytes: int, device: torch.device) -> int:
 
 
 def mapped(descriptor: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """The memory of `descriptor` as [num_bytes] uint8 on `device`; that may be closed then. Raises EngineError."""
+    """Maps the memory of `descriptor` as [num_bytes] uint8 on `device`. The descriptor may be closed afterwards. Raises
+    EngineError."""
     index = _index(device)
     handle = ctypes.c_uint64()
     _call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), _POSIX_FD)
@@ -109,7 +108,7 @@ def mapped(descriptor: int, num_bytes: int, device: torch.device) -> torch.Tenso
 
 
 def outlives_processes(device: torch.device) -> bool:
-    """Whether `device` has such memory: not every virtual GPU and container lets its descriptors pass."""
+    """Whether `device` supports such memory. Some virtual GPUs and containers do not pass its descriptors on."""
     try:
         descriptor = new_descriptor(1, device)
         try:
@@ -123,7 +122,7 @@ def outlives_processes(device: torch.device) -> bool:
 
 
 def _index(device: torch.device) -> int:
-    """The device's number; its context is current then."""
+    """The device's number. Makes its context current."""
     torch.cuda.set_device(device)
     torch.cuda.current_stream(device).synchronize()
     return device.index or 0
@@ -137,7 +136,7 @@ def _granularity(device: int) -> int:
 
 
 def _whole(num_bytes: int, device: int) -> int:
-    """Bytes of the pages that hold `num_bytes`."""
+    """`num_bytes` rounded up to whole pages of the device."""
     return -(-num_bytes // _granularity(device)) * _granularity(device)
 
 

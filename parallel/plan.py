@@ -1,7 +1,7 @@
-"""The part of the model that each rank holds: half-open ranges for every layer and rank, as plain ints.
+"""The shard plan: which part of the model each rank holds, as half-open ranges for every layer and rank.
 
-Owns every sharding decision. Loader, pools, kernels, recovery and re-sharding read these ranges and never divide by
-`tp_size` themselves. Knows no tensors, devices or processes.
+This module owns every sharding decision. Loader, pools, kernels, recovery and resizing read these ranges and never
+divide by `tp_size`. It knows no tensors, devices or processes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from configs.schema import EngineConfig
 _LARGEST_GRANULE = 128
 _VOCAB_GRANULE = 64
 _LARGEST_LEAF = 512
-_FEWEST_LEAVES = 12  # for few columns, where these allow it: so many ranks get an even share, within a third
-# The price of summing leaves on GPUs counts for more where columns are many. On an H200, of 12288 columns, 256 rows and
-# the norm behind them: 8 leaves 56 us, 12 leaves 65, 24 leaves 80, and 45 where cuBLAS adds as it likes.
+# Leaves for few columns, if these allow it. Up to this many ranks get an even share, within a third.
+_FEWEST_LEAVES = 12
+# With many columns, the time to add leaves on GPUs matters more. On an H200, with 12288 columns, 256 rows and the norm
+# after them: 8 leaves 56 us, 12 leaves 65, 24 leaves 80, and 45 if cuBLAS chooses the order.
 _LEAVES_OF_COLUMNS = ((16384, 16), (4096, 8))
 _WIDE_LEAF_UNIT = 64
 
@@ -46,8 +47,8 @@ class Span(NamedTuple):
 class LayerShard:
     """One rank's part of one layer, or of the vocabulary, in indices of the whole model.
 
-    No span of heads is empty; one of columns is only where ranks outnumber columns, or granules that are not cut finer.
-    A rank's query heads spread evenly over its KV heads.
+    A rank always has heads. It has no columns only if there are more ranks than columns or granules. A rank's query
+    heads are spread evenly over its KV heads.
     """
 
     spans: Mapping[Axis, Span]
@@ -56,12 +57,12 @@ class LayerShard:
         return self.spans[axis]
 
     def span_of(self, cut: Cut) -> Span:
-        """Rows or columns of a tensor that is cut so."""
+        """The rows or columns that this rank holds of a tensor with this cut."""
         span = self.spans[cut.axis]
         return Span(span.start * cut.width, span.stop * cut.width)
 
     def amount(self, amounts: Amounts) -> int:
-        """The amount that all of the rank's indices, and what it has whole, account for."""
+        """The amount on this rank: that of its indices, plus what every rank holds whole."""
         return sum(amount * (1 if axis is None else self.spans[axis].size) for axis, amount in amounts.items())
 
 
@@ -69,30 +70,34 @@ class LayerShard:
 class ShardPlan:
     """The ranges of every rank.
 
-    In each layer the query heads, MLP columns and vocabulary rows of ranks 0, 1, ... follow one another and cover the
-    model exactly once. Key/value heads do so too while `tp_size <= num_key_value_heads`; beyond that each is
-    replicated on neighbouring ranks, and every rank has exactly one.
+    In each layer, the query heads, MLP columns and vocabulary rows of ranks 0, 1, ... are consecutive and cover the
+    model exactly once. So do the KV heads while `tp_size <= num_key_value_heads`. With more ranks, every rank has
+    exactly one KV head, and neighbouring ranks hold copies of it.
     """
 
     model: ModelConfig
     tp_size: int
     layers: tuple[tuple[LayerShard, ...], ...]
-    """[layer][rank], of `ModelConfig.all_layers`"""
+    """[layer][rank], for `ModelConfig.all_layers`"""
     vocab: tuple[Span, ...]
-    """[rank]: rows of the embedding and of the LM head, whole granules but for the last one. A span is empty only
-    where the vocabulary has fewer rows than there are ranks."""
+    """[rank]: rows of the embedding and of the LM head, in whole granules except for the last one. A rank has none only
+    if the vocabulary has fewer rows than there are ranks."""
 
     @classmethod
     def create(cls, model: ModelConfig, tp_size: int, *, exact: bool = False) -> ShardPlan:
-        """Plans `tp_size` ranks. Raises ConfigError when the model's heads cannot be dealt to that many.
+        """Plans `tp_size` ranks.
 
         Args:
-            exact: deal heads and columns in whole leaves of exact sums; `configs.numerics.check_exact` has passed.
+            exact: divide heads and columns in whole leaves of the exact sums. `configs.numerics.check_exact` must have
+                passed.
+
+        Raises:
+            ConfigError: the model's heads cannot be divided among so many ranks.
         """
         check_tensor_parallel_size(model, tp_size)
         vocab = _spans(min(rows, model.vocab_size) for rows in _running_total(_deal_vocab(model.vocab_size, tp_size)))
-        # Elements that each rank holds so far. Columns go where least is held, so they even out what heads and
-        # vocabulary rows leave uneven, and what one layer's granules leave over is made good in the next.
+        # Elements that each rank holds so far. Columns go to the rank with the fewest, so they compensate for uneven
+        # heads, vocabulary rows and granules of earlier layers.
         row_elements = elements_of(model.outer_tensors)[Axis.VOCABULARY]
         held = [span.size * row_elements for span in vocab]
         layers = []
@@ -116,19 +121,20 @@ class ShardPlan:
 
     @property
     def max_vocab_rows(self) -> int:
-        """Rows of the largest vocabulary span: the width every rank pads its logits to when they are gathered."""
+        """The largest number of vocabulary rows on a rank. Every rank pads its logits to this width before they are
+        gathered."""
         return max(span.size for span in self.vocab)
 
     def kv_elements_per_token(self, rank: int) -> int:
-        """Elements of keys and values that one token takes in the KV pool of `rank`, all layers together."""
+        """Number of KV elements per token in the pool of `rank`, over all layers."""
         return sum(self._kv_elements(rank))
 
     def kv_page_bytes(self, rank: int, page_size: int, kv_dtype: str) -> PageBytes:
-        """Bytes of a page of `page_size` tokens in the KV pool of `rank`."""
+        """Bytes per page of `page_size` tokens in the pool of `rank`."""
         return PageBytes(*(elements * page_size * dtype_bytes(kv_dtype) for elements in self._kv_elements(rank)))
 
     def _kv_elements(self, rank: int) -> tuple[int, int]:
-        """The terms of `kv_elements_per_token`: of the layers that see all tokens, and of those with a window."""
+        """The two parts of `kv_elements_per_token`: layers that see all tokens, and layers with a window."""
         full = windowed = 0
         for layer, shards in zip(self.model.all_layers, self.layers, strict=True):
             elements = shards[rank].amount(layer.mixer.token_elements)
@@ -139,10 +145,8 @@ class ShardPlan:
         return full, windowed
 
     def weight_elements(self, rank: int) -> int:
-        """Elements of all weights `rank` holds: its shards, and what every rank has whole.
-
-        A tied LM head is the embedding's own rows and counts once.
-        """
+        """Number of weight elements on `rank`: its shards, and what every rank holds whole. A tied LM head counts
+        once."""
         outer = LayerShard({Axis.VOCABULARY: self.vocab[rank]}).amount(elements_of(self.model.outer_tensors))
         return outer + sum(
             shards[rank].amount(layer.weight_elements)
@@ -150,7 +154,8 @@ class ShardPlan:
         )
 
     def weight_bytes(self, rank: int, config: EngineConfig) -> int:
-        """Bytes of them, once `config` is resolved; in FP8 without the scales, which are less than a hundredth."""
+        """Bytes of the weights on `rank`, for a resolved `config`. FP8 scales, less than a hundredth, are not
+        counted."""
         element_bytes, kept = dtype_bytes(config.dtype), kept_types(config, self.model)
         saved = sum(
             sum(saved_bytes(layer, shards[rank], element_bytes, kept).values())
@@ -160,7 +165,7 @@ class ShardPlan:
 
 
 def saved_bytes(layer: LayerSpec, shard: LayerShard, element_bytes: int, kept: Kept) -> dict[Fraction, int]:
-    """Bytes that a shard's weights take less than `element_bytes` an element, by the share of the tokens."""
+    """Bytes that a shard's quantised weights save against `element_bytes` per element, per `TensorSpec.share`."""
     saved: dict[Fraction, int] = {}
     for kind, each in ((layer.fp8_elements, kept.fp8), (layer.mxfp4_elements, kept.mxfp4 * MXFP4_BYTES)):
         for share, amounts in kind.items() if each else ():
@@ -169,11 +174,11 @@ def saved_bytes(layer: LayerSpec, shard: LayerShard, element_bytes: int, kept: K
 
 
 def column_granule(columns: Columns, tp_size: int) -> int:
-    """Columns of the unit in which a layer's columns are dealt.
+    """Columns per granule: the largest power of two up to 128 that divides the columns and leaves every rank a granule,
+    or a smaller one, down to `columns.finest_granule`, if it makes the widest rank narrower.
 
-    The largest power of two up to 128 that divides them and leaves every rank at least one unit; or a smaller one, not
-    below `columns.finest_granule`, if with that the widest rank has fewer. For published dense models that is 128, or
-    64; below 32 only toy models go. Columns that may be empty (of experts) leave some ranks without any instead.
+    For published dense models the result is 128 or 64; only toy models get less than 32. Columns that may be empty
+    (experts) leave some ranks without any instead of using smaller granules.
     """
     num_finest, rest = divmod(columns.size, columns.finest_granule)
     if columns.may_be_empty and not rest and num_finest < tp_size:
@@ -187,11 +192,9 @@ def column_granule(columns: Columns, tp_size: int) -> int:
 
 
 def leaf_columns(size: int) -> int:
-    """Columns of a leaf of the exact sums over `size` columns: of the matrix alone, whatever the number of ranks.
-
-    An eighth of 4096 or more, a sixteenth of 16384 or more; of fewer the largest power of two up to 512 that divides
-    them into at least 12 leaves, or else into the most.
-    """
+    """Columns per leaf of the exact sums over `size` columns. It depends on the matrix alone, not on the number of
+    ranks: an eighth of 4096 or more columns, a sixteenth of 16384 or more. For fewer columns, the largest power of two
+    up to 512 that gives at least 12 leaves, or else the most leaves."""
     for least, num_leaves in _LEAVES_OF_COLUMNS:
         if size >= least and size % (num_leaves * _WIDE_LEAF_UNIT) == 0:
             return size // num_leaves
@@ -202,7 +205,7 @@ def leaf_columns(size: int) -> int:
 
 
 def vocab_granule(vocab_size: int, tp_size: int) -> int:
-    """Rows of the unit in which the vocabulary is dealt: 64, or less where a rank would get none."""
+    """Vocabulary rows per granule: 64, or fewer if a rank would get none."""
     granule = _VOCAB_GRANULE
     while granule > 1 and -(-vocab_size // granule) < tp_size:
         granule //= 2
@@ -210,29 +213,30 @@ def vocab_granule(vocab_size: int, tp_size: int) -> int:
 
 
 def blocks_of(span: Span, size: int) -> Span:
-    """Blocks of `size` indices that hold those of `span`."""
+    """The blocks of `size` indices that contain `span`."""
     return Span(span.start // size, -(-span.stop // size))
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, ...]:
-    """Rows and columns of a tensor: one of three dimensions is matrices below one another, one of more has all but the
-    first two in its rows, and a vector has rows alone."""
+    """Rows and columns of a tensor as a matrix. A tensor of three dimensions is stacked matrices; with more, all but
+    the first two dimensions belong to the rows; a vector has rows only."""
     split = min(len(shape) - 1, 2)
     return (prod(shape[:split]), prod(shape[split:])) if len(shape) > 1 else tuple(shape)
 
 
 def _deal_heads(axis: HeadGroups, tp_size: int, layer: int, unit: int) -> list[dict[Axis, Span]]:
-    """Heads, and heads of their groups, of each rank in one layer.
+    """The query heads and KV heads of each rank in one layer.
 
     Args:
-        unit: heads that stay together: divides a group, and there are as many units as ranks.
+        unit: number of heads that stay together. It divides a group, and there are at least as many units as ranks.
     """
     group = axis.num_heads // axis.num_groups
     if tp_size <= axis.num_groups:
         group_spans = list(_spans(_running_total(_deal_evenly(axis.num_groups, tp_size, layer))))
         counts = [span.size * group for span in group_spans]
     else:
-        # Floor/ceil never deals a KV head more ranks than it has units: ceil(tp_size / num_groups) <= group / unit.
+        # Floor or ceiling never gives a KV head more ranks than it has units: ceil(tp_size / num_groups) <= group /
+        # unit.
         group_spans, counts = [], []
         for head, num_ranks in enumerate(_deal_evenly(tp_size, axis.num_groups, layer)):
             group_spans.extend([Span(head, head + 1)] * num_ranks)
@@ -242,14 +246,14 @@ def _deal_heads(axis: HeadGroups, tp_size: int, layer: int, unit: int) -> list[d
 
 
 def _deal_columns(columns: Columns, granule: int, column_elements: int, held: Sequence[int]) -> list[dict[Axis, Span]]:
-    """Columns of each rank in one layer: one granule each, then each to the rank that holds the least.
-
-    No rank gets more than the ceiling of an even share: all ranks wait for the widest one at the layer's all-reduce.
+    """The columns of each rank in one layer: one granule each, then each further granule to the rank with the fewest
+    elements. No rank gets more than the ceiling of an even share, because all ranks wait for the widest one at the
+    all-reduce.
 
     Args:
         granule: divides the columns.
-        column_elements: elements of all tensors that one column accounts for.
-        held: elements that each rank holds.
+        column_elements: number of elements of all tensors per column.
+        held: number of elements that each rank holds.
     """
     tp_size = len(held)
     granule_elements = granule * column_elements
@@ -270,15 +274,15 @@ def _deal_columns(columns: Columns, granule: int, column_elements: int, held: Se
 
 
 def _deal_vocab(vocab_size: int, tp_size: int) -> list[int]:
-    """Rows of each rank, as whole granules: the last may reach beyond the vocabulary."""
+    """The vocabulary rows of each rank, in whole granules. The last one may exceed the vocabulary."""
     granule = vocab_granule(vocab_size, tp_size)
     num_granules = -(-vocab_size // granule)
     return [count * granule for count in _deal_evenly(num_granules, tp_size, 0)]
 
 
 def _deal_evenly(units: int, receivers: int, layer: int) -> list[int]:
-    """Floor or ceil of `units / receivers` each. Who gets the ceil moves on by layer, so that over any run of layers
-    two receivers differ by one unit at most."""
+    """Divides `units` among `receivers`, floor or ceiling each. Other receivers get the ceiling in each layer, so over
+    any range of layers two receivers differ by at most one unit."""
     floor, extra = divmod(units, receivers)
     counts = [floor] * receivers
     for i in range(extra):

@@ -1,11 +1,11 @@
-"""Shared memory between the processes of one node: a nameless segment, and waiting on a word of it.
+"""Shared memory between processes of one node: an anonymous segment, and waits on its words.
 
-A segment is a memfd: it has no name in any file system, so nothing is left behind however its processes end. Its
-address is a line of text that lets another process of the same user open it through /proc while its creator lives.
+A segment is a memfd. It has no name in a file system, so nothing remains however its processes end. Its address is a
+line of text with which another process of the same user can open it through /proc while its creator lives.
 
-Words are aligned int64. One process owns a word and is its only writer; its value only grows, so a waiter asks for
-"at least". Waiting spins a while, then sleeps in a futex: the kernel compares the word under its own lock before it
-puts the caller to sleep, so an update between the look and the sleep is never missed.
+Words are aligned int64. One process owns a word and is its only writer. Its value only grows, so a waiter waits for "at
+least". A waiter spins for a while, then sleeps on a futex. The kernel compares the word under its own lock before it
+puts the caller to sleep, so no update is missed.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from collections.abc import Iterable
 from configs.errors import ConfigError, EngineError
 
 LINE_BYTES = 128
-"""Words written by different processes lie this far apart: two cache lines, since x86 fetches them in pairs."""
+"""Distance between words that different processes write: two cache lines, because x86 fetches them in pairs."""
 LINE_WORDS = LINE_BYTES // 8
 
 _NUM_HEADER_LINES = 8
-_NONCE_BYTES = 16  # at offset 0; an attacher checks it: process ids and descriptors are reused
+_NONCE_BYTES = 16  # Checked at offset 0 by attaching processes, because process ids and descriptors are reused.
 _DEAD_WORD = LINE_WORDS  # 0 alive, 1 dead; the reason follows the word
 _REASON_START = LINE_BYTES + 8
 _REASON_END = _NUM_HEADER_LINES * LINE_BYTES
 
 FIRST_WORD = _REASON_END // 8
-"""Words from here on are the caller's."""
+"""Words from here on belong to the caller."""
 
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98}
-_FUTEX_WAIT = 0  # without FUTEX_PRIVATE_FLAG: the waiters are other processes
+_FUTEX_WAIT = 0  # without FUTEX_PRIVATE_FLAG, because other processes wait too
 _FUTEX_WAKE = 1
 _EVERYONE = 2**31 - 1
-# A sleeper looks up this often: for its deadline, and for a death whose wake-up it missed.
+# A sleeping waiter checks at this interval for its deadline, and for a death whose wake-up it missed.
 _SLICE_S = 0.05
 
 
 class Segment:
-    """A mapping of shared memory: a header, then whatever its user lays out.
+    """A mapping of shared memory: a header, then the caller's layout.
 
     Attributes:
         nbytes: size of the mapping.
         words: the mapping as int64.
         base: address of the mapping in this process.
-        closed: `close` was called here.
-        ordered: the processor keeps stores in order and loads in order, as x86 does; else readers must fence.
+        closed: whether `close` was called here.
+        ordered: whether the processor keeps the order of stores and of loads, as x86 does. If False, readers must
+            fence.
     """
 
     def __init__(self, fd: int, mapping: mmap.mmap, nonce: str, creator_pid: int) -> None:
         self.nbytes = len(mapping)
-        self._fd = fd  # -1 in an attacher
+        self._fd = fd  # -1 in a process that attached
         self._nonce = nonce
         self._creator_pid = creator_pid
         self._mapping: mmap.mmap | bytearray = mapping
@@ -72,17 +73,17 @@ class Segment:
                 f"{platform.machine()}; choose parallel.all_reduce=gloo"
             )
         self._futex_number = ctypes.c_long(number)
-        # A handle of our own: argument types set on it are nobody else's.
+        # A handle that no other code shares, because argument types are set on it.
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
         self._syscall.restype = ctypes.c_long
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """A new segment of zeros, at least `nbytes` long after its header. Pages cost memory when first touched."""
+        """Creates a segment of zeros with at least `nbytes` after its header. Pages take memory when first touched."""
         nbytes = -(-(nbytes + _REASON_END) // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, nbytes)
-        # A shorter file would turn the other processes' reads into SIGBUS.
+        # If the file shrank, reads in other processes would end in SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         nonce = secrets.token_hex(_NONCE_BYTES)
         segment = cls(fd, mmap.mmap(fd, nbytes), nonce, os.getpid())
@@ -91,7 +92,7 @@ class Segment:
 
     @classmethod
     def attach(cls, address: str) -> Segment:
-        """Maps the segment that `address` names.
+        """Maps the segment with this address.
 
         Raises:
             EngineError: its creator is gone, runs on another node or in another PID namespace, or as another user.
@@ -115,7 +116,7 @@ class Segment:
 
     @property
     def address(self) -> str:
-        """Text from which `attach` finds the segment, as long as its creator holds it open."""
+        """The address for `attach`, valid while the creator holds the segment open."""
         assert self._fd >= 0, "only the creator's open segment has an address"
         return f"{self._creator_pid}:{self._fd}:{self._nonce}"
 
@@ -124,13 +125,13 @@ class Segment:
         return memoryview(self._mapping)[offset : offset + nbytes]
 
     def forget_address(self) -> None:
-        """Lets no one attach any more; who has stays attached."""
+        """Prevents further `attach` calls. Attached processes stay attached."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def close(self) -> None:
-        """Gives the mapping up; later waits raise. The memory goes with the last view of it in the last process."""
+        """Unmaps the segment; later waits raise. The memory is freed with its last view in the last process."""
         self.forget_address()
         self.closed = True
         closed = bytearray(_REASON_END)
@@ -142,28 +143,28 @@ class Segment:
     # Waiting and publishing.
 
     def publish(self, word: int, value: int, sleepers: memoryview) -> None:
-        """Stores `value` in `word`, which this process owns, after everything it wrote before; wakes waiters.
+        """Stores `value` in `word`, which this process owns, after all its earlier writes. Wakes waiters.
 
         Args:
-            sleepers: the slice of `words` where those who may wait for this word mark that they sleep.
+            sleepers: the slice of `words` in which waiters of this word mark that they sleep.
         """
         if not self.ordered:
             self.fence()
         self.words[word] = value
-        # The store must be visible before the look at the sleepers: a sleeper marks itself, then looks at the word.
-        # Without the fence each could miss the other's store.
+        # The store must be visible before the sleepers are checked. A waiter first marks itself, then reads the word.
+        # Without the fence, each could miss the other's store.
         self.fence()
         if any(sleepers):
             self.wake(word)
 
     def wait_at_least(self, word: int, target: int, *, sleeper: int, timeout_s: float, spin_s: float) -> bool:
-        """Waits until `word` is at least `target`; what its owner wrote before is then visible.
+        """Waits until `word` is at least `target`. All earlier writes of the word's owner are then visible.
 
         Args:
-            sleeper: the word in which the caller marks that it sleeps; nobody else writes it.
+            sleeper: the word in which the caller marks that it sleeps. No other process writes it.
 
         Returns:
-            False when `timeout_s` passed first.
+            False if `timeout_s` passed first.
 
         Raises:
             EngineError: the segment was declared dead meanwhile.
@@ -186,11 +187,11 @@ class Segment:
         return True
 
     def fence(self) -> None:
-        """Orders all memory accesses of this thread before it against all after it.
+        """Orders this thread's memory accesses before it against those after it.
 
-        x86 keeps stores in order and loads in order; only a load may pass an older store, and any locked instruction
-        stops that: taking a lock is one. On aarch64 a lock is no full fence, but the kernel's futex wake begins with
-        one (it must order the caller's store against its own look at the waiters), so a wake nobody waits for serves.
+        x86 keeps the order of stores and of loads; only a load may pass an older store. Any locked instruction prevents
+        that, and taking a lock is one. On aarch64 a lock is no full fence, but the kernel's futex wake begins with one,
+        so a wake without waiters is used.
         """
         if self.ordered:
             with self._lock:
@@ -205,7 +206,7 @@ class Segment:
 
     @property
     def death(self) -> str | None:
-        """Why the segment was declared dead; None while it lives."""
+        """The reason why the segment was declared dead. None while it is alive."""
         if not self.words[_DEAD_WORD]:
             return None
         reason = bytes(self._mapping[_REASON_START:_REASON_END])
@@ -217,7 +218,8 @@ class Segment:
             raise EngineError(self.death or "the shared memory segment was given up")
 
     def declare_dead(self, reason: str, words: Iterable[int]) -> None:
-        """Ends every wait on the segment with EngineError(reason), now those on `words`. The first reason stays."""
+        """Declares the segment dead: every wait ends with EngineError(reason). Wakes waiters of `words` at once. The
+        first reason counts."""
         if not self.words[_DEAD_WORD]:
             text = reason.encode()[: _REASON_END - _REASON_START]
             self._mapping[_REASON_START : _REASON_START + len(text)] = text
@@ -244,7 +246,7 @@ class Segment:
         self._futex(word, _FUTEX_WAIT, seen, timeout)
 
     def _futex(self, word: int, operation: int, value: int, timeout: ctypes.Array[ctypes.c_long] | None) -> None:
-        # A futex is 32 bits: the low half of the word, which is the first on the little-endian machines we know.
+        # A futex has 32 bits: the lower half of the word, which comes first on little-endian machines.
         result = self._syscall(
             self._futex_number,
             ctypes.c_void_p(self.base + 8 * word),
@@ -256,7 +258,7 @@ class Segment:
         )
         if result < 0:
             error = ctypes.get_errno()
-            # The value changed, the slice ended, a signal came: the caller looks again in each case.
+            # The value changed, the slice ended, or a signal came. The caller checks again in each case.
             if error not in (11, 110, 4):
                 raise OSError(error, f"futex: {os.strerror(error)}")
 

@@ -1,4 +1,4 @@
-"""The common part of sockets between our processes: frames with their length in front, and peers of one user."""
+"""Helpers for sockets between Lockstep's processes: frames with a length prefix, and checks of the peer's user."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ if TYPE_CHECKING:
     import asyncio
 
 LENGTH = struct.Struct("<I")
-"""The header of each frame: how many bytes it has."""
+"""The header of each frame: the number of bytes."""
 MAX_FRAME_BYTES = 256 << 20
-"""A longer frame is taken for a broken peer."""
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
+"""A peer that sends a longer frame is considered broken."""
+_CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of SO_PEERCRED
 
 
 def num_descriptors_left() -> int:
     """Number of file descriptors that this process may still open."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
-        # Linux counts them in the size since 6.2.
+        # Since Linux 6.2, the size counts them.
         return limit - (os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd")))
     except OSError:
         return 0
 
 
 def pack_frame(body: bytes) -> bytes:
-    """`body` with its length in front."""
+    """`body` with its length prefix."""
     return LENGTH.pack(len(body)) + body
 
 
 def whole_frames(received: bytearray) -> list[slice]:
-    """Spans of the bodies of the frames that `received`, which begins with one, has whole."""
+    """Ranges of the bodies of all complete frames in `received`, which begins with a frame."""
     spans: list[slice] = []
     start = LENGTH.size
     while start <= len(received):
@@ -49,7 +49,8 @@ def whole_frames(received: bytearray) -> list[slice]:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """The next frame's body. Raises asyncio.IncompleteReadError at the end and EngineError for an absurd length."""
+    """Reads the next frame's body. Raises asyncio.IncompleteReadError at the end of the stream, and EngineError if the
+    length is too large."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if length > MAX_FRAME_BYTES:
         raise EngineError(f"frame of {length} bytes on the engine socket exceeds {MAX_FRAME_BYTES}")
@@ -57,18 +58,18 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 
 def receive_frame(sock: socket.socket) -> bytes | None:
-    """The next frame's body, and not a byte more; None at the end. Blocks."""
+    """Reads the next frame's body and not a byte more. Returns None at the end of the stream. Blocks."""
     length = _receive_exactly(sock, LENGTH.size)
     return None if length is None else _receive_exactly(sock, LENGTH.unpack(length)[0])
 
 
 def is_ours(peer: socket.socket) -> bool:
-    """Whether the other end of a unix socket belongs to this process' user."""
+    """Whether the process at the other end of a unix socket belongs to this process's user."""
     return _credentials(peer)[1] == os.getuid()
 
 
 def pid_of(peer: socket.socket) -> int:
-    """The process that connected, or listened, at the other end of a unix socket."""
+    """Process id of the other end of a unix socket."""
     return _credentials(peer)[0]
 
 

@@ -1,9 +1,8 @@
-"""The least that a step must compute and read: over what the hardware can, how much of it the step uses.
+"""The minimum work of a step: the FLOPs and bytes from which the reported MFU and MBU are computed.
 
-Model FLOPs and bytes in the sense of MFU and MBU: matrix products and attention alone, two FLOPs to a multiply-add,
-every weight read once a step, every key and value once a layer; of experts, as many as tokens hit that choose without
-preference. What an implementation adds to that (padding,
-recomputation, activations, communication) is not counted: it is what the utilisation is to show.
+Counted are matrix products and attention, two FLOPs per multiply-add; every weight once per step; every key and value
+once per layer; and as many experts as tokens hit if they choose at random. Padding, recomputation, activations and
+communication are not counted: the utilisation shows their cost.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ _Float64Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """The cost of attention in all layers that have the same window."""
+    """The cost of attention in all layers with the same window."""
 
     window: int | None
-    """Tokens that a query sees; None: all before it."""
+    """Number of tokens that a query sees. If None, it sees all tokens before it."""
     flops_per_pair: int
-    """Operations for a query and a key it sees, with the value: all heads and layers."""
+    """FLOPs for a query and one visible key and value, over all heads and layers."""
     bytes_per_token: int
-    """Size of a token's keys and values: all layers."""
+    """Bytes of a token's keys and values, over all layers."""
 
     def pairs(self, starts: _Float64Array, ends: _Float64Array) -> float:
-        """Queries times the keys each sees, for rows whose queries have the positions [start, end)."""
+        """Number of (query, visible key) pairs, for rows whose queries have the positions [start, end)."""
         return float((self._seen(ends) - self._seen(starts)).sum())
 
     def tokens(self, starts: _Float64Array, ends: _Float64Array) -> float:
-        """Tokens whose keys and values are read for such rows."""
+        """Number of tokens whose keys and values are read for such rows."""
         if self.window is None:
             return float(ends.sum())
         return float(np.minimum(ends, ends - starts + self.window - 1).sum())
 
     def _seen(self, num_queries: _Float64Array) -> _Float64Array:
-        """Keys that the first queries of a sequence see, together."""
+        """Total number of keys that the first `num` queries of a sequence see."""
         if self.window is None:
             return num_queries * (num_queries + 1) / 2
         growing = np.minimum(num_queries, self.window)
@@ -52,18 +51,18 @@ class AttentionCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of steps for some ranks of a group, together."""
+    """The cost of steps, summed over some ranks of a group."""
 
     weight_bytes: int
-    """Weights that every step reads. It reads only a few rows of an embedding that is not also the LM head: those are
-    not counted."""
+    """Bytes of weights that every step reads. An embedding that is not also the LM head is not counted, because only a
+    few of its rows are read."""
     flops_per_token: int
-    """Operations of the layers' matrix products."""
+    """FLOPs per token of the layers' matrix products."""
     flops_per_logits: int
-    """Operations of the LM head, for one position whose logits are wanted."""
+    """FLOPs of the LM head per position whose logits are needed."""
     attention: tuple[AttentionCost, ...]
     routed: tuple[tuple[Fraction, int], ...] = ()
-    """Bytes of the weights that only a share of the tokens needs, by that share; `weight_bytes` are without them."""
+    """Bytes of weights that only a share of the tokens uses, by that share. Not part of `weight_bytes`."""
 
     @classmethod
     def of(
@@ -75,11 +74,12 @@ class StepCost:
         kv_element_bytes: int | None = None,
         kept: Kept = PLAIN,
     ) -> StepCost:
-        """The cost of `ranks`, None for all, where weights have elements of `element_bytes`.
+        """The cost for `ranks`, or for all ranks if None.
 
         Args:
-            kv_element_bytes: of keys and values; None: `element_bytes`.
-            kept: the other types that weights are kept in.
+            element_bytes: bytes per weight element.
+            kv_element_bytes: bytes per KV element. If None, `element_bytes`.
+            kept: the other dtypes in which weights are stored.
         """
         model, kv_element_bytes = plan.model, kv_element_bytes or element_bytes
         weight_bytes = layer_flops = vocab_rows = 0
@@ -101,7 +101,7 @@ class StepCost:
                     if share != 1:
                         routed[share] = routed.get(share, 0) + elements * element_bytes - saved.get(share, 0)
                 pair, token = shard.amount(mixer.pair_flops), shard.amount(mixer.token_elements) * kv_element_bytes
-                # A chunk is as a window of its size, which it is at its end: the most that a query sees.
+                # A chunk counts as a window of its size, which is the most that a query sees.
                 window = mixer.chunk if mixer.window is None else mixer.window
                 flops_per_pair[window] = flops_per_pair.get(window, 0) + pair
                 bytes_per_token[window] = bytes_per_token.get(window, 0) + token
@@ -116,12 +116,12 @@ class StepCost:
         )
 
     def step(self, starts: npt.NDArray[np.int32], lens: npt.NDArray[np.int32], num_logits: int) -> tuple[float, float]:
-        """(FLOPs, bytes read) of one step.
+        """FLOPs and bytes read of one step.
 
         Args:
             starts: [num_rows] position of each row's first input token.
-            lens: [num_rows] its input tokens.
-            num_logits: positions whose logits are wanted.
+            lens: [num_rows] number of its input tokens.
+            num_logits: number of positions whose logits are needed.
         """
         first = starts.astype(np.float64)
         ends = first + lens

@@ -1,9 +1,10 @@
-"""The tree by which exact sums over a cut dimension are added: which parts a rank sends, and how all are put together.
+"""The tree of exact sums over a dimension that is divided among ranks: which nodes a rank sends, and how nodes are
+added.
 
-A matrix whose inputs ranks cut has leaves, each a run of inputs that no rank cuts; leaves and tree follow from the
-matrix alone. T(a, b) = T(a, mid) + T(mid, b), halves of which the first is the larger one: so the order of additions,
-and with it every bit of the sum, is the same for any number of ranks. A rank with leaves [a, b) sends the fewest
-subtrees that make them up, its nodes; every rank adds the rest.
+The inputs of such a matrix are divided in leaves, each a run of inputs that no rank cuts. Leaves and tree depend on the
+matrix alone. T(a, b) = T(a, mid) + T(mid, b), where the first half is the larger one. So the order of additions, and
+every bit of the sum, is the same for any number of ranks. A rank with leaves [a, b) sends the fewest subtrees that
+cover them, its nodes. Every rank adds all nodes.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from torch import Tensor
 from parallel.plan import Span
 
 Additions = tuple[tuple[int, int], ...]
-"""Each makes values[a] + values[b] the next value; the first ones are nodes."""
+"""Each addition appends values[a] + values[b] to the values, which start with the nodes."""
 
 
 def halves(leaves: Span) -> tuple[Span, Span]:
-    """The two subtrees of a tree of at least two leaves."""
+    """The two subtrees of a tree with at least two leaves."""
     middle = leaves.start + (leaves.size + 1) // 2
     return Span(leaves.start, middle), Span(middle, leaves.stop)
 
 
 @functools.lru_cache(maxsize=256)
 def additions_of(parts: tuple[Span, ...], roots: tuple[Span, ...]) -> tuple[Additions, tuple[int, ...]]:
-    """The additions that make the sums of `roots` from their subtrees `parts`, and which values those are."""
+    """The additions that compute `roots` from their subtrees `parts`, and the index of each root among the values."""
     values = {part: i for i, part in enumerate(parts)}
     additions: list[tuple[int, int]] = []
 
@@ -47,7 +48,7 @@ def additions_of(parts: tuple[Span, ...], roots: tuple[Span, ...]) -> tuple[Addi
 
 @functools.lru_cache(maxsize=256)
 def cut(nodes: tuple[Span, ...], most: int) -> tuple[Span, ...]:
-    """The largest subtrees of `nodes` of at most so many leaves, in order."""
+    """The largest subtrees of `nodes` with at most `size` leaves, in order."""
 
     def parts(node: Span) -> list[Span]:
         return [node] if node.size <= most else [part for half in halves(node) for part in parts(half)]
@@ -57,13 +58,12 @@ def cut(nodes: tuple[Span, ...], most: int) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, eq=False)
 class SumTree:
-    """The tree of a matrix whose leaves are dealt to ranks."""
+    """The tree of a matrix whose leaves are divided among ranks."""
 
     covers: tuple[tuple[Span, ...], ...]
-    """[rank]: its nodes, in order, by the leaves below each."""
+    """[rank]: its nodes in order, each as a range of leaves."""
     additions: Additions
-    """Additions from all ranks' nodes, which come first, to the root: each makes values[a] + values[b] the next
-    value."""
+    """Additions from all ranks' nodes, in rank order, to the root. Each appends values[a] + values[b] to the values."""
 
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class SumTree:
     @classmethod
     @functools.cache
     def of(cls, spans: tuple[Span, ...]) -> SumTree:
-        """The tree of leaves 0 to the last span's stop, of which rank r has spans[r]; one after the other."""
+        """The tree in which rank r has the leaves spans[r]. The spans are consecutive and start at 0."""
         root = Span(0, spans[-1].stop)
         covers = tuple(tuple(_cover(root, span)) for span in spans)
         return cls(covers, additions_of(tuple(node for cover in covers for node in cover), (root,))[0])
@@ -81,15 +81,16 @@ class SumTree:
     @classmethod
     @functools.cache
     def of_parts(cls, parts: tuple[tuple[Span, ...], ...]) -> SumTree:
-        """One of which rank r brings parts[r], smaller subtrees that in order make up its cover."""
+        """A tree in which rank r contributes parts[r]: smaller subtrees that cover its leaves in order."""
         return cls(parts, cls.of(tuple(part for of_rank in parts for part in of_rank)).additions)
 
     @classmethod
     @functools.cache
     def joined(cls, first: SumTree, second: SumTree) -> SumTree:
-        """The sum of two trees' roots; a rank's nodes are those of the first tree, and then those of the second."""
+        """A tree that adds the roots of two trees. A rank's nodes are its nodes of the first tree, then those of the
+        second."""
         covers = tuple(a + b for a, b in zip(first.covers, second.covers, strict=True))
-        numbers: tuple[list[int], list[int]] = ([], [])  # each tree's values among the joined one's
+        numbers: tuple[list[int], list[int]] = ([], [])  # index of each tree's values among those of the joined tree
         num_nodes = 0
         for of_rank in zip(first.covers, second.covers, strict=True):
             for values, cover in zip(numbers, of_rank, strict=True):
@@ -103,14 +104,14 @@ class SumTree:
         return cls(covers, (*additions, (numbers[0][-1], numbers[1][-1])))
 
     def shapes(self, of_node: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """[rank]: that of its nodes, each of shape `of_node`."""
+        """[rank]: shape of its nodes, if one node has the shape `of_node`."""
         return tuple((count, *of_node) for count in self.counts)
 
     def finish(self, nodes: Sequence[Tensor], out: Tensor) -> Tensor:
-        """The root, written to `out`.
+        """Adds all nodes and writes the root to `out`.
 
         Args:
-            nodes: all ranks', rank by rank, fp32, each of `out`'s shape.
+            nodes: all ranks' nodes in rank order, fp32, each of `out`'s shape.
         """
         if not self.additions:
             return out.copy_(nodes[0])
@@ -122,7 +123,7 @@ class SumTree:
 
 
 def _cover(tree: Span, leaves: Span) -> list[Span]:
-    """The largest subtrees of `tree` that make up its part of `leaves`, in order."""
+    """The largest subtrees of `tree` that cover its part of `leaves`, in order."""
     if leaves.start <= tree.start and tree.stop <= leaves.stop:
         return [tree]
     if leaves.stop <= tree.start or tree.stop <= leaves.start or tree.size == 0:

@@ -12,8 +12,8 @@ from configs.errors import EngineError
 from worker.protocol import (
     MAX_ITEMS,
     MAX_PROMPT_LOGPROBS,
-    MAX_ROW_ASKED,
     MAX_ROW_BIASES,
+    MAX_ROW_REQUESTED,
     Int32Array,
     Records,
     RowFlag,
@@ -34,7 +34,7 @@ class FrameLimits:
     """Rows of the request table, padding included: valid rows are 1 to num_rows - 1."""
     vocab_size: int
     max_model_len: int
-    max_draws: int = 1
+    max_samples: int = 1
     """Most inputs of a row that the rank samples in one step."""
 
 
@@ -52,21 +52,24 @@ def _check_rows(rows: Int32Array, frame: StepFrame, limits: FrameLimits) -> str 
     return None if _is_inside(rows, 1, limits.num_rows) else f"names a row outside 1 to {limits.num_rows - 1}"
 
 
-def _check_num_draws(num_draws: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
+def _check_num_samples(num_samples: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
     is_sampled = (frame.flags & _SAMPLE) != 0
-    if len(num_draws) != np.count_nonzero(is_sampled) or (num_draws > frame.lens[is_sampled]).any():
+    if len(num_samples) != np.count_nonzero(is_sampled) or (num_samples > frame.lens[is_sampled]).any():
         return "samples other rows than it says, or more inputs than a row has"
-    if _is_inside(num_draws, 1, limits.max_draws + 1):
+    if _is_inside(num_samples, 1, limits.max_samples + 1):
         return None
-    return f"samples {num_draws.max()} inputs of a row; at least 1 and at most {limits.max_draws}"
+    return f"samples {num_samples.max()} inputs of a row; at least 1 and at most {limits.max_samples}"
 
 
 def _check_lens(lens: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
-    if len(frame.num_draws) and (wrong := _check_num_draws(frame.num_draws, frame, limits)) is not None:
+    if len(frame.num_samples) and (wrong := _check_num_samples(frame.num_samples, frame, limits)) is not None:
         return wrong
     has_tokens = frame.has_tokens
     known = lens[~has_tokens]
-    if lens.min() < 1 or not (known == (frame.draws[~has_tokens].clip(1) if len(frame.num_draws) else 1)).all():
+    if (
+        lens.min() < 1
+        or not (known == (frame.samples_per_row[~has_tokens].clip(1) if len(frame.num_samples) else 1)).all()
+    ):
         return "has a row of impossible length"
     if (num_inputs := int(lens[has_tokens].sum())) != len(frame.token_ids):
         return f"has {len(frame.token_ids)} token ids for {num_inputs} inputs"
@@ -77,8 +80,8 @@ def _check_lens(lens: Int32Array, frame: StepFrame, limits: FrameLimits) -> str 
 
 def _check_num_wanted(num_wanted: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
     is_sampled = (frame.flags & _SAMPLE) != 0
-    if len(num_wanted) != np.count_nonzero(is_sampled) or not _is_inside(num_wanted, 0, limits.max_draws):
-        return f"wants drafts of other rows than it samples, or more than {limits.max_draws - 1} of one"
+    if len(num_wanted) != np.count_nonzero(is_sampled) or not _is_inside(num_wanted, 0, limits.max_samples):
+        return f"wants drafts of other rows than it samples, or more than {limits.max_samples - 1} of one"
     if ((frame.starts + frame.lens)[is_sampled] + num_wanted - 1).max() > limits.max_model_len:
         return "wants drafts behind the last position"
     return None
@@ -117,18 +120,18 @@ def _check_counts(counts: Records, frame: StepFrame, limits: FrameLimits) -> str
     return None if is_count else "has a count below 0"
 
 
-def _check_asked(asked: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
-    if (wrong := _check_ids(asked, "an asked token", limits)) is not None:
+def _check_requested(requested: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
+    if (wrong := _check_ids(requested, "an asked token", limits)) is not None:
         return wrong
-    too_many = np.bincount(asked["row"]).max() > MAX_ROW_ASKED
-    return f"has a row that asks for more than {MAX_ROW_ASKED} log probabilities" if too_many else None
+    too_many = np.bincount(requested["row"]).max() > MAX_ROW_REQUESTED
+    return f"has a row that asks for more than {MAX_ROW_REQUESTED} log probabilities" if too_many else None
 
 
 def _check_masks(mask_rows: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
     if not _is_inside(mask_rows, 1, limits.num_rows):
         return f"has a mask of a row outside 1 to {limits.num_rows - 1}"
     most = np.ones(limits.num_rows, np.int32)
-    most[frame.rows] = frame.draws.clip(1)
+    most[frame.rows] = frame.samples_per_row.clip(1)
     if (np.bincount(mask_rows, minlength=limits.num_rows) > most).any():
         return "has more masks of a row than tokens are drawn for it: two of one row, where it is one"
     if frame.masks.shape[1] != mask_words(limits.vocab_size):
@@ -182,7 +185,7 @@ _FAULTS: dict[str, Callable[[Any, StepFrame, FrameLimits], str | None]] = {
     "biases": _check_biases,
     "mask_rows": _check_masks,
     "counts": _check_counts,
-    "asked": _check_asked,
+    "requested": _check_requested,
     "prompt_runs": _check_prompt_runs,
     "prompt_targets": _check_prompt_targets,
     "items": _check_items,

@@ -23,7 +23,7 @@ Records = npt.NDArray[np.void]
 
 MAX_ROW_BIASES = 2048
 """Most biases of one row: what a request may ask for, and what `min_tokens` and `bad_words` ban."""
-MAX_ROW_ASKED = 128
+MAX_ROW_REQUESTED = 128
 """Most token ids whose log probability one row may ask for."""
 MAX_PROMPT_LOGPROBS = 512
 """Most prompt tokens whose log probability one step finds: it bounds the step's memory and its result."""
@@ -62,8 +62,8 @@ At most MAX_ROW_BIASES a row; of one token at most one is finite.
 COUNT_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4"), ("num_generated", "<i4"), ("in_prompt", "<i4")])
 """How often the answer so far has a token, and whether (1 or 0) the prompt has it; distinct tokens a row."""
 
-ASKED_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4")])
-"""A token whose log probability a row with logprobs wants too, in the order of the answers; MAX_ROW_ASKED a row."""
+REQUESTED_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4")])
+"""A token whose log probability a row with logprobs wants too, in the order of the answers; MAX_ROW_REQUESTED a row."""
 
 ITEM_DTYPE = np.dtype([("row", "<i4"), ("len", "<i4")])
 """Some of a row's last inputs: they see each other and what is before all items of the row, whose last position theirs
@@ -84,7 +84,7 @@ class FrameKind(IntEnum):
     CAPTURE = 3
     """Capture one more CUDA graph, and answer how many are left. It comes while no step is in flight, and has the id of
     the last one."""
-    RESTING_STEP = 4
+    STEP_WITHOUT_DRAFT_HEAD = 4
     """Run one forward pass, and none of the draft head, which lacks keys and values of its tokens from then on."""
 
 
@@ -95,7 +95,7 @@ class RowFlag(IntFlag):
     """Its `lens` input tokens are in `token_ids`; without it the ranks know them: the row's own last sampled token and,
     where several of its inputs are sampled, drafts of what follows it."""
     SAMPLE = 2
-    """The logits of its last input, or of as many as `num_draws` says, are sampled; without it the row is a prefill
+    """The logits of its last input, or of as many as `num_samples` says, are sampled; without it the row is a prefill
     chunk that is not the last."""
 
 
@@ -122,7 +122,7 @@ class StepFrame(Message):
     starts = Section(np.int32, "row")
     lens = Section(np.int32, "row")
     flags = Section(np.int32, "row")
-    num_draws = Section(np.int32, "sampled_row")
+    num_samples = Section(np.int32, "sampled_row")
     """[num_sampled_rows]: how many of its last inputs are sampled of each row that has SAMPLE. Empty: one each."""
     num_wanted = Section(np.int32, "drafting_row")
     """[num_sampled_rows]: how many drafts of what follows its tokens the ranks make of each row that has SAMPLE. It has
@@ -145,7 +145,7 @@ class StepFrame(Message):
     """[num_masks, mask_words(vocab_size)]: holds for its row from this draw on, until replaced."""
     counts = Section(COUNT_DTYPE, "count")
     """Tokens so far of rows in `params` that have penalties; those sampled from now on the ranks count."""
-    asked = Section(ASKED_DTYPE, "asked")
+    requested = Section(REQUESTED_DTYPE, "requested")
     """Tokens whose log probabilities rows in `params` want."""
     prompt_runs = Section(PROMPT_LOGPROBS_DTYPE, "prompt_run")
     """Positions whose log probabilities rows with HAS_TOKENS want; at most one run a row, in the order of `rows`."""
@@ -168,13 +168,13 @@ class StepFrame(Message):
         return (self.flags & _HAS_TOKENS) != 0
 
     @property
-    def draws(self) -> Int32Array:
+    def samples_per_row(self) -> Int32Array:
         """[num_rows] how many inputs of each row are sampled."""
         is_sampled = (self.flags & _SAMPLE) != 0
-        draws = is_sampled.astype(np.int32)
-        if len(self.num_draws):
-            draws[is_sampled] = self.num_draws
-        return draws
+        samples = is_sampled.astype(np.int32)
+        if len(self.num_samples):
+            samples[is_sampled] = self.num_samples
+        return samples
 
     def encode(self) -> bytes:
         """The frame's bytes, checksum filled in."""
@@ -214,8 +214,8 @@ class StepResult(Message):
     """[num_logprob_rows, k]: likeliest tokens, descending; k is the largest asked for in this step."""
     top_logprobs = Section(np.float32, "logprob", "k")
     """[num_logprob_rows, k]"""
-    asked_logprobs = Section(np.float32, "logprob", "asked")
-    """[num_logprob_rows, m] of the tokens each row asked for (`StepFrame.asked`); m is the most asked for in this
+    requested_logprobs = Section(np.float32, "logprob", "requested")
+    """[num_logprob_rows, m] of the tokens each row asked for (`StepFrame.requested`); m is the most asked for in this
     step, and what lies behind a row's own number means nothing."""
     prompt_logprobs = Section(np.float32, "prompt_target")
     """[num_prompt_logprobs]: log probability of each of the frame's `prompt_targets`, given the tokens before it."""
@@ -224,8 +224,8 @@ class StepResult(Message):
     prompt_top_logprobs = Section(np.float32, "prompt_target", "prompt_k")
     """[num_prompt_logprobs, k]"""
 
-    item_logprobs = Section(np.float32, "item", "asked_of_item")
-    """[num_items, m] of the tokens that each item's row asked for, after the item; m as in `asked_logprobs`."""
+    item_logprobs = Section(np.float32, "item", "requested_of_item")
+    """[num_items, m] of the tokens that each item's row asked for, after the item; m as in `requested_logprobs`."""
 
     def __init__(self, generation: int, step: int, tokens: Int32Array = _NO_TOKENS, **sections: Array) -> None:
         super().__init__(generation, step, {"tokens": tokens, **sections})
@@ -241,11 +241,11 @@ class StepResult(Message):
             draft=MAX_DRAFTS,
             logprob=num_tokens,
             k=num_logprobs,
-            asked=MAX_ROW_ASKED,
+            requested=MAX_ROW_REQUESTED,
             prompt_target=MAX_PROMPT_LOGPROBS,
             prompt_k=num_logprobs,
             item=MAX_ITEMS,
-            asked_of_item=MAX_ROW_ASKED,
+            requested_of_item=MAX_ROW_REQUESTED,
         )
 
     def encode(self) -> bytes:

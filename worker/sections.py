@@ -74,15 +74,15 @@ class Message:
         cls._sections = {name: part for name, part in vars(cls).items() if isinstance(part, Section)}
         parts = cls._sections.values()
         names = dict.fromkeys(name for part in parts for name in (part.length, part.width) if isinstance(name, str))
-        places = {name: place for place, name in enumerate(names)}
+        indices = {name: index for index, name in enumerate(names)}
         cls._table = [
-            (part.name, part.dtype, places[part.length], places[part.width], None)
+            (part.name, part.dtype, indices[part.length], indices[part.width], None)
             if isinstance(part.width, str)
-            else (part.name, part.dtype, places[part.length], None, part.width)
+            else (part.name, part.dtype, indices[part.length], None, part.width)
             for part in parts
         ]
-        cls._num_lengths = len(places)
-        cls._header = struct.Struct(f"<IIIIQ{len(places)}I")
+        cls._num_lengths = len(indices)
+        cls._header = struct.Struct(f"<IIIIQ{len(indices)}I")
 
     def __init__(self, generation: int, step: int, arrays: dict[str, Array]) -> None:
         if not arrays.keys() <= self._sections.keys():
@@ -111,13 +111,13 @@ class Message:
         arrays = self.arrays
         lengths = [0] * self._num_lengths
         parts: list[bytes] = []
-        for name, _, place, width_place, _ in self._table:
+        for name, _, index, width_index, _ in self._table:
             if name in arrays:
                 array = arrays[name]
                 parts.append(array.tobytes())
-                lengths[place] = len(array)
-                if width_place is not None:
-                    lengths[width_place] = array.shape[1]
+                lengths[index] = len(array)
+                if width_index is not None:
+                    lengths[width_index] = array.shape[1]
         header = self._header.pack(_MAGIC, 0, kind, self.generation, self.step, *lengths)[_SEAL.size :]
         body = b"".join(parts)
         return _SEAL.pack(_MAGIC, zlib.crc32(body, zlib.crc32(header))) + header + body
@@ -138,10 +138,10 @@ class Message:
         if zlib.crc32(memoryview(buffer)[_SEAL.size :]) != checksum:
             raise EngineError(f"step message {step} of generation {generation} fails its checksum")
         arrays: dict[str, Array] = {}
-        for name, dtype, place, width_place, width in cls._table:
-            if length := lengths[place]:
-                if width_place is not None:
-                    width = lengths[width_place]
+        for name, dtype, index, width_index, width in cls._table:
+            if length := lengths[index]:
+                if width_index is not None:
+                    width = lengths[width_index]
                 array = np.frombuffer(buffer, dtype, length if width is None else length * width, offset)
                 arrays[name] = array if width is None else array.reshape(length, width)
                 offset += array.nbytes

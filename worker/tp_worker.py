@@ -402,7 +402,7 @@ class TPWorker:
             num_rows=num_rows,
             vocab_size=self._model.vocab_size,
             max_model_len=max_model_len,
-            max_draws=1 + self._config.speculation.num_drafts,
+            max_samples=1 + self._config.speculation.num_drafts,
         )
 
 

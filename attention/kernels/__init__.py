@@ -1,1 +1,1 @@
-"""Kernels: in Triton, of attention and of its metadata, imported on CUDA only; in C, of attention on CPUs."""
+"""Triton kernels of attention and its metadata, imported only on CUDA, and the C kernel of attention on CPUs."""

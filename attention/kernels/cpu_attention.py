@@ -1,4 +1,4 @@
-"""The C kernel of attention on CPUs, as Python calls it: structures that lie as cpu_attention.c has them."""
+"""Calls the C kernel of attention on CPUs. The structures here have the memory layout of cpu_attention.c."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, FP8: 3}
 
 
 class LayerArgs(ctypes.Structure):
-    """The arguments of a layer that stay from step to step."""
+    """A layer's arguments that are the same in every step."""
 
     _fields_ = (
         ("keys", ctypes.c_void_p),
@@ -34,7 +34,7 @@ class LayerArgs(ctypes.Structure):
 
 
 class StepArgs(ctypes.Structure):
-    """The arguments that layers of a step share which see the same keys."""
+    """A step's arguments that layers with the same visible keys share."""
 
     _fields_ = (
         ("page_table", ctypes.c_void_p),
@@ -52,7 +52,7 @@ class StepArgs(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled kernel. Raises ConfigError where there is no compiler for it."""
+    """The compiled kernel. Raises ConfigError if there is no compiler for it."""
     lib = c_library.load(Path(__file__).with_suffix(".c"))
     lib.attend.argtypes = (*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p)
     lib.attend.restype = None

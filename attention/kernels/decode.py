@@ -1,10 +1,11 @@
-"""Attention of one new token a row over the paged KV cache: keys are read once, at the speed of the memory.
+"""Attention of one new token per row over the paged KV cache. Keys are read once, at the speed of the memory.
 
 A program walks a run of key blocks for the query heads of one KV head of one row. Values may be the first columns of
-the keys (latent attention): a block is then read once for both. Where a batch has too few rows to
-fill the device, the keys of a row are cut into runs, each program leaves its part of the answer in fp32, and a second
-kernel joins the parts. What a row's answer is, to the last bit, follows from its own keys, from the number of runs and
-from `DecodeTuning`: never from the other rows.
+the keys (latent attention); a block is then read once for both. If the batch has too few rows to fill the device, the
+keys of a row are cut into runs. Each program then writes its part of the answer in fp32, and a second kernel joins the
+parts.
+
+The bits of a row's answer depend on its own keys, the number of runs and `DecodeTuning`, but not on the other rows.
 """
 
 from __future__ import annotations
@@ -33,47 +34,47 @@ from parallel.kernels.dependent_launch import follow, is_dependent, let_next_sta
 _SPLITS_AT_ONCE = 16
 _MAX_SPLITS = 128
 _SHARED_BYTES = 220 * 1024
-"""Shared memory to use of the 227 KiB that a program on Hopper may have."""
-_WIDE = 256  # columns of a value, above which a program has only so many query heads: their sums fill its registers
+"""Shared memory to use, of the 227 KiB per program on Hopper."""
+_WIDE = 256  # Values wider than this many columns limit a program's query heads, because their sums fill its registers.
 _WIDE_BLOCK_M = 64
-_MULTIPROCESSORS = 132  # An H200 has so many, each with one program of so many heads of wide values.
+_MULTIPROCESSORS = 132  # Number of SMs of an H200, and of heads with wide values that one program per SM can hold.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeTuning:
-    """How the work is laid out. The last bits of a row's answer depend on all of it but `early_join`."""
+    """The layout of the work. The last bits of an answer depend on every field except `early_join`."""
 
     block_n: int
-    """Keys of a block: a power of two, at least 16."""
+    """Keys per block: a power of two, at least 16."""
     num_warps: int
     num_stages: int
-    """Blocks of keys and values on their way from memory at a time, and one."""
+    """Number of key and value blocks that are being loaded, plus one."""
     num_splits: int
-    """Runs that a row's keys are cut into, at most."""
+    """Largest number of runs of a row's keys."""
     min_blocks: int = 1
-    """Blocks of a run, at least: rows too short for so many runs have fewer."""
+    """Smallest number of blocks per run. Rows that are too short have fewer runs."""
     early_join: bool = False
-    """Start the kernel that joins the runs while they are still computed; it then waits for them on the device, which
-    spares about 1 us (H200). Without effect where there is one run, or on GPUs that cannot do it."""
+    """Whether the join kernel starts while the runs are still computed. It then waits on the device, which saves about
+    1 us (H200). Without effect if there is one run, or on GPUs without dependent launches."""
 
 
 def choose(batch_size: int, num_kv_heads: int, itemsize: int = 2) -> DecodeTuning:
-    """The fastest tuning for so many rows, padding included, on an H200, for equal and for mixed lengths.
+    """The fastest tuning for this batch size (padding included) on an H200, for rows of equal and of mixed lengths.
 
-    Measured with head_dim 128 (benchmarks/results/decode_attention_h200_2026-11-21.txt). Blocks of 64 keys have more
-    bytes on their way to a program, of 32 let six programs and not three share a multiprocessor, of which there are
-    132: they are ahead where only so all programs, or a good part of them, run at once. Keys are split just so far
-    that the device is full: further runs of a row are further programs to start and parts to join.
+    Measured with head_dim 128 (benchmarks/results/decode_attention_h200_2026-11-21.txt). Blocks of 64 keys load more
+    bytes at a time. With blocks of 32, six programs share an SM instead of three; they win only where this lets all
+    programs (or most) run at once on the 132 SMs. Keys are split only until the device is full, because each further
+    run must be started and joined.
 
-    FP8 has as many bytes on their way, in as much shared memory, as 16-bit values; else it is laid out as these. Not
-    measured: `python -m benchmarks.decode_attention --kv-dtype fp8_e4m3` tries others.
+    For FP8, the shared memory holds the same number of bytes as for 16-bit values; otherwise the layout is the same.
+    That was not measured: `python -m benchmarks.decode_attention --kv-dtype fp8_e4m3` tries others.
 
     Args:
         batch_size: at least 1.
         num_kv_heads: of this rank.
-        itemsize: bytes of an element of the cache.
+        itemsize: bytes per element of the cache.
     """
-    num_rows = batch_size * num_kv_heads  # for which keys are read
+    num_rows = batch_size * num_kv_heads  # programs that read keys
     num_splits, is_large = 1, True
     if num_rows <= 64:
         num_splits = min(256 // num_rows, _MAX_SPLITS)
@@ -93,16 +94,16 @@ def choose(batch_size: int, num_kv_heads: int, itemsize: int = 2) -> DecodeTunin
 def _fit(
     tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int, kv_itemsize: int, num_programs: int
 ) -> DecodeTuning:
-    """`tuning` as registers and shared memory hold it: unchanged for 16-bit values and up to 32 query heads a KV head.
+    """Adapts `tuning` to registers and shared memory. Unchanged for 16-bit values and up to 32 query heads per KV head.
 
-    More of these take more warps; fp32, of whose products threads hold whole rows of the operands, takes short blocks.
-    Of wide values, blocks of 32 let two programs share a multiprocessor, with up to 32 heads each: with 16, at
-    16 and 64 rows of 4k tokens, nothing tried was over 7 % faster. Of more heads one program has a multiprocessor's
-    registers, and as many runs as there are: further ones would only leave parts to join. Nor do runs of less than
-    128 tokens pay for their parts, which are as wide (benchmarks/results/latent_decode_h200_2026-11-26.txt).
+    More query heads need more warps. fp32 needs short blocks, because its threads hold whole rows of the operands. For
+    wide values, blocks of 32 let two programs with up to 32 heads each share an SM; at 16 and 64 rows of 4k tokens,
+    nothing else was over 7 % faster. With more heads, one program fills an SM's registers, so there are only as many
+    runs as SMs. Runs of less than 128 tokens do not pay for joining their wide parts
+    (benchmarks/results/latent_decode_h200_2026-11-26.txt).
 
     Args:
-        num_programs: of each run of all rows.
+        num_programs: number of programs per run, over all rows.
     """
     if block_d > _WIDE and itemsize <= 2:
         wide = dataclasses.replace(tuning, block_n=32, min_blocks=4, num_warps=4 if block_m <= 32 else 8)
@@ -120,7 +121,7 @@ def _fit(
 
 @triton.jit
 def _blocks_of_run(num_blocks, num_splits, MIN_BLOCKS: tl.constexpr):
-    """Blocks of each run that so many are cut into, but for the last."""
+    """Number of blocks in each run except the last, if `num_blocks` are cut into `num_runs`."""
     return tl.maximum(tl.cdiv(num_blocks, num_splits), MIN_BLOCKS)
 
 
@@ -129,7 +130,7 @@ def _blocks_of_split(
     seq_len, split, num_splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The key blocks [begin, end) that a split of a row walks; none when the splits before it have them all."""
+    """The key blocks [begin, end) of one run of a row. Empty if earlier runs hold all keys."""
     begin = first_key(seq_len - 1, WINDOW, CHUNK) // BLOCK_N
     end = tl.cdiv(seq_len, BLOCK_N)
     run = _blocks_of_run(end - begin, num_splits, MIN_BLOCKS)
@@ -149,18 +150,18 @@ def _decode_kernel(
     SPLIT: tl.constexpr, DEPENDENT: tl.constexpr, EARLY_JOIN: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     LOG2_E: tl.constexpr = 1.4426950408889634
-    # Values in FP8 are loaded two at a time: as single bytes they would go from shared memory to registers one by one,
-    # for a product over keys needs them transposed, which the hardware does with words of 16 bits alone.
-    # Latents have been turned into fp16 already, as keys.
+    # FP8 values are loaded in pairs. Single bytes would move from shared memory to registers one by one, because a
+    # product over keys needs the values transposed, and the hardware transposes only 16-bit words. Latents are already
+    # fp16 here, as keys.
     PAIRED: tl.constexpr = k_ptr.dtype.element_ty.is_fp8() and v_ptr is not None
     PER_WORD: tl.constexpr = 2 if PAIRED else 1
-    # Programs that follow each other read neighbouring memory, or the same: the KV heads of one row.
+    # Consecutive programs read neighbouring or the same memory: the KV heads of one row.
     kv_head = tl.program_id(0) // HEAD_TILES
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     num_kv_heads = tl.num_programs(0) // HEAD_TILES
     follow(DEPENDENT)
-    # The join starts once every program here has said so or ended: none of these waits for its place.
+    # The join kernel may start once every program has signalled or ended. No program waits for a free SM after that.
     let_next_start(EARLY_JOIN)
     slot_stride = num_kv_heads * HEAD_DIM
 
@@ -197,10 +198,10 @@ def _decode_kernel(
         tile_rest = head_in_page + rest[None, :]
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    # Summed over the keys of a block only at the end: within the loop that would be a trip through shared memory.
+    # Weights are summed over keys only at the end; inside the loop this would need a round trip through shared memory.
     weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D // PER_WORD], tl.float32)
-    seconds = acc  # each word's second half, where it has two
+    seconds = acc  # the second half of each word, if words hold two values
     for block in tl.range(begin, end):
         position = block * BLOCK_N + keys
         visible = position < seq_len
@@ -208,7 +209,7 @@ def _decode_kernel(
             visible = visible & (position >= first_key(seq_len - 1, WINDOW, CHUNK))
         offset = slots_of(page, block, PAGE_SIZE, BLOCK_N) * slot_stride
         page = pages_of(table_row, block + 1, end, seq_len, PAGE_SIZE, BLOCK_N)
-        # Keys that are not there are not read: a NaN among the values would come through its weight of zero.
+        # Missing keys are not loaded: a NaN among the values would pass through its weight of zero.
         k = tl.load(k_ptr + offset + tile, mask=visible[:, None] & inside[None, :], other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if BLOCK_REST > 0:
@@ -263,12 +264,12 @@ def _join_kernel(
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     out_row = row * tl.num_programs(0) + tl.program_id(0)
-    # Written before the runs' kernel, which has waited for that before any of this one's programs is started.
+    # These tensors were written before the kernel of the runs, which waited for that before any program here started.
     seq_len = tl.load(cache_seqlens + row)
     begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW, CHUNK, 1)
     num_blocks = end - begin
     num_parts = tl.cdiv(num_blocks, _blocks_of_run(num_blocks, num_splits, MIN_BLOCKS))
-    follow(EARLY_JOIN)  # until all runs are done and what they wrote can be seen
+    follow(EARLY_JOIN)  # until all runs are done and their writes are visible
     let_next_start(EARLY_JOIN)
 
     splits = tl.arange(0, MAX_SPLITS)
@@ -305,24 +306,25 @@ def paged_decode(
     out: torch.Tensor,
     tuning: DecodeTuning | None = None,
 ) -> torch.Tensor:
-    """Attention of the newest token of each row over the row's keys, itself included.
+    """Attention of the newest token of each row over all keys of the row, its own included.
 
-    One kernel, or two where keys are split; no host sync, so it can be captured in a CUDA graph. Page-table entries
-    past a row's last page, unused pages and unused slots of the last page are never read. Scores, weights and sums are
-    fp32; the weights are rounded to q's dtype for their product with the values, with FP8 to fp16 in place of bf16, the
-    answer once at the end.
+    One kernel, or two if keys are split. No host sync, so a CUDA graph can capture it. Page-table entries after a row's
+    last page, unused pages and unused slots of the last page are never read.
+
+    Scores, weights and sums are fp32. For the product with the values, weights are rounded to q's dtype, or to fp16 if
+    q is bf16 and the cache FP8. The answer is rounded once.
 
     Args:
-        q: [batch_size, tp_q_head_num, head_dim], bf16, fp16 or fp32; heads of a row are contiguous, rows may lie
-            further apart. fp32 is multiplied as such, without tensor cores.
-        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, of q's dtype or FP8 e4m3; page_size is a
+        q: [batch_size, tp_q_head_num, head_dim] bf16, fp16 or fp32. Heads of a row are contiguous; the row stride may
+            be larger. fp32 is multiplied in fp32, without tensor cores.
+        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, in q's dtype or FP8 e4m3. page_size is a
             power of two.
-        v_pages: likewise. None: the first columns of a key, as many as an answer has, are its value.
-        paged: of a step of single tokens: `cache_seqlens` is at least 1 in every row, `cu_seqlens_q` is not read.
+        v_pages: likewise. If None, the value is the first columns of the key.
+        paged: of a step with one token per row. `cache_seqlens` is at least 1 in every row; `cu_seqlens_q` is not read.
         layer: its scales, window, chunk, softcap and sinks are applied.
         out: [batch_size, tp_q_head_num, columns of a value], contiguous, written.
-        tuning: None: `choose` of this batch. Keys that are split take a value's columns and one more, of 4 bytes, for
-            each query head and run, as long as this computes: those of 512 * group at most as `choose` splits.
+        tuning: if None, `choose` for this batch. Split keys temporarily take 4 bytes for each column of a value and one
+            more, per query head and run; with `choose`, there are at most 512 * group of these.
 
     Returns:
         `out`.
@@ -356,7 +358,7 @@ def paged_decode(
         v_pages.view(torch.int16) if v_pages is not None and kv_itemsize == 1 else v_pages,
         paged.page_table,
         paged.cache_seqlens,
-        None if is_split else layer.sinks,  # they join once
+        None if is_split else layer.sinks,  # the join waits once
         parts,
         lse,
         q.stride(0),

@@ -1,19 +1,20 @@
-"""Attention over the paged KV cache whose answers have the same bits however a token comes: as a decode, in a prompt of
-any chunks, behind a cached prefix or not, alone or in any batch, with any number of heads on the rank.
+"""Attention over the paged KV cache with the same bits for a token in every step.
 
-The contract. Keys are cut into spans of `SPAN` positions of the sequence, and spans into tiles of `tile_of` positions.
-Of each span a query has a sum of its own, in fp32, that begins empty: the largest score, the weights' sum and the
-weighted values' sum. Tiles are taken in ascending order: scores by one product over the whole head, weights rounded
-to the dtype of the values, both sums by a product of those same weights with ones and with values. (A reduction of the
-weights would add in the order of the registers that hold them, which a tile's shape decides.) Spans are merged in
-ascending order, the sink after them; then comes one division and one rounding. What a query does not see weighs an
-exact zero: tiles and spans without a key of its own change no bit, so it matters not which queries share a program.
+The bits do not depend on whether the token is a decode or part of a prompt, on chunks, on a cached prefix, on the
+batch, or on the number of heads on the rank.
 
-Everything else is free: pairs of a program, its warps and stages, pages, and which program walks which spans. So one
-kernel does it all. Where programs are few, each walks some spans of one row and leaves their sums in memory, and a
-second kernel merges them, in the same order by the same function.
+The contract. Keys are cut into spans of `SPAN` positions, and spans into tiles of `tile_of` positions. For each span, a
+query has a separate sum in fp32 that starts empty: the largest score, the sum of the weights, and the weighted sum of
+the values. Tiles are taken in ascending order. Scores come from one product over the whole head. Weights are rounded to
+the dtype of the values. Both sums are products of these weights, with ones and with the values. (A reduction of the
+weights would add in the order of registers, which depends on the tile's shape.) Spans are merged in ascending order,
+then the sink, then one division and one rounding. A key that a query does not see gets a weight of exactly zero. So
+tiles and spans without a visible key change no bit, and it does not matter which queries share a program.
 
-Measured on an H200, of these products: the same bits with 16 to 128 pairs of a program and 2 to 8 warps.
+The rest is free: pairs per program, warps, stages, pages, and which program walks which spans. So one kernel serves all
+steps. If there are few programs, each walks some spans of one row and writes their sums to memory, and a second kernel
+merges them in the same order with the same function. Measured on an H200: the same bits with 16 to 128 pairs per
+program and 2 to 8 warps.
 """
 
 from __future__ import annotations
@@ -32,38 +33,36 @@ from attention.layer import AttentionLayer
 from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
 
 SPAN = 512
-"""Positions of a span: a power of two. With 256 or 128 a decode step of Qwen3-8B took 0.99 to 1.01 times as long on an
-H200, and its prompts 0.997 to 1.001 times (exact_wide_leaves_h200_2026-11-23.txt). Long rows, on which half of it lets
-twice the programs work, were not measured."""
+"""Positions per span: a power of two. With 256 or 128, a decode step of Qwen3-8B took 0.99 to 1.01 times as long on an
+H200, and its prompts 0.997 to 1.001 times (exact_wide_leaves_h200_2026-11-23.txt). Long rows, for which half the span
+would give twice the programs, were not measured."""
 _MOST_RUNS = 256
-"""Programs that walk keys at once where they are cut into runs."""
+"""Number of programs that walk keys at once, if keys are cut into runs."""
 _MOST_PART_BYTES = 32 << 20
-"""Memory for the sums of spans of steps of few tokens: 24 of them with 32 heads of 128 and 40,960 positions."""
+"""Memory for the span sums of steps with few tokens: 24 tokens with 32 heads of 128 and 40,960 positions."""
 _MERGED_AT_ONCE = 8
-"""Spans whose sums are on their way from memory to the program that merges them."""
+"""Number of spans whose sums the merging program loads ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """How the work is laid out. No bit of an answer depends on it."""
+    """The layout of the work. No bit of an answer depends on it."""
 
     block_m: int
-    """Pairs of a token and a query head of a program: a power of two, at least 16."""
+    """(token, query head) pairs per program: a power of two, at least 16."""
     num_warps: int
     num_stages: int
-    """Tiles of keys and values on their way from memory at a time, and one."""
+    """Number of key and value tiles that are being loaded, plus one."""
     num_runs: int = 1
-    """Runs that the spans of a row are cut into, at most, in steps with one token a row, and in steps of few tokens
-    whose queries see all keys before them; others take 1."""
+    """Largest number of runs of a row's spans, in steps with one token per row, and in steps with few tokens whose
+    queries see all keys before them. Other steps use 1."""
 
 
 def tile_of(head_dim: int, dtype: torch.dtype) -> int:
-    """Positions of a tile, by the width of a head and the dtype of queries: what both kinds of steps can take.
-
-    Prompts want large tiles: 64 is what their registers hold beside the sums of heads of 128, 32 of 256. Decodes want
-    bytes on their way from memory, of which these have as many for either width. fp32 is multiplied without tensor
-    cores, where threads hold whole rows of the operands.
-    """
+    """Positions per tile, by head size and query dtype, such that prompts and decodes can both use it. Prompts want
+    large tiles; 64 is the most that fits in registers beside the sums of heads of 128, and 32 for 256. Decodes want
+    many bytes in flight, which is the same number for both sizes. fp32 is multiplied without tensor cores, and its
+    threads hold whole rows of the operands."""
     if dtype.itemsize > 2:
         return 16
     return 64 if head_dim <= 128 else 32
@@ -72,12 +71,13 @@ def tile_of(head_dim: int, dtype: torch.dtype) -> int:
 def choose(
     head_dim: int, dtype: torch.dtype, group: int, num_rows: int | None = None, tokens: int = 1 << 10
 ) -> Schedule:
-    """A layout for H200s. Not measured.
+    """The layout for H200s. Not measured.
 
     Args:
-        group: query heads of a KV head.
-        num_rows: of a step with one token a row, padding included, times this rank's KV heads; None: of other steps.
-        tokens: of a row of those, in the mean: a tile that few pairs fill takes as long as a full one.
+        group: query heads per KV head.
+        num_rows: for steps with one token per row: rows, padding included, times this rank's KV heads. None for other
+            steps.
+        tokens: for other steps: mean tokens per row. A tile with few pairs takes as long as a full one.
     """
     is_wide = head_dim > 128
     most = 16 if dtype.itemsize > 2 else 64 if is_wide else 128
@@ -101,10 +101,11 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr, EARLY_MERGE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Programs are query heads by tokens; with ROWS, a power of two and no fewer than there are, rows have several."""
+    """One program per query head and token. With ROWS (a power of two, at least the number of rows), rows have several
+    tokens."""
     head = tl.program_id(0) + tl.arange(0, 1)
     token = tl.program_id(1)
-    # Written before the kernel that leaves parts, which has waited for that before any program here is started.
+    # These tensors were written before the kernel of the parts, which waited for that before any program here started.
     if ROWS > 0:
         rows = tl.arange(0, ROWS)
         ends = tl.load(cu_seqlens_q + 1 + rows, mask=rows < num_rows, other=token)
@@ -115,7 +116,7 @@ def _merge_kernel(
     else:
         seq_len = tl.load(cache_seqlens + token)
     num_spans = tl.cdiv(seq_len, SPAN) - first_key(seq_len - 1, WINDOW, CHUNK) // SPAN
-    follow(EARLY_MERGE)  # until all parts are there and can be seen
+    follow(EARLY_MERGE)  # until all parts are written and visible
     let_next_start(EARLY_MERGE)
     out_row = token.to(tl.int64) * tl.num_programs(0) + head
     dims = tl.arange(0, BLOCK_D)[None, :]
@@ -144,24 +145,24 @@ def paged_exact(
     out: torch.Tensor,
     schedule: Schedule | None = None,
 ) -> torch.Tensor:
-    """Attention of the new tokens of each row over the row's keys, their own included, under the contract above.
+    """Attention of the new tokens of each row over all keys of the row, under the contract above.
 
-    One kernel, or two where the spans of a row are cut into runs; no host sync, so it can be captured in a CUDA graph:
-    its grid follows from the shapes of `q` and of `paged`, which holds rows as long as the table is wide. Page-table
-    entries past a row's last page, unused pages and slots past a row's last token are never read.
+    One kernel, or two if a row's spans are cut into runs. No host sync, so a CUDA graph can capture it: the grid
+    depends only on the shapes of `q` and `paged`, and a row may be as long as the page table is wide. Page-table
+    entries after a row's last page, unused pages and slots after a row's last token are never read.
 
     Args:
-        q: [num_tokens, tp_q_head_num, head_dim], bf16, fp16 or fp32; heads of a token are contiguous, tokens may lie
-            further apart. All of them belong to rows: `cu_seqlens_q` ends with num_tokens, or before it. fp32 is
-            multiplied as such, without tensor cores.
-        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, of q's dtype or FP8 e4m3; page_size is a
+        q: [num_tokens, tp_q_head_num, head_dim] bf16, fp16 or fp32. Heads of a token are contiguous; the token stride
+            may be larger. Every token belongs to a row: `cu_seqlens_q` ends with num_tokens or earlier. fp32 is
+            multiplied in fp32, without tensor cores.
+        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, in q's dtype or FP8 e4m3. page_size is a
             power of two.
         v_pages: likewise.
-        paged: rows may have no new tokens. Where `max_seqlen_q` is 1, every row has one and `cu_seqlens_q` is not read.
+        paged: rows may have no new tokens. If `max_seqlen_q` is 1, every row has one, and `cu_seqlens_q` is not read.
         layer: its scales, window, chunk, softcap and sinks are applied.
-        out: [num_tokens, tp_q_head_num, head_dim], contiguous, of q's dtype, written.
-        schedule: None: `choose` of this step. Runs take head_dim + 2 columns of 4 bytes for each query head, token and
-            span of the longest row that the table holds, as long as this computes.
+        out: [num_tokens, tp_q_head_num, head_dim], contiguous, in q's dtype, written.
+        schedule: if None, `choose` for this step. Runs temporarily take 4 * (head_dim + 2) bytes for each query head,
+            token and span of the longest row that the table can hold.
 
     Returns:
         `out`.
@@ -176,7 +177,7 @@ def paged_exact(
         schedule = choose(head_dim, q.dtype, group, num_rows * num_kv_heads if is_decode else None, tokens)
     one_token = is_decode and group <= schedule.block_m
     most_seen = min(it for it in (paged.page_table.shape[1] * page_size, window, chunk) if it)
-    # The place within a span where the keys that a query sees begin is not known.
+    # The first visible key may be anywhere in a span.
     num_parts = -(-(most_seen - 1) // SPAN) + 1
     count = num_tokens * num_q_heads * num_parts
     num_runs = 1

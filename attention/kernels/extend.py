@@ -1,11 +1,12 @@
-"""Attention of any new tokens over the paged KV cache: prompts, chunks behind a cached prefix, decodes, all mixed.
+"""Attention of any new tokens over the paged KV cache: prompts, chunks after a cached prefix, decodes, and mixtures.
 
-A program walks the keys that one tile of queries sees. A tile has tokens of one row of the batch and, for each of them,
-the query heads of one KV head, so that keys are read once for all of these. Blocks of keys are walked upwards from the
-first that the tile sees, with sums in fp32 and one division at the end; a block in which a query sees nothing changes
-no bit of its sums. What a query's answer is, to the last bit, follows from its own keys and from `ExtendTuning`: never
-from the other rows, nor from how a prompt was cut into chunks. With SPAN, the same kernel adds up under the contract of
-exact.py.
+A program walks the keys that one tile of queries sees. A tile has tokens of one row and, for each token, the query
+heads of one KV head, so that keys are read once for all of them. Key blocks are walked upwards from the first visible
+one, with fp32 sums and one division at the end. A block without visible keys for a query changes no bit of its sums. So
+the bits of an answer depend on its own keys and on `ExtendTuning`, but not on other rows or on how a prompt was cut
+into chunks.
+
+With SPAN, the same kernel follows the contract of exact.py.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ from parallel.kernels.dependent_launch import follow, let_next_start
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtendTuning:
-    """How the work is laid out. The last bits of a query's answer depend on all of it but `num_stages`."""
+    """The layout of the work. The last bits of an answer depend on every field except `num_stages`."""
 
     block_m: int
-    """Pairs of a token and a query head of a tile: a power of two, at least 16."""
+    """(token, query head) pairs per tile: a power of two, at least 16."""
     block_n: int
-    """Keys of a block: a power of two, at least 16."""
+    """Keys per block: a power of two, at least 16."""
     num_warps: int
     num_stages: int
-    """Blocks of keys and values on their way from memory at a time, and one."""
+    """Number of key and value blocks that are being loaded, plus one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,27 +65,27 @@ class Spans:
     """How the kernel adds up in spans."""
 
     span: int
-    """Keys of a span: a power of two, a multiple of the tuning's `block_n`."""
+    """Keys per span: a power of two and a multiple of the tuning's `block_n`."""
     num_parts: int
-    """The most spans in which a query sees a key."""
+    """Largest number of spans with visible keys for one query."""
     num_runs: int
-    """Programs that walk the spans of a tile; of more than one, each leaves the sums of its spans in memory."""
+    """Number of programs that walk the spans of a tile. If there are several, each writes its spans' sums to memory."""
     one_token: bool
-    """Every row has one token, and its pairs are one tile."""
+    """Whether every row has one token, whose pairs form one tile."""
     is_early: bool
-    """Whether what merges the spans may start while they are walked."""
+    """Whether the merging kernel may start while spans are still walked."""
 
 
 def choose(v_dim: int, dtype: torch.dtype) -> ExtendTuning:
-    """A layout for H200s, as large as registers hold without spilling, or hardly: 420 to 463 TFLOP/s, 73 to 97 % of
-    FA3's, for prompts of 8,192 tokens with heads of 128 (benchmarks/results/attention_h200_2026-11-23.txt). No other
-    was measured.
+    """The layout for H200s: the largest tiles that hardly spill registers. 420 to 463 TFLOP/s, 73 to 97 % of FA3's, for
+    prompts of 8,192 tokens with heads of 128 (benchmarks/results/attention_h200_2026-11-23.txt). No other layout was
+    measured.
 
-    The same for every batch, so that a row's answer does not depend on what else runs: where rows are few or short, the
-    keys' way from memory takes longer than products with a tile that is not full.
+    It is the same for every batch, so that an answer does not depend on other requests. With few or short rows, loading
+    the keys takes longer than the products of a partly filled tile.
     """
     if dtype.itemsize > 2:
-        # Tensor cores are not used, whose fp32 is TF32: threads hold whole rows of a product's operands.
+        # Tensor cores are not used, because their fp32 is TF32. Threads hold whole rows of a product's operands.
         return ExtendTuning(block_m=16, block_n=16, num_warps=4, num_stages=2)
     if v_dim > 256:
         return ExtendTuning(block_m=64, block_n=32, num_warps=8, num_stages=3)
@@ -98,13 +99,12 @@ def _walk(
     V_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr, CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Takes the key blocks [begin, end) into the tile's sums.
+    """Adds the key blocks [begin, end) to the tile's sums.
 
-    Not MASKED: every query sees every key of them. MASKED: keys from `low` to before `stop` are there, and each query
-    sees those from its own first key to its own position, but from `masked_from` on what its row of the mask says.
-
-    SPAN: the sums are a span's and those of all spans. Where the next span begins, it goes into these, or into memory,
-    if the program began before, at block `first`.
+    Not MASKED: every query sees every key. MASKED: keys from `low` to before `stop` exist, and each query sees those
+    from its own first key to its own position; from `masked_from` on, its row of the mask decides instead. SPAN: the
+    sums are those of the current span and of all spans. At the start of the next span, the span's sums are added to the
+    total, or written to memory if the program began before it, at block `first`.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     if SPAN == 0:
@@ -128,7 +128,7 @@ def _walk(
         is_there = (dims < KEY_DIM)[None, :]
         is_value = (dims < V_DIM)[None, :]
         if MASKED:
-            # Keys that are not there are not read: a NaN among the values would come through its weight of zero.
+            # Missing keys are not loaded: a NaN among the values would pass through its weight of zero.
             is_key = (position >= low) & (position < stop)
             is_there = is_there & is_key[:, None]
             is_value = is_value & is_key[:, None]
@@ -161,9 +161,8 @@ def _walk(
             m, total, acc = add_block(scores, v, m, total, acc, factor)
         else:
             top = tl.max(scores, 1)
-            # The branch depends on scores, so that it comes once the products before it are done. Where it does not,
-            # Triton 3.6 waits for each product of the loop; at the loop's end it would read sums that wgmma is still
-            # adding to.
+            # The branch depends on scores, so that it runs after the products before it. Otherwise Triton 3.6 waits for
+            # each product of the loop, and at the loop's end reads sums to which wgmma is still adding.
             if block % (SPAN // BLOCK_N) == 0:
                 if parts is None:
                     all_m, all_total, all_acc = merge_span(all_m, all_total, all_acc, m, tl.max(total, 1), acc)
@@ -195,11 +194,12 @@ def _extend_kernel(
     CAP: tl.constexpr, PREFIX_ONLY: tl.constexpr, SPAN: tl.constexpr, ONE_TOKEN: tl.constexpr, LEAVES: tl.constexpr,
     EARLY: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Programs are KV heads by runs of spans by tiles. `sums_ptr`: logarithms of sums; LEAVES: sums of spans."""
+    """One program per KV head, run of spans, and tile. `sums_ptr`: logarithms of sums, or with LEAVES the sums of
+    spans."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     KEY_DIM: tl.constexpr = HEAD_DIM if HEAD_DIM < V_DIM else V_DIM
     follow(EARLY)
-    # The merging kernel starts once every program here has said so or ended: none of these waits for its place.
+    # The merging kernel may start once every program has signalled or ended. No program waits for a free SM after that.
     let_next_start(EARLY)
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
@@ -207,8 +207,8 @@ def _extend_kernel(
         row = tl.program_id(2)
         start, num_tokens, first_pair = row, 1, 0
     else:
-        # Tiles are taken from the end: the last tiles of a prompt have the most keys, and are not to be left when all
-        # else is done (not measured).
+        # Tiles are taken from the end: the last tiles of a prompt have the most keys and should not start last (not
+        # measured).
         tile = tl.num_programs(2) - 1 - tl.program_id(2)
         row = row_of_tile(cu_seqlens_q, num_rows, group, tile, BLOCK_M, AT_ONCE)
         start = tl.load(cu_seqlens_q + row)
@@ -249,7 +249,7 @@ def _extend_kernel(
     out_rows = (start + tokens).to(tl.int64) * (num_kv_heads * group) + q_heads
     parts = None
     if LEAVES:
-        # A run of spans, each of which becomes a part.
+        # a run of spans, each of which becomes one part
         first_span = low // SPAN
         run = tl.cdiv(tl.cdiv(stop, SPAN) - first_span, tl.num_programs(1))
         begin = tl.maximum(begin, (first_span + tl.program_id(1) * run) * (SPAN // BLOCK_N))
@@ -277,8 +277,8 @@ def _extend_kernel(
     table_row = page_table + row.to(tl.int64) * page_table_stride
     first = begin
     if not ONE_TOKEN and WINDOW == 0 and CHUNK == 0:
-        # Blocks that all queries see whole need no masks. A window or a chunk has few of them (not measured), as has
-        # what one program walks of a decode.
+        # Blocks that all queries see whole need no masks. With a window or a chunk, and for one program of a decode,
+        # there are few such blocks (not measured).
         sums = _walk(
             q, q_rest, sums, k_ptr, v_ptr, table_row, first, begin, whole, low, stop, positions, first_keys,
             masked_from, mask_ptr, mask_rows, kv_head, num_kv_heads, scale, parts, is_pair, sums_ptr, out_ptr,
@@ -299,7 +299,7 @@ def _extend_kernel(
         attended = exact_answer(all_m, all_total, all_acc, sink, v_scale)
     else:
         m, total, acc = sums
-        # A query that a mask lets see nothing gets zeros.
+        # A query that sees nothing, because of its mask, gets zeros.
         divisor = tl.where(total > 0, total, 1.0)
         if sums_ptr is not None:
             lse = tl.where(total > 0, (m + tl.log2(divisor)) / LOG2_E, float("-inf"))
@@ -323,33 +323,35 @@ def paged_extend(
     tuning: ExtendTuning | None = None,
     spans: Spans | None = None,
 ) -> torch.Tensor:
-    """Attention of the new tokens of each row over the row's keys, their own included.
+    """Attention of the new tokens of each row over all keys of the row, their own included.
 
-    One kernel; no host sync, so it can be captured in a CUDA graph: its grid follows from the shapes of `q` and of
-    `paged`. The last new token of a row is at position `cache_seqlens - 1` and sees all before it that window and chunk
-    leave. Page-table entries past a row's last page, unused pages and slots past a row's last token are never read.
-    Scores, weights and sums are fp32; the weights are rounded to q's dtype for their product with the values, with FP8
-    to fp16 in place of bf16, the answer once at the end.
+    One kernel. No host sync, so a CUDA graph can capture it: the grid depends only on the shapes of `q` and `paged`.
+    The last new token of a row is at position `cache_seqlens - 1` and sees all tokens before it, within window and
+    chunk. Page-table entries after a row's last page, unused pages and slots after a row's last token are never read.
+
+    Scores, weights and sums are fp32. For the product with the values, weights are rounded to q's dtype, or to fp16 if
+    q is bf16 and the cache FP8. The answer is rounded once.
 
     Args:
-        q: [num_tokens, tp_q_head_num, head_dim], bf16, fp16 or fp32; heads of a token are contiguous, tokens may lie
-            further apart. All of them belong to rows: `cu_seqlens_q` ends with num_tokens, or before it. fp32 is
-            multiplied as such, without tensor cores.
-        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, of q's dtype or FP8 e4m3; page_size is a
-            power of two. Or [num_keys, tp_k_head_num, head_dim] of rows whose keys follow one another: `page_table` is
-            then [batch_size, 1], the first key of each.
-        v_pages: likewise, of any width. None: the first columns of a key, as many as an answer has, are its value.
+        q: [num_tokens, tp_q_head_num, head_dim] bf16, fp16 or fp32. Heads of a token are contiguous; the token stride
+            may be larger. Every token belongs to a row: `cu_seqlens_q` ends with num_tokens or earlier. fp32 is
+            multiplied in fp32, without tensor cores.
+        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, in q's dtype or FP8 e4m3. page_size is a
+            power of two. Or [num_keys, tp_k_head_num, head_dim] if the keys of a row follow each other: `page_table`
+            [batch_size, 1] then has the first key of each row.
+        v_pages: likewise, of any width. If None, the value is the first columns of the key.
         paged: rows may have no new tokens. `max_seqlen_q` is not read.
         layer: its scales, window, chunk, softcap and sinks are applied.
-        out: [num_tokens, tp_q_head_num, columns of a value], contiguous, written; of q's dtype, or fp32 for a part that
-            is to be merged.
+        out: [num_tokens, tp_q_head_num, columns of a value], contiguous, written. Its dtype is q's, or fp32 for a part
+            that is merged later.
         lse: [num_tokens, tp_q_head_num] fp32, contiguous, written: the natural logarithm of the sum of exponentials
-            that each answer was divided by, the sink's included; -inf where a query sees nothing, which answers zeros.
-        mask: for the new tokens of the rows that have a part of it.
-        prefix_only: see only the tokens before the new ones, of which the cache then need hold none.
-        tuning: None: `choose` for this layer.
-        spans: add up as `paged_exact` says, without a mask; of several runs, `out` has each part's values and `lse` its
-            largest score and weight.
+            (with the sink's) by which each answer was divided. -inf for a query that sees nothing, whose answer is
+            zeros.
+        mask: for the new tokens of rows that have a part of it.
+        prefix_only: whether to see only tokens before the new ones. The cache need not hold the new ones then.
+        tuning: if None, `choose` for this layer.
+        spans: if set, adds up as `paged_exact` does, and `mask` must be None. With several runs, `out` gets the values
+            of each part, and `lse` its largest score and its weight.
 
     Returns:
         `out`.
@@ -361,7 +363,8 @@ def paged_extend(
     num_rows, group = len(paged.cache_seqlens), num_q_heads // num_kv_heads
     one_token = spans is not None and spans.one_token
     num_runs = 1 if spans is None else spans.num_runs
-    # These are as many as `first_tile` tells apart: the tiles of all tokens were they one row's, and one for each row.
+    # The number of tiles that `first_tile` distinguishes: the tiles of all tokens as if they were one row, plus one per
+    # row.
     num_tiles = num_rows if one_token else num_tokens * group // tuning.block_m + num_rows
     _extend_kernel[(num_kv_heads, num_runs, num_tiles)](
         q,

@@ -1,4 +1,4 @@
-"""One kernel that lists the pages of all rows one after the other, as FlashInfer reads them."""
+"""A kernel that lists the pages of all rows in one array, as FlashInfer reads them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import triton.language as tl
 from attention.forward_batch import PagedMetadata
 
 _BLOCK = 512  # pages of a row that one program copies: 16 bytes for each of its 128 threads
-_ROWS = 256  # a program reads so many rows' lengths at a time
+_ROWS = 256  # number of rows whose lengths a program reads at a time
 
 
 @triton.jit
 def _pages_of(cache_seqlens, cu_seqlens_q, rows, is_row, PAGE_SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """The first page of each row that is listed, and how many are."""
+    """The first listed page of each row, and the number of listed pages."""
     lens = tl.load(cache_seqlens + rows, mask=is_row, other=0)
     first = lens * 0  # zeros of its shape
     if CHUNK > 0:
@@ -42,14 +42,13 @@ def _flatten_pages(
 
 
 def flatten_pages(paged: PagedMetadata, page_size: int, out: torch.Tensor, chunk: int | None = None) -> None:
-    """Writes the pages of the rows, in order and without gaps, to the start of `out`.
-
-    One kernel, no host sync: it can be captured in a CUDA graph. Entries past a row's last page are not read.
+    """Writes the pages of all rows, in order and without gaps, to the start of `out`. One kernel without a host sync,
+    so a CUDA graph can capture it. Entries after a row's last page are not read.
 
     Args:
-        chunk: a multiple of page_size: of each row the pages from the first of its first new token's chunk on. None:
-            all.
-        out: int32, contiguous, of at least as many elements as the rows have pages.
+        chunk: a multiple of page_size. A row's pages are listed from the chunk of its first new token on. If None, all
+            pages are listed.
+        out: int32, contiguous, with at least as many elements as the rows have pages.
     """
     num_rows, max_pages = paged.page_table.shape
     _flatten_pages[(num_rows, triton.cdiv(max_pages, _BLOCK))](

@@ -1,7 +1,7 @@
-"""The products of latent attention's heads for few tokens, each head with a weight of its own.
+"""The per-head products of latent attention for few tokens.
 
-A program multiplies a tile of one head's weight with the tokens. It reads its weight before it waits for the kernel in
-front of it, so that in a chain of dependent kernels a product takes little more than its launch.
+A program multiplies a tile of one head's weight with the tokens. It loads its weight before it waits for the kernel
+before it, so that in a chain of dependent launches a product takes little more than its launch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import triton.language as tl
 from attention.kernels.pages import block_of
 from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start
 
-_MOST_TOKENS = 64  # a program multiplies no more
-_TILE = 8192  # elements of a weight: 16 KB of 16-bit values a program
+_MOST_TOKENS = 64  # largest number of tokens per program
+_TILE = 8192  # weight elements per program: 16 KB of 16-bit values
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -47,14 +47,13 @@ def _head_products_kernel(
 
 
 def head_products(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Multiplies each head's columns with its weight, and copies those that are behind them.
-
-    Sums are fp32, rounded once.
+    """Multiplies the first K columns of each head by the head's weight, and copies the columns after them. Sums are
+    fp32 and rounded once.
 
     Args:
-        x: [num_tokens, num_heads, K + rest], the last dimension contiguous.
-        weight: [num_heads, K, N], of x's dtype, with any strides.
-        out: [num_tokens, num_heads, N + rest], of x's dtype, the last dimension contiguous; written.
+        x: [num_tokens, num_heads, K + rest]; the last dimension is contiguous.
+        weight: [num_heads, K, N] in x's dtype, with any strides.
+        out: [num_tokens, num_heads, N + rest] in x's dtype, written; the last dimension is contiguous.
     """
     num_tokens, num_heads, width = x.shape
     _, k, n = weight.shape

@@ -1,4 +1,4 @@
-"""Joins two partial answers of the same queries, each over keys of its own."""
+"""Merges two partial answers of the same queries over different keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS = 16  # one program's, of 4 warps (not measured)
+_ROWS = 16  # columns per program of 4 warps (not measured)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -28,11 +28,11 @@ def _merge_kernel(
     divisor = tl.where(total > 0, total, 1.0)
     cells = rows.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
     inside = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    # A part without a key has no say, whatever is in it.
+    # A part without a key has no weight, whatever it contains.
     part_a = tl.load(out_a + cells, mask=inside & (weight_a > 0)[:, None], other=0.0).to(tl.float32)
     part_b = tl.load(out_b + cells, mask=inside & (weight_b > 0)[:, None], other=0.0).to(tl.float32)
     merged = (part_a * weight_a[:, None] + part_b * weight_b[:, None]) / divisor[:, None]
-    tl.debug_barrier()  # all threads have loaded what is now overwritten where `out` is `out_a`
+    tl.debug_barrier()  # If `out` is `out_a`, all threads have loaded what is overwritten now.
     tl.store(out_ptr + cells, merged.to(out_ptr.dtype.element_ty), mask=inside)
     lse = tl.where(total > 0, largest + tl.log2(divisor) / LOG2_E, float("-inf"))
     tl.store(lse_ptr + rows, lse, mask=is_row)
@@ -47,17 +47,17 @@ def merge_states(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> torch.Tensor:
-    """Merges two parts into what attention over the keys of both gives.
+    """Merges two parts into the answer of attention over the keys of both. One kernel without a host sync.
 
-    One kernel; no host sync. Sinks belong to one part: who computes both leaves them out of one.
+    A layer's sinks must be part of only one of the two.
 
     Args:
-        out_a: [num_tokens, num_heads, head_dim], contiguous, of any floating-point dtype, and likewise `out_b`: fp32
-            parts are rounded once, at the end.
-        lse_a: [num_tokens, num_heads] fp32, contiguous, and likewise `lse_b`: natural logarithms of the sums of
-            exponentials; -inf of a part without a key, whose answer is not read.
-        out: as `out_a`, which it may be itself, written; zeros where neither part has a key.
-        lse: as `lse_a`, likewise.
+        out_a: [num_tokens, num_heads, head_dim], contiguous, of any floating-point dtype. `out_b` likewise. fp32 parts
+            are rounded once, at the end.
+        lse_a: [num_tokens, num_heads] fp32, contiguous: natural logarithms of the sums of exponentials. `lse_b`
+            likewise. -inf for a part without a key, whose answer is not read.
+        out: as `out_a`, written; it may be `out_a` itself. Zeros where neither part has a key.
+        lse: as `lse_a`, written; it may be `lse_a` itself.
 
     Returns:
         `out`.

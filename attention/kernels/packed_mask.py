@@ -1,5 +1,5 @@
-"""One kernel that says for every pair of a new token and a key of its row, in a bit, whether it is seen: as FlashInfer
-reads masks."""
+"""A kernel that writes one bit for every pair of a new token and a key of its row: whether the token sees the key.
+FlashInfer reads masks in this form."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import triton.language as tl
 from attention.forward_batch import NewTokenMask, PagedMetadata
 from attention.kernels.pages import first_key
 
-_BLOCK = 256  # bytes that a program writes: not measured
-_ROWS = 256  # a program reads so many rows' lengths at a time
+_BLOCK = 256  # bytes that a program writes (not measured)
+_ROWS = 256  # number of rows whose lengths a program reads at a time
 
 
 @triton.jit
 def _num_bytes(cache_seqlens, cu_seqlens_q, rows, is_row):
-    """Bytes of rows: a row's bits begin with a byte of their own."""
+    """Bytes of each row's bits. A row's bits start at a byte boundary."""
     seq_lens = tl.load(cache_seqlens + rows, mask=is_row, other=0).to(tl.int64)
     starts = tl.load(cu_seqlens_q + rows, mask=is_row, other=0)
     num_tokens = tl.load(cu_seqlens_q + rows + 1, mask=is_row, other=0) - starts
@@ -70,14 +70,13 @@ def pack_mask(
     packed: torch.Tensor,
     begins: torch.Tensor,
 ) -> None:
-    """Writes for each row bits [extend_len, seq_len], the lowest of a byte first, and where they begin.
+    """Writes the bits [extend_len, seq_len] of each row, lowest bit of a byte first, and the start of each row.
 
-    They say what `mask` does, of rows without a part that they are causal, and what window and chunk hide. One kernel,
-    no host sync.
+    The bits combine `mask` (rows without a part are causal) with window and chunk. One kernel without a host sync.
 
     Args:
-        most_bytes: of one row, (extend_len * seq_len + 7) // 8.
-        packed: uint8, contiguous, of at least as many bytes as all rows have.
+        most_bytes: largest size of a row: (extend_len * seq_len + 7) // 8.
+        packed: uint8, contiguous, with room for the bytes of all rows.
         begins: [num_rows] int32.
     """
     _pack_mask[(triton.cdiv(most_bytes, _BLOCK), len(paged.cache_seqlens))](

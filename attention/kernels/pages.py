@@ -1,7 +1,7 @@
-"""Paged keys in attention kernels: the rows of a tile, the pages of a block, what may be seen.
+"""Helpers of attention kernels for paged keys: the row of a tile, the pages of a block, which keys are visible.
 
-Blocks of keys start at multiples of their size in the sequence. A kernel walks them upwards, and while it works on one,
-the page ids of the next are on their way.
+Key blocks start at multiples of their size in the sequence. A kernel walks them upwards and loads the page ids of the
+next block while it works on the current one.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ import triton
 import triton.language as tl
 
 ONE_PAGE = tl.constexpr(1 << 30)
-"""Tokens of a page where a row's keys follow one another: they are one page, which begins at any slot."""
+"""Page size if a row's keys follow each other. They then form one page, which may begin at any slot."""
 LOWEST = tl.constexpr(-1e30)
-"""No score is below it, and it is finite: the difference of two of them is zero and not NaN."""
+"""Smaller than any score, and finite, so that the difference of two of them is zero and not NaN."""
 ROWS_AT_ONCE = 128
-"""Rows of the batch among which a program looks for its own at a time."""
+"""Number of rows that a program reads at a time to find its own."""
 
 
 def block_of(size: int) -> int:
-    """A block that holds so many elements, and that a matrix product takes."""
+    """A block size that covers this many elements and that a matrix product accepts."""
     return max(1 << (size - 1).bit_length(), 16)
 
 
 @triton.jit
 def first_tile(start, row, group, BLOCK_M: tl.constexpr):
-    """The first tile of a row whose tokens begin at `start`: found without the other rows, for one idle tile a row."""
+    """The first tile of a row whose tokens begin at `start`. It follows from `start` alone, at the price of one idle
+    tile per row."""
     return start * group // BLOCK_M + row
 
 
 @triton.jit
 def row_of_tile(cu_seqlens_q, num_rows, group, tile, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The row of the batch that a tile belongs to: the last whose `first_tile` is not behind it."""
+    """The row of a tile: the last row whose `first_tile` is not after the tile."""
     row = -1
     for first in tl.range(0, num_rows, AT_ONCE):
         rows = first + tl.arange(0, AT_ONCE)
@@ -42,7 +43,7 @@ def row_of_tile(cu_seqlens_q, num_rows, group, tile, BLOCK_M: tl.constexpr, AT_O
 
 @triton.jit
 def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first key that each query at `position` sees; WINDOW and CHUNK are 0 where there is none."""
+    """The first key that each query at `position` sees. WINDOW or CHUNK is 0 if the layer has none."""
     first = position * 0  # zeros of its shape
     if WINDOW > 0:
         first = tl.maximum(position - (WINDOW - 1), 0)
@@ -53,7 +54,7 @@ def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def pages_of(table_row, block, end, stop, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page of a block of keys, or [BLOCK_N, 1] that of each; page 0 from block `end` and from key `stop` on."""
+    """The page of a key block, or [BLOCK_N, 1] the page of each key. Page 0 from block `end` or key `stop` on."""
     if PAGE_SIZE >= BLOCK_N:
         page = tl.load(table_row + block * BLOCK_N // PAGE_SIZE, mask=block < end, other=0)
     else:
@@ -64,7 +65,7 @@ def pages_of(table_row, block, end, stop, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.c
 
 @triton.jit
 def slots_of(page, block, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The slots of the pool, in 64 bits, to which `slots_in_page` of a key is added; of the shape of `page`."""
+    """The first slot of each `page` in 64 bits, to which `slots_in_page` is added. Same shape as `page`."""
     if PAGE_SIZE == ONE_PAGE:
         slot = page.to(tl.int64) + block * BLOCK_N
     else:
@@ -76,7 +77,7 @@ def slots_of(page, block, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def slots_in_page(PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N, 1]: where each key of a block lies behind `slots_of`."""
+    """[BLOCK_N, 1]: the offset of each key of a block after `slots_of`."""
     return (tl.arange(0, BLOCK_N) % PAGE_SIZE)[:, None]
 
 
@@ -90,10 +91,10 @@ def masked_load(pointers, is_there, WHOLE: tl.constexpr):
 
 @triton.jit
 def for_cache(q, CACHE: tl.constexpr):
-    """Queries in the dtype of their products with keys of dtype CACHE, and of weights with values.
+    """Casts queries, or weights, to the dtype of their products with keys, or values, of dtype CACHE.
 
-    For FP8 that is fp16 in place of bf16: Hopper turns two numbers of FP8 into fp16 by one instruction, into bf16 by
-    four or by slow ones (seen in its machine code). Queries beyond 65504, where no model's are, count as that.
+    For FP8 the result is fp16 instead of bf16: Hopper converts two FP8 numbers to fp16 with one instruction, but to
+    bf16 with four or with slow ones (seen in its machine code). Queries beyond 65504, which no model has, are clamped.
     """
     if CACHE.is_fp8() and q.dtype == tl.bfloat16:
         return tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
@@ -103,9 +104,9 @@ def for_cache(q, CACHE: tl.constexpr):
 
 @triton.jit
 def unpaired(pairs, COMPILED: tl.constexpr):
-    """The first and the second numbers, in fp16, of pairs in FP8. Not COMPILED: for the interpreter."""
+    """The first and the second numbers of FP8 pairs, in fp16. Use COMPILED = False for the interpreter."""
     if COMPILED:
-        # A register has two pairs and becomes two registers; Triton by itself would move each byte alone.
+        # A register holds two pairs and becomes two registers. Triton alone would move each byte by itself.
         first, second = tl.inline_asm_elementwise(
             """
             {

@@ -1,6 +1,6 @@
-"""Two kernels that turn what a step's frame says into what its layers read: inputs, KV slots and page tables.
+"""Two kernels that turn a step's frame into the tensors that layers read: inputs, KV slots and page tables.
 
-Their twins for the CPU are in attention/step_metadata.py.
+attention/step_metadata.py has the same functions for CPUs.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import triton.language as tl
 
 from attention.step_metadata import StepTensors
 
-# Pages, and tokens, of one row that one program handles: 512 int32 are 16 bytes for each of its 128 threads.
+# Pages, or tokens, of a row that one program handles: 512 int32 are 16 bytes for each of its 128 threads.
 _BLOCK = 512
 _DELTA_BLOCK = 128
 
 
-# Inputs are slices of one buffer: without the decorator's arguments, each combination of their alignments would be
-# compiled when it is first met, in the middle of serving.
+# Inputs are slices of one buffer. Without the decorator's arguments, Triton would compile a kernel for each combination
+# of their alignments when it first appears, while serving.
 @triton.jit(do_not_specialize_on_alignment=["rows", "starts", "cu_seqlens_q", "token_ids"])
 def _fill_step_metadata(
     rows, starts, cu_seqlens_q, token_ids, page_table, last_tokens, input_ids, positions, out_cache_loc, cache_seqlens,
-    row_pages, places, window_out_cache_loc, window_row_pages, next_starts, page_table_stride, row_pages_stride,
+    row_pages, window_page_of, window_out_cache_loc, window_row_pages, next_starts, page_table_stride, row_pages_stride,
     WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
@@ -40,7 +40,7 @@ def _fill_step_metadata(
     row_page = index.to(tl.int64) * row_pages_stride + offsets
     tl.store(row_pages + row_page, pages, mask=is_page)
     if HAS_WINDOW:
-        tl.store(window_row_pages + row_page, tl.load(places + pages, mask=is_page, other=0), mask=is_page)
+        tl.store(window_row_pages + row_page, tl.load(window_page_of + pages, mask=is_page, other=0), mask=is_page)
 
     is_token = offsets < num_tokens
     token = tl.load(token_ids + first + offsets, mask=is_token, other=0).to(tl.int64)
@@ -52,7 +52,7 @@ def _fill_step_metadata(
     tl.store(positions + first + offsets, position.to(tl.int64), mask=is_token)
     tl.store(out_cache_loc + first + offsets, page * PAGE_SIZE + position % PAGE_SIZE, mask=is_token)
     if HAS_WINDOW:
-        place = tl.load(places + page, mask=is_token, other=0).to(tl.int64)
+        place = tl.load(window_page_of + page, mask=is_token, other=0).to(tl.int64)
         tl.store(window_out_cache_loc + first + offsets, place * PAGE_SIZE + position % PAGE_SIZE, mask=is_token)
 
     tl.store(cache_seqlens + index, seq_len, mask=tl.program_id(1) == 0)
@@ -69,26 +69,29 @@ def fill_step_metadata(
     page_size: int,
     max_seqlen_q: int,
     out: StepTensors,
-    places: torch.Tensor | None = None,
+    window_page_of: torch.Tensor | None = None,
     next_starts: torch.Tensor | None = None,
 ) -> None:
-    """Writes `out` in one kernel; no host sync, so it can be captured in a CUDA graph.
+    """Writes `out` in one kernel. No host sync, so a CUDA graph can capture it.
 
-    Nothing of a row past its last page and its last token is read or written. Padding rows are row 0 at start 0 with
-    one token: they get page 0, slot 0 and length 1.
+    Nothing after a row's last page or last token is read or written. Padding rows are row 0 at start 0 with one token;
+    they get page 0, slot 0 and length 1.
 
     Args:
         rows: [B] int32: page-table row of each row of the batch.
-        starts: [B] int32: position of each row's first token; with `next_starts` a negative one stands for the row's.
-        cu_seqlens_q: [B + 1] int32: where each row's tokens begin.
-        token_ids: [T] int32; -1 - j stands for element j of its row of `last_tokens`.
-        page_table: [num_rows + 1, max_pages] int32, the rows' last pages included.
-        last_tokens: [num_rows + 1, width] int64: the row's last token, and drafts of what follows; -1, of a row that
-            got no token, counts as 0.
+        starts: [B] int32: position of each row's first token. If `next_starts` is given, a negative one means the row's
+            entry there.
+        cu_seqlens_q: [B + 1] int32: start of each row's tokens.
+        token_ids: [T] int32. -1 - j means element j of the row's `last_tokens`.
+        page_table: [num_rows + 1, max_pages] int32, up to date.
+        last_tokens: [num_rows + 1, width] int64: the row's last token, then drafts of the next ones. A -1, of a row
+            that got no token, counts as 0.
         page_size: a power of two.
-        max_seqlen_q: most tokens of a row; a row with more loses those past it, so a graph is captured with its own.
-        places: [num_pages + 1] int32, page of the window pool by page id; None: there is none.
-        next_starts: [num_rows + 1] int32: position of the token after each row's last. None: all `starts` are given.
+        max_seqlen_q: largest number of tokens of a row. A row with more loses the rest, so a graph is captured with its
+            own value.
+        window_page_of: [num_pages + 1] int32: window page of each page. None without a window pool.
+        next_starts: [num_rows + 1] int32: position of the token after each row's last one. If None, all `starts` are
+            given.
     """
     num_blocks = triton.cdiv(max(page_table.shape[1], max_seqlen_q), _BLOCK)
     _fill_step_metadata[(rows.shape[0], num_blocks)](
@@ -103,7 +106,7 @@ def fill_step_metadata(
         out.out_cache_loc,
         out.cache_seqlens,
         out.page_table,
-        places,
+        window_page_of,
         out.window_out_cache_loc,
         out.window_page_table,  # strides are those of `page_table`
         next_starts,
@@ -111,12 +114,12 @@ def fill_step_metadata(
         out.page_table.stride(0),
         WIDTH=last_tokens.shape[1],
         PAGE_SIZE=page_size,
-        HAS_WINDOW=places is not None,
+        HAS_WINDOW=window_page_of is not None,
         BLOCK=_BLOCK,
     )
 
 
-# The stride too: the places of the window pool come as a table of one row.
+# The stride is excluded from specialisation too, because `window_page_of` is passed as a table of one row.
 @triton.jit(do_not_specialize=["num_deltas", "page_table_stride"], do_not_specialize_on_alignment=["deltas"])
 def _apply_page_deltas(page_table, deltas, num_deltas, page_table_stride, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -132,8 +135,8 @@ def apply_page_deltas(page_table: torch.Tensor, deltas: torch.Tensor) -> None:
 
     Args:
         page_table: [num_rows + 1, max_pages] int32.
-        deltas: [num_deltas, 3] int32, contiguous, of (row, index, page id), all within the table: who made the copy
-            on the device has checked them on the host. No (row, index) comes twice: their order is not kept.
+        deltas: [num_deltas, 3] int32, contiguous: (row, index, page id), all within the table. The host has checked
+            them before the upload. No (row, index) occurs twice, because the order of writes is undefined.
     """
     num_deltas = deltas.shape[0]
     if num_deltas == 0:

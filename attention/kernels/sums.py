@@ -1,7 +1,7 @@
-"""How a tile of queries adds up its keys: any blocks in ascending order, or spans under the contract of exact.py.
+"""How a tile of queries adds up its keys: blocks in ascending order, or spans under the contract of exact.py.
 
-Scores are in units of `factor`, which makes them logarithms to base 2; sums are fp32. Products and sums of both kinds
-are fused by hand where the compiler would otherwise be free to choose.
+Scores are in units of `factor`, which makes them logarithms to base 2. Sums are fp32. Multiply-adds are fused
+explicitly, because otherwise the compiler could choose.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import triton.language as tl
 from attention.kernels.pages import LOWEST
 
 _TOTAL_COLUMNS = tl.constexpr(16)
-"""Columns of the product that adds up weights, as few as a product has; all have the sum."""
+"""Columns of the product that sums the weights: the smallest number that a product accepts. All columns get the sum."""
 
 
 @triton.jit
 def cap(scores, CAP: tl.constexpr):
-    """CAP * tanh(scores / CAP), by the one exponential that the hardware has."""
+    """CAP * tanh(scores / CAP), computed with the hardware's only exponential."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     return CAP - 2.0 * CAP / (tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0)
 
 
 @triton.jit
 def add_block(scores, v, m, total, acc, factor):
-    """Takes a block of keys into the sums of all before it."""
+    """Adds a block of keys to the sums."""
     new_m = tl.maximum(m, tl.max(scores, 1) * factor)
     decay = tl.exp2(m - new_m)
-    # One instruction, whether a block is masked or not, so that no query's bits depend on which it is in.
+    # One instruction with and without a mask, so that a query's bits do not depend on its block.
     p = tl.exp2(tl.fma(scores, factor, -new_m[:, None]))
     total = tl.fma(total, decay, tl.sum(p, 1))
     acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
@@ -36,7 +36,7 @@ def add_block(scores, v, m, total, acc, factor):
 
 @triton.jit
 def exact_cap(scores, CAP: tl.constexpr):
-    """Does what `cap` does, with a division whose steps the compiler does not fuse with what follows."""
+    """Like `cap`, with a division that the compiler does not fuse with later steps."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     powers = tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0
     return CAP - tl.div_rn(tl.full(powers.shape, 2.0 * CAP, tl.float32), powers)
@@ -44,20 +44,22 @@ def exact_cap(scores, CAP: tl.constexpr):
 
 @triton.jit
 def scaled_sink(sink):
-    """The sink in units of the scores times log2(e), rounded before the compiler can fuse it with what follows."""
+    """The sink in units of the scores times log2(e), rounded here so that the compiler cannot fuse the product with
+    later steps."""
     return tl.fma(sink, 1.4426950408889634, 0.0)
 
 
 @triton.jit
 def empty_span(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The sums of a span before its first tile: largest score, total weight in some equal columns, weighted values."""
+    """The sums of an empty span: largest score, total weight in several equal columns, weighted values."""
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
     return m, tl.zeros([BLOCK_M, _TOTAL_COLUMNS], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
 
 @triton.jit
 def first_sums(sink, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr):
-    """The sums before any key: with SPAN those of a span and of all spans, where the sink comes last; else it is in."""
+    """The sums before any key. With SPAN, those of a span and of all spans, and the sink is added last. Otherwise they
+    include the sink."""
     m, columns, acc = empty_span(BLOCK_M, BLOCK_D)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SPAN > 0:
@@ -71,11 +73,11 @@ def first_sums(sink, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.cons
 
 @triton.jit
 def add_tile(scores, v, m, new_m, total, acc, factor):
-    """Takes a tile of keys into the sums of a span, whose largest score is now `new_m`."""
+    """Adds a tile of keys to the sums of a span, whose largest score is now `new_m`."""
     decay = tl.exp2(m - new_m)[:, None]
     p = tl.exp2(tl.fma(scores, factor, -new_m[:, None])).to(v.dtype)
     ones = tl.full([v.shape[0], _TOTAL_COLUMNS], 1.0, v.dtype)
-    # In fp32, where a product with one is an addition, the compiler would fuse that and a plain multiplication.
+    # In fp32, a product with one is an addition, and the compiler would fuse it with a plain multiplication.
     decayed = tl.fma(total, tl.broadcast_to(decay, total.shape), 0.0)
     total = tl.dot(p, ones, decayed, input_precision="ieee")
     acc = tl.dot(p, v, acc * decay, input_precision="ieee")
@@ -84,7 +86,7 @@ def add_tile(scores, v, m, new_m, total, acc, factor):
 
 @triton.jit
 def merge_span(m, total, acc, span_m, span_total, span_acc):
-    """The sums of all spans so far and of the next. An empty one changes no bit of the other."""
+    """Merges the sums of the next span into those of all spans before it. An empty span changes no bit."""
     new_m = tl.maximum(m, span_m)
     kept = tl.exp2(m - new_m)
     added = tl.exp2(span_m - new_m)
@@ -93,13 +95,13 @@ def merge_span(m, total, acc, span_m, span_total, span_acc):
 
 @triton.jit
 def exact_answer(m, total, acc, sink, v_scale):
-    """The answer of the sums of all spans. `sink`: in units of the scores times log2(e), or None."""
+    """The answer from the sums of all spans. `sink` is in units of the scores times log2(e), or None."""
     if sink is not None:
         new_m = tl.maximum(m, sink)
         kept = tl.exp2(m - new_m)
         total = tl.fma(total, kept, tl.exp2(sink - new_m))
         acc *= kept[:, None]
-    # Whether a sum of zeros is negative depends on what was added to it that weighs nothing.
+    # The sign of a zero sum would depend on added values with weight zero.
     return tl.fma(tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape)), v_scale, 0.0)
 
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class Failed(NamedTuple):
     """The end of a change that failed."""
 
-    told: LockstepError
+    reported: LockstepError
     """The error that the caller gets who asked for the change."""
     fatal: LockstepError | None = None
     """Why no ranks are left that run. None: the engine goes on as before."""

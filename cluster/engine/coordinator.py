@@ -255,7 +255,7 @@ class Coordinator:
                 raise
             failed = change.after_failure(self, failure, time.monotonic() - began)
             self._change = None
-            done.set_exception(failed.told)
+            done.set_exception(failed.reported)
             if failed.fatal is not None:
                 raise failed.fatal from None
             return

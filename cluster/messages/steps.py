@@ -59,12 +59,13 @@ class StepMeter:
         self.num_steps += 1
         num_rows = num_decodes = len(frame.rows)
         if len(frame.token_ids):
-            num_decodes -= int(np.count_nonzero(frame.has_tokens & (frame.draws <= 1)))
-        num_logits = int(frame.draws.sum()) + len(frame.prompt_targets)
+            num_decodes -= int(np.count_nonzero(frame.has_tokens & (frame.samples_per_row <= 1)))
+        num_logits = int(frame.samples_per_row.sum()) + len(frame.prompt_targets)
         cost = self.cost.step(frame.starts, frame.lens, num_logits)
         num_prompt_tokens = len(frame.token_ids)
-        if len(frame.num_draws):
-            num_prompt_tokens -= int(frame.lens[frame.has_tokens & (frame.draws > 1)].sum())  # these are drafts
+        if len(frame.num_samples):
+            # These rows bring drafts, not prompt tokens.
+            num_prompt_tokens -= int(frame.lens[frame.has_tokens & (frame.samples_per_row > 1)].sum())
         self._in_flight.append((self._clock(), (num_rows, num_decodes, num_prompt_tokens), cost))
 
     @property

@@ -26,7 +26,7 @@ from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import MAX_SEQUENCES, MAX_TOKENS, IdLists, Shape, Texts, exactly_one
 from configs.errors import RequestError
-from worker.protocol import MAX_ROW_ASKED
+from worker.protocol import MAX_ROW_REQUESTED
 
 _DEFAULT_NEW_TOKENS = 128
 _T = TypeVar("_T")
@@ -190,8 +190,8 @@ def _check(
     for wanted, start, fields in zip(options, starts, sampling, strict=True):
         checks.num_logprobs(wanted.num_logprobs, "top_logprobs_num", model.server)
         token_ids = fields.logprob_token_ids or []
-        if len(token_ids) > MAX_ROW_ASKED:
-            message = f"token_ids_logprob has more than {MAX_ROW_ASKED} tokens for a prompt."
+        if len(token_ids) > MAX_ROW_REQUESTED:
+            message = f"token_ids_logprob has more than {MAX_ROW_REQUESTED} tokens for a prompt."
             raise RequestError(message, param="token_ids_logprob")
         checks.check_token_ids(token_ids, "token_ids_logprob", model.vocab_size)
         if token_ids and start >= 0:

@@ -29,7 +29,7 @@ from cluster.requests.json_parts import json_parts, long_list
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import MAX_SEQUENCES, Shape
 from configs.errors import RequestError
-from worker.protocol import MAX_ITEMS, MAX_ROW_ASKED
+from worker.protocol import MAX_ITEMS, MAX_ROW_REQUESTED
 
 _Ids = Annotated[list[int], Field(fail_fast=True)]
 _CROSS_ENCODER_FIELDS = ("text_1", "text_2", "queries", "documents", "data_1", "data_2")
@@ -51,7 +51,7 @@ class ScoreRequest(Shape):
     query: str | _Ids
     items: str | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[_Ids], Field(fail_fast=True)]
     """Texts where `query` is one, token ids where it is token ids."""
-    label_token_ids: list[int] = Field(min_length=1, max_length=MAX_ROW_ASKED)
+    label_token_ids: list[int] = Field(min_length=1, max_length=MAX_ROW_REQUESTED)
     """The tokens to score."""
     apply_softmax: bool | None = None
     """The scores of an item add up to 1. Otherwise they are probabilities among all tokens."""

@@ -14,7 +14,7 @@ class Decodes:
     """Rows that decode in the next step, each with the inputs that it has there."""
 
     rows: Int32Array
-    draws: Int32Array
+    num_samples: Int32Array
     """[num_rows]: inputs of each row, its last token and the drafts to verify. A token is sampled after each."""
     num_wanted: int = 0
     """New drafts that the draft head is to make behind each row that the step samples."""
@@ -24,12 +24,12 @@ class Decodes:
     @property
     def num_tokens(self) -> int:
         """Inputs of all rows."""
-        return int(self.draws.sum())
+        return int(self.num_samples.sum())
 
     @property
     def has_drafts(self) -> bool:
         """Whether some row verifies drafts."""
-        return bool((self.draws > 1).any())
+        return bool((self.num_samples > 1).any())
 
     @classmethod
     def plain(cls, rows: Int32Array) -> Decodes:

@@ -141,7 +141,7 @@ class Drafter:
         """
         table, began = self._rows, launched.launched_s
         num_kept = np.bincount(rows, minlength=len(table.live))
-        at = np.flatnonzero(launched.num_draws > 1)
+        at = np.flatnonzero(launched.num_samples > 1)
         if began is not None:
             began = self._retired_s if len(at) else max(began, self._retired_s)
             self.times.took(launched.num_inputs, now - began, has_drafts=bool(len(at)))
@@ -155,7 +155,7 @@ class Drafter:
         at = at[table.live[launched.sampled[at]]]
         of = launched.sampled[at]
         # A stop may have left out some that were right.
-        columns = table.ids[of], launched.num_draws[at] - 1, np.minimum(result.num_tokens[at] - 1, num_kept[of])
+        columns = table.ids[of], launched.num_samples[at] - 1, np.minimum(result.num_tokens[at] - 1, num_kept[of])
         self._counts.num_drafted += int(columns[1].sum())
         self._counts.num_accepted += int(columns[2].sum())
         return [Drafted(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
@@ -205,7 +205,7 @@ class Drafter:
             if not self._num_vain:
                 self._rest = _FIRST_REST
             return FrameKind.STEP
-        kind = FrameKind.RESTING_STEP if self.rests else FrameKind.STEP
+        kind = FrameKind.STEP_WITHOUT_DRAFT_HEAD if self.rests else FrameKind.STEP
         num_rows = len(decodes.rows)
         self._num_vain += 1
         if self._num_vain <= _MOST_VAIN:
@@ -219,16 +219,16 @@ class Drafter:
     def choose(self, rows: Int32Array, budget: int) -> Decodes | None:
         """The ready `rows`, with the drafts that they verify in a step of at most `budget` tokens. None: drafts are
         worth waiting for the step in flight."""
-        draws = self._draws(rows, budget)
-        return None if draws is None else Decodes(rows, draws, self._num_wanted())
+        num_samples = self._num_samples(rows, budget)
+        return None if num_samples is None else Decodes(rows, num_samples, self._num_wanted())
 
-    def _draws(self, rows: Int32Array, budget: int) -> Int32Array | None:
+    def _num_samples(self, rows: Int32Array, budget: int) -> Int32Array | None:
         """[len(rows)]: inputs of each row; None as in `choose`."""
         table = self._rows
-        draws = np.ones(len(rows), np.int32)
-        at = np.flatnonzero(table.predicted[rows] | self.has_ahead(rows))
+        num_samples = np.ones(len(rows), np.int32)
+        at = np.flatnonzero(table.predicted[rows] | self.has_drafts_on_device(rows))
         if not len(at):
-            return draws
+            return num_samples
         most = min(self._limits.speculation.num_drafts, int((table.max_total - table.num_computed)[rows[at]].max()) - 2)
         chances = self._chances(rows[at], max(most, 0))
         # Each draft multiplies the tokens of its row, and the time of all.
@@ -240,28 +240,28 @@ class Drafter:
         gains = np.cumsum(more.ravel()[order]) / len(rows) - slower
         if not len(gains) or gains.max() < _LEAST_GAIN:
             self._num_chosen = 0
-            return draws
+            return num_samples
         is_chosen = np.zeros(chances.size, np.int32)
         is_chosen[order[: int(gains.argmax()) + 1]] = 1
-        draws[at] += (is_chosen.reshape(chances.shape) * (chances > 0)).sum(axis=1, dtype=np.int32)
-        self._num_chosen = int(draws.max()) - 1
-        waits = (draws > 1) & (table.in_flight[rows] > 0) & ~self.has_ahead(rows)
-        return None if waits.any() else draws
+        num_samples[at] += (is_chosen.reshape(chances.shape) * (chances > 0)).sum(axis=1, dtype=np.int32)
+        self._num_chosen = int(num_samples.max()) - 1
+        waits = (num_samples > 1) & (table.in_flight[rows] > 0) & ~self.has_drafts_on_device(rows)
+        return None if waits.any() else num_samples
 
-    def has_ahead(self, rows: Int32Array) -> npt.NDArray[np.bool_]:
+    def has_drafts_on_device(self, rows: Int32Array) -> npt.NDArray[np.bool_]:
         """[len(rows)] whether the ranks have drafts behind the step in flight, which nobody here knows yet."""
         table = self._rows
         is_ahead: npt.NDArray[np.bool_] = (
-            table.goes_ahead[rows] & (table.in_flight[rows] > 0) & (table.num_drafts[rows] > 0)
+            table.drafts_on_device[rows] & (table.in_flight[rows] > 0) & (table.num_drafts[rows] > 0)
         )
         return is_ahead
 
     def add_tokens(self, decodes: Decodes, builder: FrameBuilder) -> Int32Array:
         """Adds the inputs of rows whose drafts are known here, one row after the other: the last token of each row, and
         its drafts. Returns flags [num_rows], HAS_TOKENS of these rows."""
-        known = (decodes.draws > 1) & ~self.has_ahead(decodes.rows)
+        known = (decodes.num_samples > 1) & ~self.has_drafts_on_device(decodes.rows)
         if known.any():
-            builder.add(token_ids=self._tokens(decodes.rows[known], decodes.draws[known]))
+            builder.add(token_ids=self._tokens(decodes.rows[known], decodes.num_samples[known]))
         return known * np.int32(RowFlag.HAS_TOKENS)
 
     def add(self, decodes: Decodes, sampled: Int32Array, capacity: Int32Array, builder: FrameBuilder) -> None:
@@ -271,7 +271,7 @@ class Drafter:
             sampled: the rows of `decodes`, and then those whose prompts end.
             capacity: [num_sampled]: tokens that each has pages for.
         """
-        table, rows, draws = self._rows, decodes.rows, decodes.draws
+        table, rows, num_samples = self._rows, decodes.rows, decodes.num_samples
         table.num_drafts[sampled] = 0
         if decodes.num_wanted and len(sampled):
             # No more than may be verified, nor than there are pages for.
@@ -281,14 +281,14 @@ class Drafter:
             builder.add(num_wanted=wanted)
             table.num_drafts[sampled] = wanted
         if decodes.has_drafts:
-            builder.add(num_draws=np.concatenate((draws, np.ones(len(sampled) - len(rows), np.int32))))
+            builder.add(num_samples=np.concatenate((num_samples, np.ones(len(sampled) - len(rows), np.int32))))
             # The ranks know where such a row goes on, or its result will say so.
-            table.ready[rows[(draws > 1) & ~table.goes_ahead[rows]]] = False
+            table.ready[rows[(num_samples > 1) & ~table.drafts_on_device[rows]]] = False
 
-    def _tokens(self, rows: Int32Array, draws: Int32Array) -> Int32Array:
+    def _tokens(self, rows: Int32Array, num_samples: Int32Array) -> Int32Array:
         table, ids = self._rows, list[int]()
         lasts = table.tokens[rows, table.num_known[rows] - 1].tolist()
-        for row, last, count in zip(rows.tolist(), lasts, draws.tolist(), strict=True):
+        for row, last, count in zip(rows.tolist(), lasts, num_samples.tolist(), strict=True):
             history = table.request(row).history
             assert history is not None, "a row that predicts has a history"
             ids += last, *history.drafts(count - 1)
@@ -300,7 +300,7 @@ class Drafter:
         after that token."""
         table = self._rows
         histories = [table.request(row).history for row in rows.tolist()]
-        ahead = self.has_ahead(rows)
+        ahead = self.has_drafts_on_device(rows)
         chances = [
             it.new_chances if is_ahead and isinstance(it, DraftHistory) else it.chances if it is not None else None
             for it, is_ahead in zip(histories, ahead.tolist(), strict=True)

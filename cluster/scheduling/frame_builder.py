@@ -47,7 +47,7 @@ class FrameBuilder:
         for request in requests:
             if (adjustments := request.adjustments) is not None:
                 self.add(biases=_with_row(adjustments.biases, request.row))
-                self.add(asked=_with_row(adjustments.asked, request.row))
+                self.add(requested=_with_row(adjustments.requested, request.row))
                 if adjustments.counts_answer:
                     self.add(counts=_counts(request, adjustments.counts_prompt))
 

@@ -70,13 +70,13 @@ class GuidedRows:
             rows: of the tokens; live ones.
             stopped: these tokens end their row, which no guide has to know.
         """
-        told = self._rows.guided[rows] & ~stopped
-        for row in dict.fromkeys(rows[told].tolist()):
+        accepting = self._rows.guided[rows] & ~stopped
+        for row in dict.fromkeys(rows[accepting].tolist()):
             request = self._rows.request(row)
             drafts: Sequence[int] = ()
             if (history := request.history) is not None and history.chances is not None:
                 drafts = history.drafts(self._limits.speculation.num_drafts)
-            _guide_of(request).accept(tokens[told & (rows == row)].tolist(), drafts)
+            _guide_of(request).accept(tokens[accepting & (rows == row)].tolist(), drafts)
             self._awaiting[row] = request
 
     def poll(self) -> GuideNews:
@@ -106,9 +106,13 @@ class GuidedRows:
     def add_masks(self, decodes: Decodes, sampled: Int32Array, builder: FrameBuilder) -> None:
         """Adds the masks of the rows that became ready, one for each of a row's inputs in their order. The guided ones
         of the rows `sampled` are ready again when their next masks are there."""
-        draws = dict(zip(decodes.rows.tolist(), decodes.draws.tolist(), strict=True))
+        num_samples = dict(zip(decodes.rows.tolist(), decodes.num_samples.tolist(), strict=True))
         builder.add_masks(
-            [(row, mask) for row, first in self._masks.items() for mask in (first, *self._ahead[row][: draws[row] - 1])]
+            [
+                (row, mask)
+                for row, first in self._masks.items()
+                for mask in (first, *self._ahead[row][: num_samples[row] - 1])
+            ]
         )
         self._masks.clear()
         self._ahead.clear()

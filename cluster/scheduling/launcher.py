@@ -63,7 +63,7 @@ class Launcher:
             rows=frame.rows,
             starts=min_starts,
             sampled=sampled,
-            num_draws=frame.num_draws,
+            num_samples=frame.num_samples,
             prefilled=ending.tolist(),
             prompt_runs=prefills.prompt_runs,
             item_rows=frame.items["row"],
@@ -80,7 +80,10 @@ class Launcher:
         if self._drafter is not None and decodes.has_drafts:
             flags |= self._drafter.add_tokens(decodes, builder)
         builder.add(
-            rows=rows, starts=table.num_computed[rows] + table.num_unverified[rows], lens=decodes.draws, flags=flags
+            rows=rows,
+            starts=table.num_computed[rows] + table.num_unverified[rows],
+            lens=decodes.num_samples,
+            flags=flags,
         )
         table.num_computed[rows] += 1
-        table.num_unverified[rows] += decodes.draws - 1
+        table.num_unverified[rows] += decodes.num_samples - 1

@@ -9,7 +9,7 @@ from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 from configs.resolve import attention_needs
 from configs.schema import NO_SPECULATION, EngineConfig, SpeculationConfig, resolved
-from worker.protocol import MAX_ITEMS, MAX_PROMPT_LOGPROBS, MAX_ROW_ASKED, MAX_ROW_BIASES, StepFrame, mask_words
+from worker.protocol import MAX_ITEMS, MAX_PROMPT_LOGPROBS, MAX_ROW_BIASES, MAX_ROW_REQUESTED, StepFrame, mask_words
 
 MAX_PREFIX_DELTAS = 4096
 """Page deltas of one frame above which no further prefix is taken from the cache: it bounds the size of a frame."""
@@ -124,7 +124,7 @@ class SchedulerLimits:
             mask_word=mask_words(self.vocab_size),
             bias=MAX_ROW_BIASES,
             count=self.max_model_len,
-            asked=MAX_ROW_ASKED,
+            requested=MAX_ROW_REQUESTED,
         )
         return max(_ADJUSTMENT_BYTES, largest)
 

@@ -109,7 +109,7 @@ class WindowPages:
         self._owners = owners
         self._first = np.zeros(len(table), np.int32)  # index of the first page in each row's window
         self._allocator = PageAllocator(limits.num_window_pages)  # its owners are pages
-        self._places = np.zeros(len(owners), np.int32)  # by page; 0: not resident
+        self._window_page_of = np.zeros(len(owners), np.int32)  # by page; 0: not resident
         self._num_users = np.zeros(len(owners), np.int32)
         self._originals = np.zeros(len(owners), np.int32)  # the cached page with the same tokens as a row's copy
         self._idle: OrderedDict[int, None] = OrderedDict()  # resident, in no window; those that left first come first
@@ -125,7 +125,7 @@ class WindowPages:
         short = len(pages) - self._allocator.num_free
         if short > 0:
             self._vacate(np.array([self._idle.popitem(last=False)[0] for _ in range(short)], np.int32))
-        self._places[pages] = self._allocator.allocate(pages, len(pages))
+        self._window_page_of[pages] = self._allocator.allocate(pages, len(pages))
         self._num_users[pages] = 1
         self._originals[pages] = 0
         self._placed.append(pages)
@@ -136,7 +136,7 @@ class WindowPages:
         The row has computed its own pages and no more, and those in its window are resident.
         """
         index = num_computed_pages + np.arange(len(found), dtype=np.int32)
-        last_missing = np.maximum.accumulate(np.where(self._places[found] == 0, index, -1))
+        last_missing = np.maximum.accumulate(np.where(self._window_page_of[found] == 0, index, -1))
         usable = np.flatnonzero(last_missing < self._first_seen((index + 1) * self._page_size))
         return int(usable[-1]) + 1 if len(usable) else 0
 
@@ -174,7 +174,7 @@ class WindowPages:
 
     def forget(self, pages: Int32Array) -> None:
         """Pages in no window are free."""
-        pages = pages[self._places[pages] > 0]
+        pages = pages[self._window_page_of[pages] > 0]
         for page in pages.tolist():
             self._idle.pop(page, None)
         self._vacate(pages)
@@ -184,9 +184,9 @@ class WindowPages:
         if not self._placed:
             return _NO_CHANGES
         pages = np.unique(np.concatenate(self._placed))
-        pages = pages[self._places[pages] > 0]
+        pages = pages[self._window_page_of[pages] > 0]
         self._placed.clear()
-        return np.stack((pages, self._places[pages]), axis=1)
+        return np.stack((pages, self._window_page_of[pages]), axis=1)
 
     def check_integrity(self, num_pages: Int32Array) -> None:
         """Raises AssertionError unless every place has one page, and windows, users and idle pages agree.
@@ -195,15 +195,17 @@ class WindowPages:
             num_pages: [num_rows] of each row.
         """
         self._allocator.check_integrity()
-        resident = np.flatnonzero(self._places)
-        assert np.array_equal(self._allocator.owners[self._places[resident]], resident), "a place has another page"
-        assert len(resident) + self._allocator.num_free == self._allocator.num_pages, "a place is lost"
+        resident = np.flatnonzero(self._window_page_of)
+        assert np.array_equal(self._allocator.owners[self._window_page_of[resident]], resident), (
+            "a place has another page"
+        )
+        assert len(resident) + self._allocator.num_free == self._allocator.num_pages, "a window page is lost"
         users = np.zeros_like(self._num_users)
         for row, end in enumerate(num_pages):
             assert self._first[row] <= end, f"the window of row {row} begins past its pages"
             users[self._table[row, self._first[row] : end]] += 1
         assert np.array_equal(users, self._num_users), "users of pages are miscounted"
-        assert (self._places[users > 0] > 0).all(), "a page in a window is not resident"
+        assert (self._window_page_of[users > 0] > 0).all(), "a page in a window is not resident"
         assert sorted(self._idle) == resident[users[resident] == 0].tolist(), "idle pages are wrong"
         assert (self._owners[list(self._idle)] == CACHED).all(), "a page that no row can find is resident"
 
@@ -219,23 +221,23 @@ class WindowPages:
         self._idle.update(dict.fromkeys(pages[is_cached].tolist()))
         pages = pages[~is_cached]
         if self._originals[pages].any():
-            self._pass_places_on(pages)
-        self._vacate(pages[self._places[pages] > 0])
+            self._transfer_window_pages(pages)
+        self._vacate(pages[self._window_page_of[pages] > 0])
 
-    def _pass_places_on(self, copies: Int32Array) -> None:
+    def _transfer_window_pages(self, copies: Int32Array) -> None:
         """Gives the places of copies in no window to their originals that have none."""
         originals, first = np.unique(self._originals[copies], return_index=True)
-        lacks_place = (originals > 0) & (self._places[originals] == 0)
-        originals, copies = originals[lacks_place], copies[first[lacks_place]]
-        places = self._places[copies]
-        self._allocator.transfer(places, originals)
-        self._places[originals], self._places[copies] = places, 0
+        lacks_window_page = (originals > 0) & (self._window_page_of[originals] == 0)
+        originals, copies = originals[lacks_window_page], copies[first[lacks_window_page]]
+        window_pages = self._window_page_of[copies]
+        self._allocator.transfer(window_pages, originals)
+        self._window_page_of[originals], self._window_page_of[copies] = window_pages, 0
         self._idle.update(dict.fromkeys(originals.tolist()))
         self._placed.append(originals)
 
     def _vacate(self, pages: Int32Array) -> None:
-        self._allocator.free(self._places[pages])
-        self._places[pages] = 0
+        self._allocator.free(self._window_page_of[pages])
+        self._window_page_of[pages] = 0
 
 
 class Prefix(NamedTuple):
@@ -260,7 +262,7 @@ class RowPages:
         self.cache = PrefixCache(limits.page_size)
         self._table = np.zeros((num_rows, limits.max_pages_per_row), np.int32)
         self._num_pages = np.zeros(num_rows, np.int32)
-        self._era = 0
+        self._weights_version = 0
         self._num_published = np.zeros(num_rows, np.int32)  # leading pages of the row that are known to the cache
         self._nodes = [self.cache.root] * num_rows  # the end of those pages, locked
         self._window: WindowPages | None = None
@@ -318,14 +320,16 @@ class RowPages:
         return self.grow_rows(np.array((row,), np.int32), np.array((num_tokens,), np.int32))
 
     def open(self, row: int, salt: bytes) -> None:
-        """Begins a row without pages, which shares pages only with rows of the same salt and era. Ended by
+        """Begins a row without pages, which shares pages only with rows of the same salt and weights version. Ended by
         `release`."""
-        self._nodes[row] = self.cache.lock_root(b"%d:%b" % (self._era, salt) if self._era else salt)
+        self._nodes[row] = self.cache.lock_root(
+            b"%d:%b" % (self._weights_version, salt) if self._weights_version else salt
+        )
 
-    def begin_era(self) -> None:
+    def begin_weights_version(self) -> None:
         """Frees every page that no row uses. The rows opened from now on find nothing of what the others have."""
         self.flush()
-        self._era += 1
+        self._weights_version += 1
 
     def find_prefix(self, row: int, tokens: Int32Array) -> Prefix:
         """Cached pages that go on where the row's own end, with whole pages of `tokens`. Changes nothing.

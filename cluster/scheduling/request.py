@@ -16,11 +16,11 @@ from cluster.scheduling.ngrams import NgramHistory
 from configs.errors import GuideError, RequestError
 from worker.protocol import (
     ALWAYS,
-    ASKED_DTYPE,
     BIAS_DTYPE,
     MAX_ITEMS,
-    MAX_ROW_ASKED,
     MAX_ROW_BIASES,
+    MAX_ROW_REQUESTED,
+    REQUESTED_DTYPE,
     Int32Array,
     StepFrame,
     UInt32Array,
@@ -69,8 +69,8 @@ class Adjustments:
 
     biases: npt.NDArray[np.void]
     """BIAS_DTYPE."""
-    asked: npt.NDArray[np.void]
-    """ASKED_DTYPE."""
+    requested: npt.NDArray[np.void]
+    """REQUESTED_DTYPE."""
     allowed: UInt32Array | None
     """Mask of `allowed_token_ids`."""
     counts_prompt: bool
@@ -95,10 +95,10 @@ class Adjustments:
             return None
         biases = [(0, token_id, value, ALWAYS) for token_id, value in sampling.logit_bias]
         biases += [(0, token_id, -np.inf, until) for token_id, until in bans.items()]
-        asked = [(0, token_id) for token_id in sampling.logprob_token_ids]
+        requested = [(0, token_id) for token_id in sampling.logprob_token_ids]
         for name, ids, most in (
             ("logit_bias", [bias[1] for bias in biases], MAX_ROW_BIASES),
-            ("logprob_token_ids", sampling.logprob_token_ids, MAX_ROW_ASKED),
+            ("logprob_token_ids", sampling.logprob_token_ids, MAX_ROW_REQUESTED),
             ("allowed_token_ids", sampling.allowed_token_ids, limits.vocab_size),
         ):
             if len(ids) > most:
@@ -107,7 +107,7 @@ class Adjustments:
                 raise RequestError(f"{name} has an id outside 0 to {limits.vocab_size - 1}", code="engine_error")
         adjustments = cls(
             biases=np.array(biases, BIAS_DTYPE),
-            asked=np.array(asked, ASKED_DTYPE),
+            requested=np.array(requested, REQUESTED_DTYPE),
             allowed=mask_of(sampling.allowed_token_ids, limits.vocab_size) if sampling.allowed_token_ids else None,
             counts_prompt=counts_prompt,
             counts_answer=counts_answer,
@@ -218,7 +218,7 @@ class Request:
             num_bytes += StepFrame.section_bytes(mask=1, mask_word=len(self.mask))
         if (own := self.adjustments) is not None:
             num_counts = len(self.tokens) if own.counts_answer else 0
-            num_bytes += StepFrame.section_bytes(bias=len(own.biases), asked=len(own.asked), count=num_counts)
+            num_bytes += StepFrame.section_bytes(bias=len(own.biases), requested=len(own.requested), count=num_counts)
         return num_bytes
 
     def reason_never_fits(self, limits: SchedulerLimits) -> str | None:

@@ -52,7 +52,7 @@ class RowTable:
         `num_computed + num_unverified`."""
         self.num_drafts = np.zeros(num_rows, np.int32)
         """Drafts that the ranks make of the row in the last step that names it."""
-        self.goes_ahead = np.zeros(num_rows, np.bool_)
+        self.drafts_on_device = np.zeros(num_rows, np.bool_)
         """The ranks know where the row is and what its drafts are, and need nothing else that depends on it."""
         self.num_prefill = np.zeros(num_rows, np.int32)
         """Tokens to prefill: those known at admission."""
@@ -101,7 +101,7 @@ class RowTable:
         )
         self.max_total[row] = request.max_total_tokens
         self.in_flight[row] = self.num_unverified[row] = self.num_drafts[row] = 0
-        self.goes_ahead[row] = self._ranks_draft and request.guide is None and not request.has_timed_biases
+        self.drafts_on_device[row] = self._ranks_draft and request.guide is None and not request.has_timed_biases
         self.admission[row] = self._num_admissions
         self.ends_on_eos[row] = not request.sampling.ignore_eos
         self.has_stop_ids[row] = bool(request.stop_token_ids)

@@ -177,7 +177,7 @@ class Scheduler:
         assert not self._in_flight, "weights may only be changed when no step is in flight"
         if recompute:
             self.requeue_all(self.generation)
-        self._pages.begin_era()
+        self._pages.begin_weights_version()
         self.admit_new()
 
     def admit_new(self) -> None:
@@ -376,7 +376,7 @@ class Scheduler:
     def _take_pages(self, decodes: Decodes) -> bool:
         """Takes the pages that the rows' inputs need; False, with nothing done, if there are too few."""
         table, rows = self._rows, decodes.rows
-        ends = table.num_computed[rows] + table.num_unverified[rows] + decodes.draws
+        ends = table.num_computed[rows] + table.num_unverified[rows] + decodes.num_samples
         if decodes.num_wanted > 1:  # ranks go on from their drafts
             ends = np.maximum(ends, np.minimum(ends + decodes.num_wanted - 1, table.max_total[rows] - 1))
         decodes.deltas = self._pages.grow_rows(rows, ends)

@@ -27,7 +27,7 @@ class Launched:
     """[num_rows] tokens that each had computed before, at least."""
     sampled: Int32Array
     """[num_sampled_rows] rows that get tokens."""
-    num_draws: Int32Array
+    num_samples: Int32Array
     """[num_sampled_rows] most tokens that each may bring. Empty: one each."""
     prefilled: list[int]
     """Rows among `sampled` whose prefill ends here."""
@@ -40,7 +40,7 @@ class Launched:
     @property
     def num_inputs(self) -> int:
         """Input tokens of a step of decodes alone."""
-        return int(self.num_draws.sum()) if len(self.num_draws) else len(self.sampled)
+        return int(self.num_samples.sum()) if len(self.num_samples) else len(self.sampled)
 
     def check(self, result: StepResult, generation: int) -> None:
         """Raises EngineError unless `result` is this step's."""
@@ -60,7 +60,7 @@ class Launched:
         if len(counts) and (
             len(counts) != len(self.sampled)
             or counts.min() < 1
-            or (counts > (self.num_draws if len(self.num_draws) else 1)).any()
+            or (counts > (self.num_samples if len(self.num_samples) else 1)).any()
         ):
             raise EngineError(f"result of step {self.step} has rows with {counts.tolist()} tokens, none or too many")
 
@@ -120,19 +120,19 @@ class StepTokens(NamedTuple):
         """Writes the tokens, all of which are kept, to the table. For rows that verified drafts, corrects
         `num_computed` and `num_unverified` now that it is known how many were right, and makes the rows ready."""
         rows, positions = self.rows, self.positions
-        num_kept = np.bincount(rows, minlength=len(table.live)) if len(launched.num_draws) else None
+        num_kept = np.bincount(rows, minlength=len(table.live)) if len(launched.num_samples) else None
         table.tokens[rows, positions] = self.tokens
-        if len(launched.num_draws):
+        if len(launched.num_samples):
             # The later place of a row that is named twice need not be the one that stays.
             is_end = np.ones(len(rows), np.bool_)
             np.not_equal(rows[1:], rows[:-1], out=is_end[:-1])
             rows, positions = rows[is_end], positions[is_end]
         table.num_known[rows] = positions + 1
         if num_kept is not None:
-            at = np.flatnonzero((launched.num_draws > 1) & table.live[launched.sampled])
+            at = np.flatnonzero((launched.num_samples > 1) & table.live[launched.sampled])
             rows = launched.sampled[at]
             table.num_computed[rows] += num_kept[rows] - 1
-            table.num_unverified[rows] -= launched.num_draws[at] - 1
+            table.num_unverified[rows] -= launched.num_samples[at] - 1
             table.ready[rows] = ~table.guided[rows] & ~table.may_end(rows)
 
 
@@ -144,9 +144,9 @@ def find_stopped(
     for eos in eos_token_ids:
         stopped |= tokens == eos
     stopped &= table.ends_on_eos[rows]
-    asked = table.has_stop_ids[rows]
-    if asked.any():
-        for index in np.flatnonzero(asked):
+    requested = table.has_stop_ids[rows]
+    if requested.any():
+        for index in np.flatnonzero(requested):
             if int(tokens[index]) in table.request(int(rows[index])).stop_token_ids:
                 stopped[index] = True
     return stopped
@@ -176,15 +176,15 @@ def token_logprobs(
             continue
         request = table.request(int(rows[index]))
         # The arrays are as wide as the widest request of the step.
-        k, asked = request.sampling.num_logprobs, request.sampling.logprob_token_ids
-        ids = array("i", asked).tobytes()
+        k, requested = request.sampling.num_logprobs, request.sampling.logprob_token_ids
+        ids = array("i", requested).tobytes()
         if request.num_item_tokens:
-            after = result.item_logprobs[item_rows == request.row, : len(asked)]
+            after = result.item_logprobs[item_rows == request.row, : len(requested)]
             logprobs.append(TokenLogprobs(request.id, logprob, ids * len(after), after.tobytes()))
         elif k >= 0:
             top_ids = result.top_ids[place, :k].tobytes() + ids
-            of_asked = result.asked_logprobs[place, : len(asked)].tobytes()
-            top_logprobs = result.top_logprobs[place, :k].tobytes() + of_asked
+            of_requested = result.requested_logprobs[place, : len(requested)].tobytes()
+            top_logprobs = result.top_logprobs[place, :k].tobytes() + of_requested
             logprobs.append(TokenLogprobs(request.id, logprob, top_ids, top_logprobs))
     return logprobs
 

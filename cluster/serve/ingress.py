@@ -22,7 +22,7 @@ from cluster.http.keys import KeyRing
 from cluster.http.response import LoopTurns
 from cluster.openapi import build_document
 from cluster.requests.served_model import ServedModel
-from cluster.routes import ROUTES, Route, Servings
+from cluster.routes import ROUTES, Handlers, Route
 from cluster.serve.run_haproxy import CLIENT_HEADER, proof
 
 _UNKNOWN_ADDRESS = "unknown"
@@ -44,7 +44,7 @@ def create_app(
     """
     requests = ActiveRequests(life=model.engine.telemetry.life) if active is None else active
     turns = LoopTurns()
-    servings = Servings(model, requests, _document(model.version))
+    servings = Handlers(model, requests, _document(model.version))
     telemetry = model.engine.telemetry
 
     def engine_is_there() -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cluster.text.chat_template import ChatTemplate
-from cluster.text.tools.tool_use import ToolUse, is_told_of
+from cluster.text.tools.tool_use import ToolUse, offers_tools
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -102,7 +102,7 @@ class Conversation:
     @property
     def speaks_of_tools(self) -> bool:
         """Whether the model is told of tools, or a turn speaks of them."""
-        return is_told_of(self.tools) or any(turn.speaks_of_tools for turn in self.turns)
+        return offers_tools(self.tools) or any(turn.speaks_of_tools for turn in self.turns)
 
     def variables(self, template: ChatTemplate) -> dict[str, Any]:
         """The options that `template` reads, by name."""

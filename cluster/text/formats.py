@@ -18,7 +18,7 @@ from cluster.text.reasoning import REASONING_STYLES, ReasoningStyle, detect_reas
 from cluster.text.tools.generic import GenericTools
 from cluster.text.tools.grammar import CallGrammar, SpecialId
 from cluster.text.tools.styles import STYLES, CallStyle, detect_calls
-from cluster.text.tools.tool_use import ToolMode, ToolUse, is_told_of
+from cluster.text.tools.tool_use import ToolMode, ToolUse, offers_tools
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
@@ -79,7 +79,7 @@ class ModelFormats:
     def shown_tools(self, use: ToolUse | None) -> list[Mapping[str, Any]] | None:
         """The `tools` that the template is given; nothing where the `generic` form tells of them. Raises RequestError
         where the model would not see the tools, or its calls could not be told from text."""
-        if use is None or not is_told_of(use) or self.generic is not None:
+        if use is None or not offers_tools(use) or self.generic is not None:
             return None
         reason = advice = ""
         if not self.takes_tools:
@@ -104,7 +104,7 @@ class ModelFormats:
             starts_after_reasoning=reasoning is not None and reasoning.is_over(prompt, continued),
             tools={},
         )
-        if use is None or not is_told_of(use):
+        if use is None or not offers_tools(use):
             return form
         calls = self._forced_style if use.is_forced else self.calls
         return replace(

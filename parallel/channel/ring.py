@@ -1,7 +1,7 @@
-"""StepChannel: how frames travel from one writer to its readers, and the shared-memory ring that carries them.
+"""StepChannel: carries frames from one writer to several readers, through a ring in shared memory.
 
-Owns transport alone: a frame is bytes here. What is in it, and whether it is whole and in order, worker/protocol.py
-says. The same two interfaces over TCP, for ranks on another node, are in tcp_channel.py.
+This module only transports bytes. worker/protocol.py defines the contents of a frame and checks them. tcp_channel.py
+implements the same two interfaces over TCP, for ranks on other nodes.
 """
 
 from __future__ import annotations
@@ -15,68 +15,71 @@ from parallel.shm import FIRST_WORD, LINE_BYTES, LINE_WORDS, Segment
 
 STEP_TIMEOUT = "parallel.step_timeout_s"
 
-# A waiting reader shows that it lives this often.
+# Interval at which a waiting reader writes its heartbeat.
 _HEARTBEAT_S = 0.5
-# A cursor no writer catches up with: this reader is gone, do not wait for it.
+# The cursor of a reader that has closed. The writer never waits for it.
 _GONE = 1 << 62
 
 
 class FrameWriter(Protocol):
-    """The writing end. One thread at a time sends; `fail` may come from any."""
+    """The writing end. One thread at a time may send. Any thread may call `fail`."""
 
     def send(self, frame: bytes, timeout_s: float) -> None:
-        """Hands `frame` to every reader; returns once it is in the channel.
+        """Sends `frame` to every reader. Returns once the frame is in the channel.
 
         Raises:
             DeadlineError: a reader left no room within `timeout_s`.
-            EngineError: the frame is larger than the channel was made for, or the channel failed.
+            EngineError: the frame is too large for the channel, or the channel failed.
         """
 
     def fail(self, reason: str) -> None:
-        """Ends the channel: every blocked or later call at either end raises EngineError(reason)."""
+        """Fails the channel: current and later calls at both ends raise EngineError(reason)."""
 
     def close(self) -> None:
-        """Lets this end go. It tells the readers nothing: send a last frame, or fail, before."""
+        """Closes this end. The readers are not told: send a last frame, or call `fail`, first."""
 
 
 class FrameReader(Protocol):
-    """A reading end, for one thread at a time. Every reader gets every frame sent, in order."""
+    """A reading end, for one thread at a time. Every reader gets every frame, in order."""
 
     def recv(self, timeout_s: float) -> bytes:
-        """The next frame, as bytes of the caller's own.
+        """Returns a copy of the next frame.
 
         Raises:
-            DeadlineError: none came within `timeout_s`; a later call may still get it.
+            DeadlineError: no frame came within `timeout_s`. A later call may still get it.
             EngineError: the channel failed.
         """
 
     def poll(self) -> bytes | None:
-        """The next frame if it is there; never waits. Raises EngineError when the channel failed."""
+        """Returns the next frame, or None if there is none yet. Never waits. Raises EngineError if the channel
+        failed."""
 
     def fail(self, reason: str) -> None:
-        """FrameWriter.fail, from the reading side."""
+        """Fails the channel, like `FrameWriter.fail`."""
 
     def close(self) -> None:
-        """Lets this end go; the writer no longer waits for it."""
+        """Closes this end. The writer no longer waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderStatus:
-    """The last state that a reader of a ring showed."""
+    """The last state that a ring's reader published."""
 
     num_received: int
-    """Frames it took out."""
+    """Number of frames that it has read."""
     heartbeat_age_s: float
-    """Seconds since it last entered, left or waited in `recv`; infinite before its first. Grows while it computes."""
+    """Seconds since it last entered, left or waited in `recv`; infinite before the first call. It grows while the
+    reader computes."""
     closed: bool
-    """It closed its end."""
+    """Whether it closed its end."""
 
 
 class Ring:
-    """`slots` frames of up to `slot_bytes` in shared memory, one writer, `num_readers` readers, on one node.
+    """A ring of `slots` frames of up to `slot_bytes` in shared memory, for one writer and `num_readers` readers on one
+    node.
 
-    The writer counts the frames it put in, each reader those it took out; a slot is free again when every reader is
-    past it. The creator keeps the memory reachable: whoever attaches must do so while it lives and has not closed.
+    The writer counts the frames that it wrote, and each reader those that it read. A slot is free again when every
+    reader has passed it. Other processes can attach only while the creator lives and has not closed.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -90,10 +93,10 @@ class Ring:
 
     @classmethod
     def create(cls, *, num_readers: int, slots: int, slot_bytes: int, spin_us: int) -> Ring:
-        """A new, empty ring. The creator may be its writer, one of its readers, or neither.
+        """Creates an empty ring. The creator may be the writer, one of the readers, or neither.
 
         Args:
-            spin_us: how long a waiting end spins before it sleeps.
+            spin_us: microseconds that a waiting end spins before it sleeps.
 
         Raises:
             ConfigError: this processor is not supported.
@@ -108,25 +111,25 @@ class Ring:
 
     @classmethod
     def attach(cls, address: str) -> Ring:
-        """The ring another process of this node created. Raises EngineError when it cannot be reached."""
+        """Attaches to a ring that another process of this node created. Raises EngineError if that fails."""
         return cls(Segment.attach(address))
 
     @property
     def address(self) -> str:
-        """The address that `attach` needs. Whoever has it and runs as the same user can read and write the frames."""
+        """The address for `attach`. Every process of the same user that has it can read and write frames."""
         return self._segment.address
 
     def writer(self) -> RingWriter:
-        """The writing end; only one in all."""
+        """The writing end. There may be only one."""
         return RingWriter(self, self._segment)
 
     def reader(self, index: int) -> RingReader:
-        """Reading end `index` of `num_readers`; only one for each index."""
+        """Reading end `index` of `num_readers`. There may be only one per index."""
         assert 0 <= index < self.num_readers, f"reader {index} of {self.num_readers}"
         return RingReader(self, self._segment, index)
 
     def reader_status(self, index: int) -> ReaderStatus:
-        """The last state of reader `index`; any process may ask. Raises EngineError after `close`."""
+        """The last state of reader `index`, for any process. Raises EngineError after `close`."""
         if self._segment.closed:
             raise EngineError("the ring is closed")
         cursor, heartbeat = self._segment.words[self.cursor(index) : self.cursor(index) + 2]
@@ -134,34 +137,36 @@ class Ring:
         return ReaderStatus(num_received=cursor % _GONE, heartbeat_age_s=age_s, closed=cursor >= _GONE)
 
     def fail(self, reason: str) -> None:
-        """Ends the channel from either side, or from a third: FrameWriter.fail."""
+        """Fails the channel, like `FrameWriter.fail`. Any process that has attached may call this."""
         if self._segment.closed:
             return
         words = [self.head, *(self.cursor(index) for index in range(self.num_readers))]
         self._segment.declare_dead(reason, words)
 
     def close(self) -> None:
-        """Gives this process's mapping up; its ends are unusable after. The creator's close ends `attach` for all."""
+        """Unmaps the ring in this process; its ends cannot be used afterwards. After the creator's close, no process
+        can attach."""
         self._segment.close()
 
     def cursor(self, index: int) -> int:
-        """The word that counts what reader `index` took out; the next word is its heartbeat, in monotonic ns."""
+        """Index of the word in which reader `index` counts its frames. The next word is its heartbeat, in monotonic
+        ns."""
         return self._first_cursor + index * LINE_WORDS
 
     def slot(self, number: int) -> int:
-        """Offset of the slot of frame `number`: its length as int64, then its bytes."""
+        """Offset of the slot of frame `number`: the length as int64, then the bytes."""
         return self._first_slot + (number % self.slots) * self._stride
 
 
 class RingWriter:
-    """FrameWriter of a ring."""
+    """The FrameWriter of a ring."""
 
     def __init__(self, ring: Ring, segment: Segment) -> None:
         self._ring = ring
         self._segment = segment
         self._slots = [segment.view(ring.slot(i), 8 + ring.slot_bytes) for i in range(ring.slots)]
         self._num_sent = segment.words[ring.head]
-        self._free_until = self._num_sent  # frames below this number certainly find their slot free
+        self._free_until = self._num_sent  # frames below this number have a free slot for certain
         self._sleepers = segment.words[ring.sleepers + 1 : ring.sleepers + 1 + ring.num_readers]
 
     def send(self, frame: bytes, timeout_s: float) -> None:
@@ -203,7 +208,7 @@ class RingWriter:
 
 
 class RingReader:
-    """FrameReader of a ring."""
+    """The FrameReader of a ring."""
 
     def __init__(self, ring: Ring, segment: Segment, index: int) -> None:
         self._ring = ring

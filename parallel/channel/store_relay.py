@@ -21,9 +21,9 @@ from configs.errors import LockstepError
 from parallel.channel.tcp_channel import TcpListener, connect
 
 STORE_HOST = "lockstep/host"
-"""The store's key for the coordinator's address, as other nodes reach it. Absent if all ranks are on one node."""
+"""Store key under which the coordinator puts its address for other nodes. Absent if all ranks are on one node."""
 _PART_BYTES = 1 << 16
-_ACCEPT_AGAIN_S = 1.0  # after a failure to accept, as without file descriptors
+_ACCEPT_AGAIN_S = 1.0  # pause after a failed accept, for example without file descriptors
 _CLOSED = (errno.EBADF, errno.EINVAL)
 
 
@@ -31,7 +31,8 @@ class StoreGate:
     """Relays connections that prove the key to a store on this node's loopback."""
 
     def __init__(self, host: str, store_port: int) -> None:
-        """Listens on a free port of `host`, an address of this node. Raises EngineError if it is none."""
+        """Listens on a free port of `host`, an address of this node. Raises EngineError if `host` is no address of this
+        node."""
         self._listener = TcpListener.create(host)
         self._store_port = store_port
         self.address = self._listener.address
@@ -39,7 +40,7 @@ class StoreGate:
         _relay_each(self._listener.sock, self._reach_store)
 
     def close(self) -> None:
-        """Takes no more connections; those that are open go on."""
+        """Accepts no more connections. Open connections stay open."""
         self._listener.close()
 
     def _reach_store(self, caller: socket.socket) -> socket.socket:
@@ -56,7 +57,7 @@ def open_relay(address: str, timeout_s: float) -> int:
         EngineError: the gate cannot be reached, or does not take the key.
     """
 
-    connect(address, 0, timeout_s=timeout_s).close()  # raises what is wrong with the gate
+    connect(address, 0, timeout_s=timeout_s).close()  # raises if the gate cannot be reached or refuses the key
     listener = socket.create_server(("127.0.0.1", 0))
     _relay_each(listener, lambda _: connect(address, 0, timeout_s=timeout_s).detach())
     return int(listener.getsockname()[1])

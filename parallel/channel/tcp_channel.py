@@ -1,8 +1,8 @@
-"""The step channel over TCP, for ranks on another node: the interfaces of channel.py, one connection per reader.
+"""The step channel over TCP, for ranks on other nodes: the interfaces of ring.py, with one connection per reader.
 
-Either side may listen: frames go from the coordinator to the ranks and results come back, and the coordinator listens
-for both. A secret in the address is proved by both ends (HMAC over the other's random bytes) and never sent; nothing
-that arrives is unpickled.
+Either side may listen. The coordinator listens for both directions: frames to the ranks, and results back. The address
+contains a secret. Both ends prove that they know it (an HMAC over the other's random bytes) and never send it. Received
+data is never unpickled.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from parallel.sockets import LENGTH, pack_frame
 
 _INIT_TIMEOUT = "parallel.init_timeout_s"
 
-_FAILED = 0xFFFFFFFF  # in place of a length: a second length and the reason follow, and the channel is over
+_FAILED = 0xFFFFFFFF  # Sent instead of a length: the channel failed. A second length and the reason follow.
 _MAX_REASON_BYTES = 4096
 _CHALLENGE_BYTES = 32
 _HELLO = struct.Struct(f"<8sI{_CHALLENGE_BYTES}s{_CHALLENGE_BYTES}s")  # magic, index, proof, challenge
 _MAGIC = b"LKSTEP01"
-# How long a caller may take to prove itself before the next one is heard.
+# Seconds in which a connection must prove the secret before the next one is served.
 _HANDSHAKE_S = 5.0
-# Sockets take no infinite timeout; a reader may wait for ever.
+# Sockets accept no infinite timeout, but a reader may wait without a limit.
 _LONGEST_WAIT_S = 3600.0
 
 
 class Connection:
-    """One connected stream of frames. Reads and writes are each for one thread at a time."""
+    """One connected stream of frames. One thread at a time may read, and one may write."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -46,21 +46,22 @@ class Connection:
         self._write_lock = threading.Lock()
 
     def write(self, frame: bytes, deadline: float, bound: str) -> None:
-        """Sends one frame. Raises as FrameWriter.send; `bound` is how a DeadlineError names what bounds the wait."""
+        """Sends one frame. Raises what FrameWriter.send raises. `bound` names the wait's limit in a DeadlineError."""
         with self._write_lock:
             self.check_alive()
             try:
                 self._sock.settimeout(max(deadline - time.monotonic(), 1e-6))
                 self._sock.sendall(pack_frame(frame))
             except TimeoutError:
-                # Part of the frame may be out: the stream cannot go on.
+                # A part of the frame may have been sent, so the stream cannot be used any more.
                 self._death = f"{self.peer} took no frame within {bound}"
                 raise DeadlineError(self._death) from None
             except OSError as error:
                 raise self._broken(error.strerror or str(error)) from error
 
     def read(self, max_frame_bytes: int, deadline: float, bound: str) -> bytes:
-        """The next frame. Raises as FrameReader.recv; after a DeadlineError what has arrived is kept."""
+        """Returns the next frame. Raises what FrameReader.recv raises. After a DeadlineError, received bytes are
+        retained."""
         self.check_alive()
         self._fill(LENGTH.size, deadline, bound)
         (length,) = LENGTH.unpack_from(self._received)
@@ -76,10 +77,11 @@ class Connection:
         return self._take(LENGTH.size, length, deadline, bound)
 
     def fail(self, reason: str) -> None:
-        """Tells the peer if the stream still takes it, then ends both directions, waking whoever waits on them."""
+        """Tells the peer the reason if the stream still works, then shuts down both directions, which wakes blocked
+        threads."""
         self._death = self._death or reason
         text = reason.encode()[:_MAX_REASON_BYTES]
-        # A send in progress holds the lock until its deadline; it is cut off instead.
+        # A running send holds the lock until its deadline; it is cut off instead.
         locked = self._write_lock.acquire(timeout=0.1)
         try:
             if locked:
@@ -87,23 +89,23 @@ class Connection:
                 self._sock.sendall(LENGTH.pack(_FAILED) + pack_frame(text))
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # the peer is gone: nobody is left to tell
+            return  # the peer is gone and cannot be told
         finally:
             if locked:
                 self._write_lock.release()
 
     def check_alive(self) -> None:
-        """Raises EngineError once the stream has failed."""
+        """Raises EngineError if the stream has failed."""
         if self._death is not None:
             raise EngineError(self._death)
 
     def close(self) -> None:
-        """Closes the socket; the peer reads the end of the stream after the frames already sent."""
+        """Closes the socket. The peer still reads the frames that were sent, then the end of the stream."""
         self._death = self._death or "this end of the channel is closed"
         self._sock.close()
 
     def detach(self) -> socket.socket:
-        """The socket, for bytes that are no frames. This object is not used any more."""
+        """Returns the socket, for bytes that are not frames. Do not use this object afterwards."""
         return self._sock
 
     def _take(self, start: int, count: int, deadline: float, bound: str) -> bytes:
@@ -116,7 +118,7 @@ class Connection:
         while len(self._received) < count:
             left = deadline - time.monotonic()
             try:
-                # A timeout of 0 does not wait at all; the shortest other one is a millisecond.
+                # A timeout of 0 would not wait at all. The shortest other one is a millisecond.
                 self._sock.settimeout(min(max(left, 0.0), _LONGEST_WAIT_S))
                 arrived = self._sock.recv(max(count - len(self._received), 1 << 16))
             except (TimeoutError, BlockingIOError):
@@ -135,16 +137,16 @@ class Connection:
 
 
 class TcpListener:
-    """The place where the other ends of one channel connect."""
+    """Accepts the connections of one channel's other ends."""
 
     def __init__(self, sock: socket.socket, token: str) -> None:
         self.sock = sock
-        """Its connections have to pass `admit`."""
+        """The listening socket. Its connections must pass `admit`."""
         self._token = token
 
     @classmethod
     def create(cls, host: str) -> TcpListener:
-        """Listens on a free port of `host`, an address the other nodes reach.
+        """Listens on a free port of `host`, an address that the other nodes can reach.
 
         Raises:
             EngineError: `host` is not an address of this machine.
@@ -159,14 +161,16 @@ class TcpListener:
 
     @property
     def address(self) -> str:
-        """The address that `connect` needs. It holds the channel's secret: pass it only to the ranks."""
+        """The address for `connect`. It contains the channel's secret: give it only to the ranks."""
         host, port = self.sock.getsockname()[:2]
         return f"{host}:{port}:{self._token}"
 
     def accept(self, num_peers: int, *, timeout_s: float) -> list[Connection]:
-        """One connection for each index below `num_peers`, in index order.
+        """Accepts one connection per index below `num_peers` and returns them in index order. Connections that do not
+        prove the secret are closed.
 
-        Whoever does not prove the secret is turned away. Raises DeadlineError when not all came within `timeout_s`.
+        Raises:
+            DeadlineError: not all peers came within `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         connections: dict[int, Connection] = {}
@@ -196,16 +200,16 @@ class TcpListener:
         return [connections[index] for index in range(num_peers)]
 
     def close(self) -> None:
-        """Takes no more connections; those accepted live on."""
+        """Accepts no more connections. Accepted ones stay open."""
         with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for a connection
+            self.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in accept
         self.sock.close()
 
     def admit(self, sock: socket.socket, timeout_s: float = _HANDSHAKE_S) -> int:
-        """Returns the index of the peer that called, once the peer has proved the secret.
+        """Checks that a connected peer knows the secret, and returns the peer's index.
 
         Raises:
-            OSError, EngineError: the caller does not know the secret, or did not prove it within `timeout_s`.
+            OSError, EngineError: the peer does not know the secret, or did not prove it within `timeout_s`.
         """
         sock.settimeout(timeout_s)
         challenge = secrets.token_bytes(_CHALLENGE_BYTES)
@@ -221,8 +225,8 @@ def connect(address: str, index: int, *, timeout_s: float) -> Connection:
     """Connects to the listener at `address` as its peer `index`.
 
     Raises:
-        DeadlineError: nobody answered within `timeout_s`.
-        EngineError: the listener is gone, or does not know the secret, or turned this end away.
+        DeadlineError: the listener did not answer within `timeout_s`.
+        EngineError: the listener is gone, does not know the secret, or refused this end.
     """
     host, port, token = address.rsplit(":", 2)
     peer = f"the channel's listener at {host_and_port(host, int(port))}"
@@ -244,7 +248,7 @@ def connect(address: str, index: int, *, timeout_s: float) -> Connection:
 
 
 class TcpWriter:
-    """FrameWriter over one connection per reader."""
+    """A FrameWriter over one connection per reader."""
 
     def __init__(self, connections: Sequence[Connection], *, max_frame_bytes: int) -> None:
         self._connections = list(connections)
@@ -269,7 +273,7 @@ class TcpWriter:
 
 
 class TcpReader:
-    """FrameReader over one connection."""
+    """A FrameReader over one connection."""
 
     def __init__(self, connection: Connection, *, max_frame_bytes: int) -> None:
         self._connection = connection
@@ -287,7 +291,7 @@ class TcpReader:
             return None
 
     def fail(self, reason: str) -> None:
-        """Ends the channel from the reading side."""
+        """Fails the channel from the reading side."""
         self._connection.fail(reason)
 
     def close(self) -> None:

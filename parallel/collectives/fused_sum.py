@@ -1,13 +1,14 @@
-"""Memory by which CUDA ranks of one node sum and share rows: PeerMemory, for SymmetricMemoryCollectives.
+"""PeerMemory: memory by which CUDA ranks on one node sum and exchange rows, for SymmetricMemoryCollectives.
 
-Owns where everything lies in it, the small buffers' taking turns, and the words by which kernel and host tell each
-other to give up. The kernels are kernels/all_reduce_norm.py, imported when a group is made: a CPU install has no
-Triton.
+This module owns the layout of the memory, the alternation of its small buffers, and the words by which kernel and host
+tell each other to give up. The kernels are in kernels/all_reduce_norm.py, which is imported only when a group is
+created.
 
-Small sums meet once: they take turns with two buffers. A rank writes buffer p again for the sum after next. Before that
-its next sum has waited for all others, and they came to that sum only after they had read buffer p. Large sums meet
-twice, and none leaves before all have read, so one buffer is enough; rows are shared in two halves that take turns like
-the small buffers, for each program by itself. Anything between two small sums separates them as well.
+A small sum needs one meeting of the ranks, because there are two small buffers: a rank writes buffer p again for the
+sum after next. Before that, its next sum has waited for all other ranks, and they came to that sum only after reading
+buffer p. A large sum needs two meetings, and no rank leaves before all have read, so one buffer is enough. Exchanged
+rows use two halves that alternate like the small buffers, for each program by itself. Any collective between two small
+sums separates them too.
 """
 
 from __future__ import annotations
@@ -24,51 +25,51 @@ from configs.errors import DeadlineError, EngineError
 from parallel.kernels.flags import FLAG_BYTES, MAX_PROGRAMS, MAX_RANKS
 from parallel.tree import SumTree
 
-# One kernel in which a rank reads all of the others' summands is used up to so many bytes of them; above, each rank
-# sums its share of the rows.
+# Up to this many bytes of the other ranks' summands, one kernel reads all of them. Above, each rank sums its share of
+# the rows.
 _MAX_READ_BYTES = 1536 << 10
 _MAX_ROW_ELEMENTS = 16384
-_ROW_ALIGNMENT = 16  # bytes of one load
+_ROW_ALIGNMENT = 16  # bytes per load
 _MAX_CACHED_SUMS = 256
-_MAX_SMALL_ROWS = 128  # each has a program, and there are no more than SMs, so that all run at once
-_SMALL_BYTES = 2 << 20  # the most that the summands of a small sum take
-_MIN_SHARED_BYTES = 8 << 20  # the least that a half of the shared rows' memory has
-_SHARED_UNIT = 1 << 16  # an area of whole 256 bytes for each program
+_MAX_SMALL_ROWS = 128  # One program per row, at most one per SM, so that all run at once.
+_SMALL_BYTES = 2 << 20  # largest size of a small sum's summands
+_MIN_SHARED_BYTES = 8 << 20  # smallest half of the memory for exchanged rows
+_SHARED_UNIT = 1 << 16  # a multiple of 256 bytes for each program
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSizes:
-    """The most that one step's collectives bring; what is larger goes in pieces, or by way of gathers."""
+    """Upper bounds of one step's collectives. Larger ones are sent in pieces, or use gathers."""
 
     rows: int = 0
-    """Rows of a sum, and ids that are looked up."""
+    """Rows of a sum, or ids of a lookup."""
     row_bytes: int = 0
-    """Bytes of a row that is looked up."""
+    """Bytes per row of a lookup."""
     sum_bytes: int = 0
-    """Bytes of a rank's summands."""
+    """Bytes of one rank's summands."""
 
 
 class PartialSum:
-    """A sum [num_rows, size] that is still to be done, by the norm that follows it."""
+    """A pending sum [num_rows, size], which the norm's kernel finishes."""
 
     __slots__ = ()
     num_rows: int
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Adds the sum to `residual` [num_rows, size] in place, and returns the RMS norm of that.
+        """Adds the sum to `residual` [num_rows, size] in place, and returns the RMS norm of the result.
 
         Args:
-            weight: [size], of the residual's dtype or fp32.
+            weight: [size] in the residual's dtype or fp32.
         """
         raise NotImplementedError
 
 
 class FusedSum(PartialSum):
-    """One over the ranks: its producer writes `summand`, then the norm after it sums.
+    """A pending sum over the ranks. Its producer writes `summand`, then the norm after it adds the ranks' summands.
 
     Attributes:
-        summand: [num_rows, size] bf16, contiguous, contents undefined; this rank's part. Of a tree [nodes of the
-            rank, num_rows, size] fp32. Valid until `add_norm`.
+        summand: this rank's part, with undefined contents: [num_rows, size] bf16, contiguous, or for a tree [nodes of
+            the rank, num_rows, size] fp32. Valid until `add_norm`.
     """
 
     __slots__ = ("_is_small", "_memory", "_offset", "_tree", "num_rows", "summand")
@@ -84,10 +85,10 @@ class FusedSum(PartialSum):
         self.num_rows = summand.shape[-2]
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See PartialSum.
+        """See PartialSum. The next partial_sum may be requested only after this call.
 
-        Summands are added in fp32 in rank order, or nodes as their tree says, then the residual, and rounded to bf16
-        once: the same bits on every rank. The next partial_sum may be asked for then, not before.
+        Summands are added in fp32 in rank order (nodes in the order of their tree), then the residual, and the result
+        is rounded to bf16 once: the same bits on every rank.
 
         Raises:
             DeadlineError: an earlier call gave up because a rank did not come in time.
@@ -97,18 +98,18 @@ class FusedSum(PartialSum):
 
 
 class PeerMemory:
-    """Sums, gathers and lookups, queued on the current stream; they may be captured in CUDA graphs.
+    """Sums, gathers and lookups in mapped memory, queued on the current stream. CUDA graphs can capture them.
 
-    The two small buffers alternate from call to call, and a graph keeps those it was captured with. So each step,
-    replayed or not, begins with another collective, as a decoder's does with the lookup of its embedding; or else all
-    of them hold an even number of small sums.
+    The two small buffers alternate from call to call, and a graph always uses the buffers with which it was captured.
+    So each step, replayed or not, must begin with another collective (a decoder's embedding lookup), or all steps must
+    have an even number of small sums.
 
-    A wait for a rank ends after `timeout_s`, or once `abort` was called. From then on nothing waits any more: all that
-    is queued runs to its end with useless results, and `check_alive` raises.
+    A wait for a rank ends after `timeout_s` or at `abort`. After that, nothing waits any more: all queued work finishes
+    with meaningless results, and `check_alive` raises.
 
     Args:
         memory: [bytes_of(sizes)] uint8, zeros, mapped by every rank before the first call.
-        addresses: of every rank's memory in this rank's address space.
+        addresses: address of every rank's memory in this rank's address space.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class PeerMemory:
         self._size = len(addresses)
         self._rank = rank
         self._timeout_s = timeout_s
-        # Pinned memory has one address on host and device. The host writes the first word, the device the second.
+        # Pinned memory has the same address on host and device. The host writes the first word, the device the second.
         self._pinned = torch.zeros(2, dtype=torch.int32, pin_memory=True)
         self._words: Any = self._pinned.numpy()
         self._peers = kernels.Peers(
@@ -143,7 +144,7 @@ class PeerMemory:
         self._abort_reason = ""
         self._turn = 0
         self._sums: dict[tuple[tuple[int, int], torch.dtype | SumTree, int], FusedSum] = {}
-        # Flags, two small buffers, two halves for what is shared, scales of norms, and the large buffer.
+        # Flags, two small buffers, two halves for exchanged rows, norm scales, and the large buffer.
         self._small = FLAG_BYTES
         self._shared = self._small + 2 * _SMALL_BYTES
         self._half_bytes = _half_bytes(sizes)
@@ -152,11 +153,11 @@ class PeerMemory:
 
     @staticmethod
     def bytes_of(sizes: PeerSizes) -> int:
-        """Bytes of the memory that every rank maps."""
+        """Bytes of memory that every rank must map."""
         return FLAG_BYTES + 2 * _SMALL_BYTES + 2 * _half_bytes(sizes) + _scales_bytes(sizes) + sizes.sum_bytes
 
     def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
-        """The next sum, of summands of a dtype or of a tree's nodes; None where no kernel does it."""
+        """The next sum, of summands of a dtype or of a tree's nodes. None if no kernel supports it."""
         way = way_of(self._size, shape, of, self._sizes, self._peers.num_sms)
         if way is None:
             return None
@@ -180,7 +181,7 @@ class PeerMemory:
     def add_norm(
         self, offset: int, residual: Tensor, weight: Tensor, eps: float, tree: SumTree | None, *, is_small: bool
     ) -> Tensor:
-        """Does what FusedSum does, with the summands `offset` bytes into the memory."""
+        """Runs the kernel of a FusedSum whose summands start `offset` bytes into the memory."""
         self.check_alive()
         if is_small:
             self._turn ^= 1
@@ -212,7 +213,7 @@ class PeerMemory:
             out.view(self._size, -1).view(torch.uint8).copy_(into.view(torch.uint8)[:, : len(flat)])
 
     def look_up(self, ids: Tensor, row_of: Tensor, rows: Tensor) -> Tensor | None:
-        """The rows of `ids`, as the kernel's `look_up` has it; None where they have no room."""
+        """The rows of `ids`, see the kernel `look_up`. None if they do not fit in the memory."""
         sizes, row_bytes = self._sizes, rows.shape[1] * rows.element_size()
         if len(ids) > sizes.rows or row_bytes > sizes.row_bytes or row_bytes % _ROW_ALIGNMENT:
             return None
@@ -222,16 +223,17 @@ class PeerMemory:
         )
 
     def give_up(self) -> None:
-        """Has nothing signal or wait from now on, as after a wait in vain, though no call raises because of it."""
+        """Stops all signals and waits from now on, as after a wait that timed out, but without an error."""
         self._peers.state[-1] = 1
 
     def abort(self, reason: str) -> None:
-        """Ends the waits of this rank, running and later ones. Safe from any thread."""
+        """Ends this rank's running and later waits. Any thread may call this."""
         self._abort_reason = reason
         self._words[0] = 1
 
     def check_alive(self) -> None:
-        """Raises EngineError(reason) after `abort`, DeadlineError once a call gave up: what came since is wrong."""
+        """Raises EngineError(reason) after `abort`, and DeadlineError after a call that gave up. Results since then are
+        wrong."""
         if self._words[0]:
             raise EngineError(self._abort_reason)
         if self._words[1] == self._kernels.LATE:
@@ -241,7 +243,7 @@ class PeerMemory:
             )
 
     def close(self) -> None:
-        """Drops the memory. Nothing may be running."""
+        """Releases the memory. No call may be running."""
         self._sums.clear()
         self._memory = None
 
@@ -249,8 +251,8 @@ class PeerMemory:
 def way_of(
     size: int, shape: tuple[int, int], of: torch.dtype | SumTree, sizes: PeerSizes, num_sms: int = _MAX_SMALL_ROWS
 ) -> Literal["small", "large"] | None:
-    """How `size` ranks do a sum, of summands of a dtype or of a tree's nodes; None: not in this memory. The same on all
-    of them."""
+    """How `size` ranks compute a sum, of summands of a dtype or of a tree's nodes. None if this memory cannot hold it.
+    The answer is the same on all ranks."""
     (num_rows, row_elements), is_tree = shape, isinstance(of, SumTree)
     if not (
         (is_tree or of is torch.bfloat16)
@@ -268,7 +270,8 @@ def way_of(
 
 
 def _half_bytes(sizes: PeerSizes) -> int:
-    """Bytes of each half of what is shared: programs have equal areas, each for as many rows as any of them takes."""
+    """Bytes of each half for exchanged rows. All programs have equal areas, each for the largest number of rows of a
+    program."""
     rows = -(-sizes.rows // MAX_PROGRAMS) * MAX_PROGRAMS
     return max(-(-rows * sizes.row_bytes // _SHARED_UNIT) * _SHARED_UNIT, _MIN_SHARED_BYTES)
 

@@ -1,8 +1,8 @@
 """TensorParallelGroup: one rank's membership of its tensor-parallel group.
 
-Owns the meeting of the ranks and which strategy carries their collectives. Nothing here is global to the process: two
-ranks can be two threads of one test (of symmetric_memory: two processes). How tensors move is in collectives.py and
-its strategies' files.
+This module owns how the ranks meet, and which implementation their collectives use. It has no process-wide state: two
+ranks can be two threads of one test (with symmetric_memory, two processes). interface.py and the implementations' files
+say how tensors move.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STRATEGIES: dict[str, tuple[Strategy, ...]] = {
 
 
 class TensorParallelGroup:
-    """`rank` of `size` ranks. Every rank makes the same collective calls in the same order, from one thread."""
+    """`rank` of `size` ranks. Every rank must make the same collective calls in the same order, from one thread."""
 
     def __init__(self, *, rank: int, size: int, device: torch.device, collectives: Collectives | None) -> None:
         self.rank = rank
@@ -53,22 +53,23 @@ class TensorParallelGroup:
         timeout_s: float,
         generation: int = 1,
         spin_us: int = 0,
-        sizes: PeerSizes = PeerSizes(),  # noqa: B008 - it is frozen
+        sizes: PeerSizes = PeerSizes(),  # noqa: B008 - the default is frozen
     ) -> TensorParallelGroup:
-        """Meets the other ranks; returns when all are there.
+        """Meets the other ranks. Returns when all of them are there.
 
         Args:
-            store: the rendezvous store; this rank's own client of it when ranks are threads, because a TCPStore
-                client that waits blocks its other callers. None only for `size` 1.
+            store: the rendezvous store. If ranks are threads, each needs its own TCPStore client, because a waiting
+                client blocks its other callers. None only for `size` 1.
             timeout_s: deadline of the meeting and of each collective: parallel.step_timeout_s.
-            generation: keys in the store start with it, so a rebuilt group never meets remains of the last one.
-            spin_us: how long a waiting rank spins before it sleeps; only shared_memory spins.
-            sizes: the most that a step brings, for which symmetric_memory has room; the same on every rank.
+            generation: prefix of the store's keys, so that a rebuilt group never reads keys of an earlier one.
+            spin_us: microseconds that a waiting rank spins before it sleeps. Only shared_memory spins.
+            sizes: upper bounds of a step's collectives, for which symmetric_memory allocates memory. Equal on all
+                ranks.
 
         Raises:
-            ConfigError: the strategy does not fit this machine, or a CUDA rank's environment allows multicast.
+            ConfigError: the implementation does not fit this machine, or a CUDA rank's environment allows multicast.
             DeadlineError: not all ranks came in time.
-            EngineError: they came, but could not connect.
+            EngineError: all ranks came, but could not connect.
         """
         device = torch.device(device)
         if size == 1:
@@ -102,9 +103,9 @@ class TensorParallelGroup:
         return group
 
     def rejoin(self, store: Store | None, generation: int) -> None:
-        """Meets the ranks of a later `generation` after an abort: whoever holds this group goes on with them.
+        """Meets the ranks of a later `generation` after an abort. This object then belongs to the new generation.
 
-        No collective may be running. Takes and raises what `create` does.
+        No collective may be running. Arguments and errors are those of `create`.
         """
         if self._meet is not None:
             assert store is not None, "a group of several ranks needs a store"
@@ -113,46 +114,50 @@ class TensorParallelGroup:
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> TensorParallelGroup:
-        """A group of one: every collective is the identity."""
+        """A group of one rank: every collective is the identity."""
         return cls(rank=0, size=1, device=torch.device(device), collectives=None)
 
     @classmethod
     def alone(cls, rank: int, size: int, device: torch.device, sizes: PeerSizes) -> TensorParallelGroup:
-        """A group on a GPU none of whose other ranks is there: nothing waits for them, and what comes of its
-        collectives is useless. It loads their kernels."""
+        """A group on a GPU without its other ranks. Its collectives do not wait, and their results are meaningless. It
+        is used to load their kernels."""
         if size == 1:
             return cls.single(device)
         collectives = SymmetricMemoryCollectives.alone(rank=rank, size=size, device=device, sizes=sizes)
         return cls(rank=rank, size=size, device=device, collectives=collectives)
 
     def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
-        """A sum of that shape that the norm after it does in the same kernel; None when that is not the fastest way.
+        """The next sum of this shape, if the fastest way is to sum inside the norm kernel that follows. None otherwise.
 
-        The producer writes its `summand`, then its `add_norm` comes before any other call for a sum. The ranks ask with
-        one shape. Each step, a replay of a graph or not, begins with another collective; or all hold an even number of
-        these: see PeerMemory.
+        The producer writes `summand`, then calls `add_norm` before any other call for a sum. All ranks ask with the
+        same shape. Each step (or graph replay) must begin with another collective, or have an even number of these
+        sums: see PeerMemory.
 
         Args:
-            of: the dtype of the summands; or the tree whose nodes they are, with the same bits as any other way to add
-                them.
+            of: the dtype of the summands, or the tree whose nodes are summed. The bits are those of any other way to
+                sum them.
         """
         return None if self._collectives is None else self._collectives.partial_sum(shape, of)
 
     def look_up(self, ids: Tensor, row_of: Tensor, rows: Tensor) -> Tensor | None:
-        """The rows of `ids` [num_ids] int64 of a matrix whose rows the ranks hold, [num_ids, row_size]; None where
-        ranks are to sum what each has.
+        """Looks up rows of a matrix whose rows are divided among the ranks. None if summing each rank's contribution is
+        used instead.
 
         Args:
-            row_of: [num_ids of all] int32: where in `rows` an id is; len(rows) - 1 where another rank has it.
+            ids: [num_ids] int64.
+            row_of: [number of all ids] int32: index in `rows` of each id; len(rows) - 1 if another rank has it.
             rows: [num_held + 1, row_size], contiguous.
+
+        Returns:
+            [num_ids, row_size].
         """
         return None if self._collectives is None else self._collectives.look_up(ids, row_of, rows)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """`x` summed over the ranks in rank order, in place; float32, bf16, fp16 or integers. Returns it.
+        """Sums `x` over the ranks in place, in rank order, and returns it. `x` is float32, bf16, fp16 or integer.
 
-        bf16 and fp16 are added in float32 and rounded once. Over NCCL order and roundings are NCCL's, though the same
-        on all ranks. On CUDA the sum is ready in stream order.
+        bf16 and fp16 are added in float32 and rounded once. With NCCL, order and rounding are NCCL's, but equal on all
+        ranks. On CUDA, the sum is ready in stream order.
 
         Raises:
             DeadlineError: a rank did not come within the group's deadline.
@@ -165,27 +170,30 @@ class TensorParallelGroup:
         return x.copy_(self._collectives.all_reduce(x.contiguous()))
 
     def node_buffer(self, shape: tuple[int, int, int]) -> Tensor:
-        """fp32 memory of that shape, contents undefined, for this rank's nodes of the next `sum_nodes`."""
+        """Returns fp32 memory of this shape for this rank's nodes of the next `sum_nodes`. Its contents are
+        undefined."""
         if self._collectives is None or shape[0] == 0:
             return torch.empty(shape, device=self.device)
         buffer = self._collectives.node_buffer(shape)
         return torch.empty(shape, device=self.device) if buffer is None else buffer
 
     def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
-        """The root of all ranks' nodes of `tree`, [num_rows, row_size] fp32: the same bits for any number of ranks.
+        """Adds all ranks' nodes of `tree`. The bits are equal for any number of ranks.
 
         Args:
-            nodes: [len(tree.covers[rank]), num_rows, row_size] fp32, contiguous: in a node_buffer, or any memory.
+            nodes: [len(tree.covers[rank]), num_rows, row_size] fp32, contiguous: from `node_buffer`, or any other
+                memory.
 
         Returns:
-            A tensor of the caller's own. Raises as all_reduce.
+            The root [num_rows, row_size] fp32, a tensor that belongs to the caller. Raises what all_reduce raises.
         """
         if self._collectives is None:
             return nodes[0] if len(nodes) == 1 else tree.finish(nodes.unbind(), torch.empty_like(nodes[0]))
         return self._collectives.sum_nodes(nodes, tree)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x`, stacked: [size, *x.shape]. All ranks bring one shape and dtype. Raises as all_reduce."""
+        """Stacks every rank's `x`: [size, *x.shape]. All ranks pass the same shape and dtype. Raises what all_reduce
+        raises."""
         if self._collectives is None:
             return x.unsqueeze(0)
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
@@ -193,23 +201,24 @@ class TensorParallelGroup:
         return out
 
     def barrier(self) -> None:
-        """Returns once every rank has called it. Raises as all_reduce."""
+        """Returns once every rank has called it. Raises what all_reduce raises."""
         if self._collectives is not None:
             self._collectives.barrier()
 
     def check_alive(self) -> None:
-        """Raises EngineError after an abort, and DeadlineError once a partial_sum gave up waiting for a rank.
+        """Raises EngineError after an abort, and DeadlineError if a collective on the device gave up waiting.
 
-        On CUDA sums are queued, and replays of a graph call nothing here: who has waited for their results asks before
-        using them.
+        On CUDA, sums are only queued, and graph replays call nothing here. So call this after waiting for their results
+        and before using them.
         """
         if self._collectives is not None:
             self._collectives.check_alive()
 
     def abort(self, reason: str) -> None:
-        """Ends this generation from any thread: blocked and later collectives raise EngineError(reason).
+        """Ends this generation, from any thread: blocked and later collectives raise EngineError(reason).
 
-        NCCL returns only when no graph with collectives is left: whoever holds them drops them, see `TPWorker.leave`.
+        NCCL's abort returns only when no graph with its collectives is left, so their owner must drop them first. See
+        `TPWorker.leave`.
         """
         if self._collectives is not None:
             self._collectives.abort(reason)
@@ -222,7 +231,7 @@ class TensorParallelGroup:
 
 
 class _Closed:
-    """Collectives of a group that was left."""
+    """The collectives of a group after `close`: they raise."""
 
     def __getattr__(self, name: str) -> Any:
         raise EngineError("the tensor-parallel group is closed")

@@ -1,10 +1,10 @@
-"""How the ranks of one group add and gather tensors: what the strategies behind TensorParallelGroup have in common.
+"""The interface of a group's collectives, and their implementations:
 
-    LibraryCollectives          gloo or NCCL through torch's process group objects: library_collectives.py
-    SharedMemoryCollectives     CPU ranks of one node, through a segment of shm.py: shared_memory.py
-    SymmetricMemoryCollectives  CUDA ranks of one node, through each other's memory: symmetric_memory.py
+    LibraryCollectives           gloo or NCCL, through torch's process groups: library_collectives.py
+    SharedMemoryCollectives      CPU ranks on one node, through a shared segment: shared_memory.py
+    SymmetricMemoryCollectives   CUDA ranks on one node, through each other's memory: symmetric_memory.py
 
-A strategy owns its connections and nothing else; which one a group uses is the group's choice.
+An implementation owns its connections and nothing else. The group chooses one.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from parallel.tree import SumTree
 
 
 class Collectives(ABC):
-    """Operations of a strategy over `size` ranks. Every rank makes the same calls in the same order, from one thread at
-    a time."""
+    """Collectives of `size` ranks. Every rank must make the same calls in the same order, from one thread at a time."""
 
     def __init__(self, size: int) -> None:
         self._size = size
 
     def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
-        """The next sum of that shape, if it is best left to the norm that follows it.
+        """The next sum of this shape, if it is best done inside the norm kernel that follows. None otherwise.
 
         Args:
-            of: the dtype of the summands, or the tree whose nodes they are.
+            of: the dtype of the summands, or the tree whose nodes are summed.
         """
         return None
 
     def look_up(self, ids: Tensor, row_of: Tensor, rows: Tensor) -> Tensor | None:
-        """The rows of `ids`, each from the rank that holds it; None where the strategy has no way of its own."""
+        """The rows of `ids`, each from the rank that holds it. None if this implementation has no lookup."""
         return None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Contiguous `x`, summed over the ranks in place."""
+        """Sums contiguous `x` over the ranks in place."""
         contributions = x.new_empty((self._size, *x.shape))
         self.all_gather(contributions, x)
         sum_in_rank_order(contributions.unbind(), x)
         return x
 
     def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
-        """fp32 memory from which `sum_nodes` sums fastest, valid until the next call of any other; None for any."""
+        """fp32 memory from which `sum_nodes` is fastest, valid until the next other call. None if any memory is as
+        fast."""
         return None
 
     def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
-        """The root of `tree` [num_rows, row_size], of which contiguous `nodes` are this rank's."""
+        """The root of `tree` [num_rows, row_size]. Contiguous `nodes` are this rank's."""
         shape = nodes.shape[1:]
         most = max(tree.counts)
-        sent = nodes.new_empty((most, *shape))  # equal messages: what a rank lacks, nobody reads
+        sent = nodes.new_empty((most, *shape))  # Messages have equal sizes; the unused part is never read.
         sent[: len(nodes)] = nodes
         gathered = nodes.new_empty((self._size, most, *shape))
         self.all_gather(gathered, sent)
@@ -73,22 +73,20 @@ class Collectives(ABC):
 
     @abstractmethod
     def check_alive(self) -> None:
-        """Raises what the calls would raise because of an abort, or of a deadline that has passed on the device."""
+        """Raises the error of an abort, or of a deadline that passed on the device."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Ends blocked and later calls with EngineError(reason). Safe from any thread."""
+        """Makes blocked and later calls raise EngineError(reason). Any thread may call this."""
 
     @abstractmethod
     def close(self) -> None:
-        """Releases the strategy's resources."""
+        """Releases the connections."""
 
 
 def sum_in_rank_order(contributions: Sequence[Tensor], out: Tensor) -> None:
-    """Writes the sum of two or more `contributions`, each of `out`'s shape, to `out`, the first one first.
-
-    Half-width floats are added in float32 and rounded once, so the bits depend on the contributions alone.
-    """
+    """Writes the sum of two or more `contributions` of `out`'s shape to `out`, in order. Half-width floats are added in
+    float32 and rounded once, so the bits depend only on the contributions."""
     if out.dtype in (torch.bfloat16, torch.float16):
         total = contributions[0].float()
         for part in contributions[1:]:
@@ -101,7 +99,7 @@ def sum_in_rank_order(contributions: Sequence[Tensor], out: Tensor) -> None:
 
 
 def await_stream(device: torch.device, look: Callable[[], None] = lambda: None) -> None:
-    """Returns once what is queued on `device`'s current stream is done; calls `look` meanwhile, which may raise."""
+    """Waits for the work queued on `device`'s current stream, and calls `look` meanwhile, which may raise."""
     done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
     done.record(torch.cuda.current_stream(device))
     while not done.query():
@@ -110,7 +108,7 @@ def await_stream(device: torch.device, look: Callable[[], None] = lambda: None) 
 
 
 def late(rank: int, who: str, what: str, timeout_s: float) -> DeadlineError:
-    """The error of `rank`, which waited in vain."""
+    """The error of `rank` after its wait timed out."""
     return DeadlineError(
         f"rank {rank} waited for {who} in {what} longer than parallel.step_timeout_s={timeout_s:g}; "
         f"see what holds them up, or raise it"

@@ -1,4 +1,4 @@
-"""Collectives by gloo or NCCL, through torch's process group objects."""
+"""Collectives by gloo or NCCL, through torch's process groups."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from configs.errors import ConfigError, DeadlineError, EngineError
 from parallel.channel.store_relay import STORE_HOST
 from parallel.collectives.interface import Collectives, await_stream, late
 
-_ANY_PORT = 9  # nothing is sent there
-# A blocked rank looks for an abort this often.
+_ANY_PORT = 9  # any address works, because nothing is sent
+# Interval at which a blocked rank checks for an abort.
 _SLICE_S = 0.02
 
 
 class LibraryCollectives(Collectives):
-    """Collectives of a torch process group object, gloo or NCCL.
+    """Collectives by a torch process group, gloo or NCCL.
 
-    gloo gathers the contributions and adds them in rank order: the same bits as the shared-memory strategy. NCCL adds
-    in its own order, the same one on all ranks. Its calls only queue work on the current stream, and may be captured in
-    a CUDA graph.
+    gloo gathers the contributions, and each rank adds them in rank order, with the same bits as the shared-memory
+    implementation. NCCL adds in its own order, equal on all ranks; its calls only queue work on the current stream and
+    can be captured in a CUDA graph.
     """
 
     def __init__(self, backend: Any, *, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
         super().__init__(size)
-        self._backend = backend  # ProcessGroupGloo or ProcessGroupNCCL: untyped classes of torch's C extension
+        self._backend = backend  # ProcessGroupGloo or ProcessGroupNCCL, which are untyped C++ classes
         self._rank = rank
         self._device = device
         self._timeout_s = timeout_s
         self._abort_reason: str | None = None
         self._pending: Any = None
-        # Not asynchronous: on the current stream, without events to and from one of NCCL's own.
+        # Synchronous calls run on the current stream, without events between it and a stream of NCCL's.
         self._reduce_options, self._gather_options = AllreduceOptions(), AllgatherOptions()
         self._reduce_options.asyncOp = self._gather_options.asyncOp = device.type != "cuda"
 
@@ -48,10 +48,10 @@ class LibraryCollectives(Collectives):
     def create(
         cls, *, strategy: str, rank: int, size: int, store: Store, device: torch.device, timeout_s: float
     ) -> LibraryCollectives:
-        """Connects to the other ranks through `store`, whose keys nobody else may use.
+        """Connects to the other ranks through `store`, whose keys no other code may use.
 
         Raises:
-            ConfigError: this build of torch has no such backend.
+            ConfigError: this build of torch lacks the backend.
             DeadlineError: not all ranks came within `timeout_s`.
             EngineError: NCCL could not connect them.
         """
@@ -60,7 +60,7 @@ class LibraryCollectives(Collectives):
             backend = make(rank=rank, size=size, store=store, device=device, timeout_s=timeout_s)
         except EngineError:
             raise
-        except RuntimeError as error:  # torch's DistStoreError among them
+        except RuntimeError as error:  # includes torch's DistStoreError
             raise DeadlineError(
                 f"rank {rank} could not meet the other {size - 1} ranks over {strategy} within "
                 f"parallel.step_timeout_s={timeout_s:g}: {_first_line(error)}"
@@ -76,7 +76,7 @@ class LibraryCollectives(Collectives):
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         self.check_alive()
-        # Bytes, because gloo does not know every type.
+        # Sent as bytes, because gloo does not support every dtype.
         out_bytes, x_bytes = out.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8)
         self._finish(self._backend._allgather_base(out_bytes, x_bytes, self._gather_options), "all_gather")
 
@@ -87,9 +87,9 @@ class LibraryCollectives(Collectives):
             self._await_stream("barrier")
 
     def abort(self, reason: str) -> None:
-        """See Collectives. NCCL's abort returns once no CUDA graph that holds its communicator is left."""
+        """See Collectives. NCCL's abort returns only when no CUDA graph holds its communicator."""
         if self._abort_reason is not None:
-            return  # NCCL is aborted once
+            return  # NCCL must be aborted only once
         self._abort_reason = reason
         backend = self._backend
         if self._device.type == "cuda" and backend is not None:
@@ -102,19 +102,19 @@ class LibraryCollectives(Collectives):
         self._abort_reason = self._abort_reason or "the group is closed"
         if self._device.type == "cuda":
             if not aborted and backend is not None:
-                backend.abort()  # an orderly end would wait for the peers
+                backend.abort()  # an orderly shutdown would wait for the peers
         elif pending is not None:
-            # gloo cannot cancel: destroying it now would block on the unfinished call for up to the deadline.
+            # gloo cannot cancel a call. Destroying the group now would block on the unfinished call until its deadline.
             threading.Thread(target=_outlive, args=(backend, pending), name="gloo-reaper", daemon=True).start()
 
     def check_alive(self) -> None:
-        """Raises EngineError with the reason of the abort, if there was one."""
+        """Raises EngineError with the abort's reason, if the group was aborted."""
         if self._abort_reason is not None:
             raise EngineError(self._abort_reason)
 
     def _finish(self, work: Any, name: str) -> None:
         if self._device.type == "cuda":
-            return  # queued on the current stream; there is no work object
+            return  # queued on the current stream, so there is no work object
         deadline = time.monotonic() + self._timeout_s
         while not _done_within_slice(work):
             if self._abort_reason is not None:
@@ -126,7 +126,7 @@ class LibraryCollectives(Collectives):
         try:
             work.wait()
         except RuntimeError as error:
-            # An aborted peer breaks its connections: the abort is then the cause to tell.
+            # When a peer aborts, its connections break. Then the abort is the error to report.
             self.check_alive()
             raise EngineError(f"rank {self._rank}: {name} over gloo failed: {_first_line(error)}") from error
 
@@ -139,12 +139,12 @@ class LibraryCollectives(Collectives):
                 raise late(self._rank, "the other ranks", name, self._timeout_s)
 
         await_stream(self._device, look)
-        self.check_alive()  # an aborted collective also lets its stream go on
+        self.check_alive()  # after an abort, the stream continues too
 
 
 def _gloo_backend(*, rank: int, size: int, store: Store, device: torch.device, timeout_s: float) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
-    options._timeout = timedelta(seconds=timeout_s + 1.0)  # later than ours, which names its setting
+    options._timeout = timedelta(seconds=timeout_s + 1.0)  # later than our own deadline, whose error names its setting
     options._threads = 2
     address = _own_address(rank=rank, size=size, store=store, timeout_s=timeout_s)
     options._devices = [
@@ -156,9 +156,9 @@ def _gloo_backend(*, rank: int, size: int, store: Store, device: torch.device, t
 def _nccl_backend(*, rank: int, size: int, store: Store, device: torch.device, timeout_s: float) -> Any:
     if not torch.distributed.is_nccl_available():
         raise ConfigError("parallel.all_reduce=nccl needs a CUDA build of torch; choose gloo or shared_memory")
-    from torch.distributed import ProcessGroupNCCL  # a CPU build of torch has none
+    from torch.distributed import ProcessGroupNCCL  # absent from CPU builds of torch
 
-    # NCCL's own meeting has no deadline of ours.
+    # NCCL's own rendezvous does not know our deadline.
     keys = [f"here/{peer}" for peer in range(size)]
     store.set(keys[rank], "1")
     store.wait(keys, timedelta(seconds=timeout_s))
@@ -176,7 +176,7 @@ def _nccl_backend(*, rank: int, size: int, store: Store, device: torch.device, t
 
 
 def _own_address(*, rank: int, size: int, store: Store, timeout_s: float) -> str | None:
-    """The address this rank's peers reach it by; None when only the host's name can tell."""
+    """The address at which peers reach this rank. None if only the host's name is known."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         network = f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
     keys = [f"network/{peer}" for peer in range(size)]
@@ -188,7 +188,7 @@ def _own_address(*, rank: int, size: int, store: Store, timeout_s: float) -> str
         store = store.underlying_store
     if not store.check([STORE_HOST]):
         return None
-    # The interface that reaches the coordinator is the one that the ranks share. Connecting UDP sends nothing.
+    # The ranks share the interface that reaches the coordinator. Connecting a UDP socket sends nothing.
     host = store.get(STORE_HOST).decode()
     family, kind, _, _, store_address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -198,11 +198,11 @@ def _own_address(*, rank: int, size: int, store: Store, timeout_s: float) -> str
 
 
 def _done_within_slice(work: Any) -> bool:
-    """Whether the gloo call has ended, well or badly, within _SLICE_S."""
+    """Whether the gloo call has ended, successfully or not, within _SLICE_S."""
     try:
         work.wait(timedelta(seconds=_SLICE_S))
     except RuntimeError:
-        # Either the slice passed or the call failed. It may also have ended well since: only the work itself knows.
+        # Either the slice passed or the call failed. It may also have succeeded since: only the work object knows.
         return bool(work.is_completed())
     return True
 
@@ -211,7 +211,7 @@ def _outlive(backend: Any, pending: Any) -> None:
     try:
         pending.wait()
     except RuntimeError:
-        return  # the call ended with its peers or at the deadline, and `backend` may go
+        return  # the call ended with its peers or at the deadline, so `backend` may be destroyed
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Collectives of CPU ranks of one node, through memory that all of them have mapped."""
+"""Collectives of CPU ranks on one node, through a segment that all of them have mapped."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from parallel.collectives.interface import Collectives, late, sum_in_rank_order
 from parallel.shm import FIRST_WORD, LINE_WORDS, Segment
 from parallel.tree import SumTree
 
-# Shared-memory all-reduces split the adding among the ranks when their contributions together reach this size.
-# Measured on 2 cores: the second synchronisation pays from 1 MB a rank with 3 ranks, 0.6 MB with 5, 0.35 MB with 9.
+# Total size from which on the ranks split the adding of a shared-memory all-reduce. Measured on 2 cores: the second
+# synchronisation pays off from 1 MB per rank with 3 ranks, 0.6 MB with 5, 0.35 MB with 9.
 _SLICED_BYTES = 3 << 20
 _MAX_CACHED_VIEWS = 256
-_Shape = tuple[int, ...]  # torch.Size is one
+_Shape = tuple[int, ...]  # torch.Size is such a tuple
 
 
 class SharedMemoryCollectives(Collectives):
-    """Collectives of CPU ranks on one node, through one shared segment; the same bits on every rank and every run.
+    """Collectives of CPU ranks on one node, through one shared segment, with the same bits on every rank and in every
+    run.
 
-    Each rank has an epoch word, which counts its exchanges, and two buffers. One exchange: copy the own contribution
-    into the buffer of the epoch's parity, publish the epoch, wait for every peer's.
+    Each rank has an epoch word, which counts its exchanges, and two buffers. In one exchange, a rank copies its
+    contribution into the buffer of the epoch's parity, publishes the epoch, and waits for every peer's epoch.
 
-    Why two buffers make one synchronisation enough: a rank writes buffer p again at epoch e + 2. Before that it has
-    waited for every peer's epoch e + 1, and a peer publishes e + 1 only after it has finished reading the buffers of
-    epoch e. So nobody still reads what is overwritten.
+    One synchronisation is enough because there are two buffers: a rank writes buffer p again at epoch e + 2. Before
+    that it has waited for every peer's epoch e + 1, and a peer publishes e + 1 only after it has read the buffers of
+    epoch e.
     """
 
     def __init__(self, segment: Segment, *, rank: int, size: int, timeout_s: float, spin_us: int, buffer_bytes: int):
@@ -44,22 +45,22 @@ class SharedMemoryCollectives(Collectives):
         self._first_buffer = _first_buffer(size)
         self._sleepers = segment.words[FIRST_WORD : FIRST_WORD + size]
         self._peers = [peer for peer in range(size) if peer != rank]
-        # Tensors over the buffers, made once: (parity, dtype, shape of each rank's) to one tensor per rank.
+        # Cached tensors over the buffers: (parity, dtype, shapes of all ranks) to one tensor per rank.
         self._views: dict[tuple[int, torch.dtype, tuple[_Shape, ...]], list[Tensor]] = {}
 
     @classmethod
     def create(
         cls, *, rank: int, size: int, store: Store, timeout_s: float, spin_us: int, buffer_bytes: int = 4 << 20
     ) -> SharedMemoryCollectives:
-        """Rank 0 makes the segment and publishes it in `store`; returns when every rank has mapped it.
+        """Rank 0 creates the segment and publishes it in `store`. Returns when every rank has mapped it.
 
         Args:
-            buffer_bytes: the most one exchange carries; larger tensors go in pieces.
+            buffer_bytes: largest size of one exchange. Larger tensors are sent in pieces.
 
         Raises:
             ConfigError: this processor is not supported.
             DeadlineError: not all ranks came within `timeout_s`.
-            EngineError: the ranks do not share a node.
+            EngineError: the ranks are on different nodes.
         """
         if rank == 0:
             segment = Segment.create(_first_buffer(size) + 2 * size * buffer_bytes)
@@ -90,7 +91,8 @@ class SharedMemoryCollectives(Collectives):
         return x
 
     def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
-        # Nobody reads it any more: it is that of the exchange before the last, which all have left.
+        # No rank reads this buffer any more: it belongs to the exchange before the last one, which all ranks have
+        # finished.
         if 4 * prod(shape) > self._buffer_bytes:
             return None
         return self._buffers(self._epoch + 1, torch.float32, (shape,) * self._size)[self._rank]
@@ -101,7 +103,7 @@ class SharedMemoryCollectives(Collectives):
         most = max(tree.counts)
         step = max(1, self._buffer_bytes // (4 * most * row_size))
         if step < num_rows:
-            nodes = nodes.clone()  # they may lie in the buffer that the first piece goes to
+            nodes = nodes.clone()  # The contributions may lie in the buffer that the first piece overwrites.
         for start in range(0, num_rows, step):
             rows = slice(start, start + step)
             self._sum_nodes(nodes if step >= num_rows else nodes[:, rows].contiguous(), tree, total[rows])
@@ -136,10 +138,8 @@ class SharedMemoryCollectives(Collectives):
             self.all_reduce(flat[start : start + step])
 
     def _all_reduce_sliced(self, x: Tensor) -> None:
-        """Every rank sums one slice of 1-D `x`; the sums are the contributions of a second exchange.
-
-        With all summing everything each rank would read `size` times the tensor; so it reads it twice.
-        """
+        """All-reduces 1-D `x` in two exchanges: every rank sums one slice, then the ranks exchange the sums. So each
+        rank reads the tensor twice, instead of `size` times."""
         count, size = x.numel(), self._size
         bounds = [count * rank // size for rank in range(size + 1)]
         views = self._exchange("all_reduce", x)
@@ -152,12 +152,12 @@ class SharedMemoryCollectives(Collectives):
             x[part] = sums[rank][part]
 
     def _sum_nodes(self, nodes: Tensor, tree: SumTree, total: Tensor) -> None:
-        """Does sum_nodes for rows that fit the buffer; `total` is written."""
+        """sum_nodes for rows that fit in the buffer. Writes `total`."""
         parts = [part for view in self._exchange("sum_nodes", nodes, tree.shapes(total.shape)) for part in view]
         if self._size <= 2 or len(parts) * total.nbytes < _SLICED_BYTES:
             tree.finish(parts, total)
             return
-        # Each rank sums a slice, see _all_reduce_sliced.
+        # Each rank sums one slice, as in _all_reduce_sliced.
         num_rows, size = len(total), self._size
         slices = [slice(num_rows * rank // size, num_rows * (rank + 1) // size) for rank in range(size)]
         sums, own = self._buffers(self._epoch + 1, total.dtype, (total.shape,) * size), slices[self._rank]
@@ -167,11 +167,12 @@ class SharedMemoryCollectives(Collectives):
             total[rows] = sums[rank][rows]
 
     def _exchange(self, name: str, x: Tensor, shapes: tuple[_Shape, ...] | None = None) -> list[Tensor]:
-        """Every rank's contribution, in rank order: views of the buffers, valid until this rank's next exchange.
+        """Exchanges contributions. Returns every rank's, in rank order: views of the buffers, valid until this rank's
+        next exchange.
 
         Args:
-            x: contiguous; perhaps already where it is to be.
-            shapes: of each rank's. None: that of x.
+            x: contiguous. It may already be in this rank's buffer.
+            shapes: shape of each rank's contribution. If None, all have x's shape.
         """
         views = self._buffers(self._epoch + 1, x.dtype, shapes or (x.shape,) * self._size)
         own = views[self._rank].data_ptr()
@@ -194,7 +195,8 @@ class SharedMemoryCollectives(Collectives):
                 spin_s=self._spin_s,
             ):
                 error = late(self._rank, f"rank {peer}", name, self._timeout_s)
-                self.abort(str(error))  # this rank's epoch is lost to the others: the generation ends for all
+                # The other ranks have lost this rank's epoch, so the generation ends for all of them.
+                self.abort(str(error))
                 raise error
 
     def _buffers(self, epoch: int, dtype: torch.dtype, shapes: tuple[_Shape, ...]) -> list[Tensor]:
@@ -218,11 +220,11 @@ class SharedMemoryCollectives(Collectives):
 
 
 def _sleeper_words(size: int) -> int:
-    """Index of the first word after the ranks' sleep marks, on a line of its own."""
+    """Index of the first word after the ranks' sleep marks, on its own cache line."""
     return FIRST_WORD + -(-size // LINE_WORDS) * LINE_WORDS
 
 
 def _first_buffer(size: int) -> int:
-    """Offset of rank 0's first buffer: after the epoch words, on a page border."""
+    """Offset of rank 0's first buffer: after the epoch words, at a page boundary."""
     end = 8 * (_sleeper_words(size) + size * LINE_WORDS)
     return -(-end // 4096) * 4096

@@ -1,7 +1,7 @@
-"""SymmetricMemoryCollectives: CUDA ranks of one node, through memory that each of them has mapped.
+"""SymmetricMemoryCollectives: collectives of CUDA ranks on one node, through memory that all of them have mapped.
 
-Owns the mapping, which is torch's; what is done in it is fused_sum.py's. There is no NCCL here: every wait has a
-deadline and hears of an abort, inside CUDA graphs too, so that a rank can leave whatever another one does.
+This module owns the mapping, which torch makes. fused_sum.py uses the mapped memory. NCCL is not involved: every wait
+has a deadline and can be aborted, also inside CUDA graphs, so a rank can always leave.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from parallel.tree import SumTree
 
 
 class SymmetricMemoryCollectives(Collectives):
-    """Kernels that read and write the other ranks' memory.
+    """Collectives by kernels that read and write the other ranks' memory. A sum has the same bits on every rank.
 
-    A sum has the same bits on every rank. All calls queue work on the current stream and may be captured in CUDA
-    graphs, which hold the addresses of this group's memory. The ranks share one set of flags, so each rank must use one
-    stream for all of its calls, and the thread's current device must be the group's. Each rank is a process of its own:
-    torch exchanges the mappings through a socket named after it.
+    All calls queue work on the current stream and can be captured in CUDA graphs, which hold the addresses of this
+    group's memory. The ranks share one set of flags, so each rank must use one stream for all calls, and the thread's
+    current device must be the group's. Each rank must be a process, because torch exchanges the mappings through a
+    socket named after the process.
     """
 
     def __init__(
@@ -45,11 +45,12 @@ class SymmetricMemoryCollectives(Collectives):
     def create(
         cls, *, rank: int, size: int, store: Store, device: torch.device, timeout_s: float, sizes: PeerSizes
     ) -> SymmetricMemoryCollectives:
-        """Connects to the other ranks, maps their memory and exchanges something; returns when all have.
+        """Connects to the other ranks, maps their memory and tests it with an exchange. Returns when all ranks have
+        done so.
 
         Args:
-            store: whose keys nobody else may use.
-            sizes: the same on every rank.
+            store: no other code may use its keys.
+            sizes: equal on every rank.
 
         Raises:
             DeadlineError: not all ranks came within `timeout_s`.
@@ -68,7 +69,7 @@ class SymmetricMemoryCollectives(Collectives):
             ) from error
         memory.zero_()
         torch.cuda.synchronize(device)
-        registration.meet("cleared")  # a flag that came before would be lost
+        registration.meet("cleared")  # A flag that arrives before this would be lost.
         peers = PeerMemory(memory, mapping.buffer_ptrs, sizes, rank=rank, timeout_s=timeout_s)
         self = cls(size, peers, mapping, registration, device)
         try:
@@ -80,7 +81,7 @@ class SymmetricMemoryCollectives(Collectives):
 
     @classmethod
     def alone(cls, *, rank: int, size: int, device: torch.device, sizes: PeerSizes) -> SymmetricMemoryCollectives:
-        """Collectives of a rank that takes its own memory for everybody's; see `TensorParallelGroup.alone`."""
+        """Collectives of a rank that uses its own memory in place of the others'. See `TensorParallelGroup.alone`."""
         memory = torch.zeros(PeerMemory.bytes_of(sizes), dtype=torch.uint8, device=device)
         peers = PeerMemory(memory, (memory.data_ptr(),) * size, sizes, rank=rank, timeout_s=1.0)
         peers.give_up()
@@ -98,7 +99,7 @@ class SymmetricMemoryCollectives(Collectives):
     def barrier(self) -> None:
         token = torch.zeros(1, dtype=torch.int32, device=self._device)
         self.all_gather(torch.empty(self._size, dtype=torch.int32, device=self._device), token)
-        await_stream(self._device)  # the kernel's deadline ends it
+        await_stream(self._device)  # the kernel's own deadline ends the wait
         self.check_alive()
 
     def check_alive(self) -> None:
@@ -126,7 +127,7 @@ class SymmetricMemoryCollectives(Collectives):
 
 
 class _Registration:
-    """A name by which torch's kernels find the ranks, which need no default process group for it."""
+    """The name by which torch's kernels find the ranks without a default process group."""
 
     def __init__(self, *, rank: int, size: int, store: Store, timeout_s: float) -> None:
         self.size = size
@@ -138,13 +139,14 @@ class _Registration:
             store.set("name", f"lockstep-{uuid.uuid4().hex}")
         self.meet("here")
         self.name = store.get("name").decode()
-        # Both are kept: the registry refers to the group weakly, and torch's C++ calls the store's Python methods.
+        # Both objects must be held here: the registry holds the group weakly, and torch's C++ calls the store's Python
+        # methods.
         self._store = RecountedStore(PrefixStore("symmetric_memory", store), timeout)
         self._group = ProcessGroup(self._store, rank, size)
         _register_process_group(self.name, self._group)  # type: ignore[arg-type]  # a NewType of str, newer than 2.11
 
     def meet(self, what: str) -> None:
-        """Returns once every rank has called it with these words; raises DeadlineError where one does not come."""
+        """Returns once every rank has called it with the same words. Raises DeadlineError if a rank does not come."""
         keys = [f"{what}/{rank}" for rank in range(self.size)]
         self._keys.set(keys[self._rank], "1")
         try:
@@ -153,11 +155,11 @@ class _Registration:
             raise late(self._rank, "the other ranks", "the meeting of the ranks", self._timeout_s) from error
 
     def map(self, num_bytes: int, device: torch.device) -> tuple[Tensor, Any]:
-        """A new [num_bytes] uint8 tensor, mapped by every rank; and torch's handle of the mapping.
+        """Allocates a [num_bytes] uint8 tensor that every rank maps. Returns it and torch's handle of the mapping.
 
         Raises:
             EngineError: the mapping uses multicast.
-            RuntimeError: torch's, of whatever else fails.
+            RuntimeError: from torch, if anything else fails.
         """
         with torch.cuda.device(device):
             buffer = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
@@ -174,11 +176,11 @@ class _Registration:
 
 
 class RecountedStore(Store):
-    """`store` for one meeting of torch's symmetric memory, whose exchanges it counts from 0.
+    """The store for one meeting of torch's symmetric memory, which counts exchanges from 0.
 
-    torch names the keys of an exchange <prefix>/<count>/<rank> where count runs since the process started (torch issue
-    196082). Without this a rank that lives through several generations and one that was just started would wait for
-    each other's keys. Waits end after `timeout`.
+    torch names the keys of an exchange <prefix>/<count>/<rank>, and counts from the start of the process (torch issue
+    196082). Without this wrapper, a rank that lives through several generations and a newly started rank would wait for
+    different keys. Waits end after `timeout`.
     """
 
     def __init__(self, store: Store, timeout: timedelta) -> None:

@@ -1,1 +1,1 @@
-"""Triton kernels of the group's collectives. Imported on CUDA only: a CPU install has no Triton."""
+"""Triton kernels of the group's collectives. Imported on CUDA only, because a CPU install has no Triton."""

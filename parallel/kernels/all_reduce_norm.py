@@ -1,17 +1,17 @@
-"""Kernels by which ranks sum and share rows through memory that every rank has mapped.
+"""Kernels by which ranks sum and exchange rows through memory that every rank has mapped.
 
-    all_reduce_add_norm    one kernel sums over the ranks, adds to the residual stream and norms: each rank reads all
-    reduce_norm_share      the same where rows are many: each rank sums its share of them and writes it to all
-    gather, look_up        each rank writes what it has to all
+    all_reduce_add_norm    one kernel sums over the ranks, adds to the residual and norms: each rank reads all summands
+    reduce_norm_share      the same for many rows: each rank sums its share of the rows and writes it to all ranks
+    gather, look_up        each rank writes what it has to all ranks
 
-A program meets the programs of its number on the other ranks, and no others. Summands are added in one order, so the
-bits are the same on every rank: in rank order, or, where summands are nodes of a tree, as the tree says. Block size and
-warps follow from the row length alone, as in worker/kernels/norm.py.
+A program only meets the programs with its number on the other ranks. Summands are added in one order, so the bits are
+the same on every rank: rank order, or the tree's order if the summands are nodes of a tree. Block size and warps depend
+only on the row length, as in worker/kernels/norm.py.
 
-The memory of a rank starts with flags, two of [MAX_RANKS, MAX_PROGRAMS] int32 by who wrote them: those of sums, and
-those of what is shared. Epochs count each program's meetings: `state` holds them, [2 * MAX_PROGRAMS + 1] int32 of this
-rank alone, zeros at first, and last why a wait was given up. Once one was, nothing signals or waits any more, and
-results are of whatever lies in the memory.
+The memory of a rank starts with flags, two arrays of [MAX_RANKS, MAX_PROGRAMS] int32 indexed by the writing rank: one
+for sums, one for exchanged rows. Epochs count each program's meetings. They are in `state`, [2 * MAX_PROGRAMS + 1]
+int32 of this rank alone, initially zeros; its last element is the reason why a wait gave up. After that nothing signals
+or waits any more, and results are meaningless.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from parallel.tree import Additions
 STATE_WORDS = 2 * MAX_PROGRAMS + 1
 _MAX_PROGRAMS: tl.constexpr = tl.constexpr(MAX_PROGRAMS)
 _SHARE_FLAGS: tl.constexpr = tl.constexpr(FLAG_BYTES // 2)
-# Two programs of up to 8 warps fit an SM with so many registers a thread; all programs of a launch must run at once.
+# With this many registers per thread, two programs of up to 8 warps fit on an SM. All programs of a launch must run at
+# once.
 _MAX_REGISTERS = 128
 _GATHER_WORDS = 1024
 LATE = 2
-"""The mark of a program that gave up waiting at its deadline; 1 if the host ended the wait."""
+"""Written by a program that gave up at its deadline. 1 if the host ended the wait."""
 
-# Threads 0 to num_ranks - 1 each write one rank's flag, and wait for the one that this rank wrote here.
-# The GEMM that wrote the summands ran before on this stream, so they happen before the release, which is cumulative:
-# who acquires the flag sees them.
+# Threads 0 to num_ranks - 1 each write one rank's flag and wait for the flag that this rank wrote here. The product
+# that wrote the summands ran earlier on this stream, so its writes happen before the release, which is cumulative: a
+# rank that acquires the flag sees them.
 _SIGNAL: tl.constexpr = tl.constexpr("""
 {
     .reg .pred mine;
@@ -49,7 +50,7 @@ _SIGNAL: tl.constexpr = tl.constexpr("""
     mov.b32 $0, 0;
 }
 """)
-# A wait looks 1 in 1024 polls, about every half millisecond, at the clock and at the word by which the host ends it.
+# A wait reads the clock, and the word by which the host ends it, in 1 of 1024 polls: about every half millisecond.
 _WAIT: tl.constexpr = tl.constexpr("""
 {
     .reg .pred apart, behind, soon, first, aborted, early;
@@ -88,14 +89,15 @@ DONE:
 
 @triton.jit
 def _signalling_thread(given_up, num_ranks: tl.constexpr):
-    """The rank that this thread signals and waits for; `num_ranks` and above: none. Triton takes it for a scalar."""
+    """The rank that this thread signals and waits for. None if it is `num_ranks` or more. Triton treats it as a
+    scalar."""
     thread = tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
     return tl.where(given_up != 0, num_ranks, thread)
 
 
 @triton.jit
 def _signal(bases, thread, flag_offset, epoch):
-    """Tells the programs of this row on all ranks, this one among them, that it has come to `epoch`."""
+    """Signals to the programs of this row on all ranks, including this one, that this program has reached `epoch`."""
     base = bases[0].to(tl.int64)
     for rank in tl.static_range(1, len(bases)):
         base = tl.where(thread == rank, bases[rank].to(tl.int64), base)
@@ -106,7 +108,7 @@ def _signal(bases, thread, flag_offset, epoch):
 
 @triton.jit
 def _wait(num_ranks: tl.constexpr, thread, flag_address, epoch, given_up_ptr, host_words, timeout_ns):
-    """Returns once the programs of this row on all ranks have come to `epoch`, or it gave up waiting."""
+    """Returns once the programs of this row on all ranks have reached `epoch`, or the wait gave up."""
     tl.inline_asm_elementwise(
         _WAIT,
         "=r,r,r,l,r,l,l,l",
@@ -115,19 +117,20 @@ def _wait(num_ranks: tl.constexpr, thread, flag_address, epoch, given_up_ptr, ho
         is_pure=False,
         pack=1,
     )
-    tl.debug_barrier()  # now all threads see what the few that waited have acquired
+    tl.debug_barrier()  # now all threads see what the waiting threads acquired
 
 
 @triton.jit
 def _nodes_of_ranks(bases, offset, node_bytes, columns, inside, NODES: tl.constexpr, DTYPE: tl.constexpr):
-    """fp32 elements `columns` of the nodes (rank, number), `offset + number * node_bytes` bytes into rank's memory."""
+    """Loads fp32 `columns` of node (rank, number), which starts `offset + number * node_bytes` bytes into the rank's
+    memory."""
     values = ()
     for i in tl.static_range(len(NODES)):
-        # Rows start at multiples of 16 bytes: the compiler loses that on the way from a number to a pointer.
+        # Rows start at multiples of 16 bytes, which the compiler cannot see from the address arithmetic.
         address = bases[NODES[i][0]].to(tl.int64) + offset + NODES[i][1] * node_bytes
         node_ptr = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
-        # Not volatile: of fp32 a thread takes two times 16 bytes of a sector, which would come twice. What the L1 cache
-        # held from before is gone, since a thread of this program has acquired.
+        # Not volatile: a thread loads 16 fp32 bytes twice per sector, and volatile loads would fetch the sector twice.
+        # Stale data in the L1 cache is gone, because a thread of this program has acquired.
         values = append(values, tl.load(node_ptr + columns, mask=inside, other=0.0).to(tl.float32))
     return values
 
@@ -149,7 +152,8 @@ def _all_reduce_add_norm_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     residual_ptr += row.to(tl.int64) * residual_stride
-    # Before the wait, because no other rank writes these; after the signal, which would wait for them.
+    # These loads come before the wait, because no other rank writes this data, and after the signal, which would wait
+    # for them.
     residual = tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     flag_address = own + (thread * _MAX_PROGRAMS + row) * 4
@@ -188,7 +192,7 @@ def _reduce_norm_share_kernel(
     dtype: tl.constexpr = tl.float32 if IN_FP32 else kept
     row_bytes: tl.constexpr = SIZE * (dtype.primitive_bitwidth // 8)
     node_bytes = num_rows.to(tl.int64) * row_bytes
-    # Row i of a run of as many rows as there are ranks is rank i's; programs take runs in turn.
+    # In each run of as many rows as there are ranks, row i belongs to rank i. Programs take runs in turn.
     num_runs = tl.cdiv(num_rows, num_ranks)
     for run in range(program, num_runs, tl.num_programs(0)):
         row = tl.cast(run, tl.int64) * num_ranks + rank
@@ -198,13 +202,13 @@ def _reduce_norm_share_kernel(
             nodes = _nodes_of_ranks(bases, offset, node_bytes, columns, inside, NODES, dtype)
             rounded = (residual + finish(nodes, ADDS)[2 * len(ADDS)]).to(kept)
             scale = scale_of(rounded.to(tl.float32), eps, SIZE)
-            # Nobody else reads this row of any rank's summands, so the sum takes their place.
+            # No other rank reads this row of any rank's summands, so the sum overwrites it.
             for other in tl.static_range(num_ranks):
                 base = bases[other].to(tl.int64)
                 sum_ptr = tl.multiple_of((base + offset).to(tl.pointer_type(kept)), 16)
                 tl.store(sum_ptr + columns, rounded, mask=inside)
                 tl.store((base + scales_offset + row * 4).to(tl.pointer_type(tl.float32)), scale)
-    tl.debug_barrier()  # all threads have written what the few that signal release
+    tl.debug_barrier()  # all threads have written what the signalling threads release
     thread = _signalling_thread(tl.load(given_up_ptr, volatile=True), num_ranks)
     _signal(bases, thread, flag_offset, epoch + 1)
     _wait(num_ranks, thread, flag_address, epoch + 1, given_up_ptr, host_words, timeout_ns)
@@ -231,11 +235,11 @@ def _write_to_all(bases, offset, words, columns, inside):
 
 @triton.jit
 def _meet_to_share(bases, own, rank, state_ptr, epoch, host_words, timeout_ns):
-    """Returns once the programs of this number have written to all, or it gave up waiting."""
+    """Returns once the programs of this number have written to all ranks, or the wait gave up."""
     program = tl.program_id(0)
     num_ranks: tl.constexpr = len(bases)
     given_up_ptr = state_ptr + 2 * _MAX_PROGRAMS
-    tl.debug_barrier()  # all threads have written what the few that signal release
+    tl.debug_barrier()  # all threads have written what the signalling threads release
     thread = _signalling_thread(tl.load(given_up_ptr), num_ranks)
     _signal(bases, thread, _SHARE_FLAGS + (rank * _MAX_PROGRAMS + program) * 4, epoch)
     flag_address = own + _SHARE_FLAGS + (thread * _MAX_PROGRAMS + program) * 4
@@ -251,7 +255,7 @@ def _gather_kernel(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_ranks: tl.constexpr = len(bases)
     epoch = tl.load(state_ptr + _MAX_PROGRAMS + program) + 1
-    # A program has an area of its own in either half, and takes the halves in turn: see PeerMemory.
+    # Each program has its own area in either half and alternates between the halves. See PeerMemory.
     area = area_offset + (epoch & 1) * half_bytes + program * (half_bytes // _MAX_PROGRAMS)
     columns = tl.arange(0, BLOCK)
     num_blocks = tl.cdiv(num_words, BLOCK)
@@ -297,23 +301,24 @@ def _look_up_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The ranks' memory, as every kernel is given it."""
+    """The ranks' memory, as kernels receive it."""
 
     bases: tuple[int, ...]
-    """The start of each rank's mapped memory in this rank's address space."""
+    """Start of each rank's mapped memory in this rank's address space."""
     rank: int
     state: torch.Tensor
-    """See the module."""
+    """The epochs. See the module's docstring."""
     host_words: int
-    """Address of two int32 in the host's memory that the device can read and write: the host sets the first to end the
-    waits, the device the second to say that it gave up, and why."""
+    """Address of two int32 in host memory that the device can access. The host sets the first to end the waits. The
+    device sets the second to report that it gave up, and why."""
     timeout_ns: int
-    """How long a program waits for another rank's."""
+    """How long a program waits for another rank's, in ns."""
     num_sms: int
-    """SMs of each rank's device. All programs of a launch run at once: one on an SM, or two of at most 8 warps."""
+    """Number of SMs of each rank's device. All programs of a launch run at once: one per SM, or two of at most 8
+    warps."""
 
     def num_programs(self, wanted: int, num_warps: int) -> int:
-        """Programs of a launch that has work for so many."""
+        """Number of programs for a launch with this much work."""
         return min(wanted, MAX_PROGRAMS, self.num_sms * (2 if num_warps <= 8 else 1))
 
 
@@ -328,24 +333,24 @@ def all_reduce_add_norm(
     adds: Additions = (),
     scales_offset: int | None = None,
 ) -> torch.Tensor:
-    """Adds the sum of all ranks' summands to `residual` in place and returns the RMS norm of that (rounded) sum.
+    """Adds the sum of all ranks' summands to `residual` in place and returns the RMS norm of the rounded result.
 
-    The summands are added in fp32 in rank order, or nodes by `adds`, then the residual; that is rounded
-    once, and its norm once more. Every rank launches it with the same shapes, in the same order.
+    Summands are added in fp32 in rank order (nodes by `adds`), then the residual. The result is rounded once, and its
+    norm once more. Every rank must launch this with the same shapes, in the same order.
 
     Args:
-        residual: [num_rows, size], rows any distance apart; the same on every rank. Without `scales_offset` at most as
-            many rows as SMs: a program for each, and all must run at once.
-        weight: [size], bf16 or fp32.
-        data_offset: bytes from a rank's base to the summands, [num_rows, size] of the residual's dtype, contiguous;
-            with `counts` [counts[rank], num_rows, size] fp32.
-        counts: of each rank, its nodes of a tree: then the bits are those of tree_sum.sum_add_norm.
-        adds: over all nodes, the first rank's first.
-        scales_offset: bytes to num_rows fp32 for the norms' scales. With it each rank sums every size'th row alone and
-            writes it to all, where the first summand lay, so each rank has memory for one there.
+        residual: [num_rows, size] with any row stride, equal on every rank. Without `scales_offset`, at most as many
+            rows as SMs, because each row has a program and all must run at once.
+        weight: [size] bf16 or fp32.
+        data_offset: bytes from a rank's base to its summands, [num_rows, size] in the residual's dtype, contiguous.
+            With `counts`, [counts[rank], num_rows, size] fp32.
+        counts: number of each rank's nodes of a tree. The bits are then those of tree_sum.sum_add_norm.
+        adds: additions over all nodes, in rank order.
+        scales_offset: bytes to num_rows fp32 for the norms' scales. If given, each rank sums only every size'th row and
+            writes it to all ranks, over the first summand, for which each rank must have memory.
 
     Returns:
-        [num_rows, size], contiguous, of the residual's dtype.
+        [num_rows, size], contiguous, in the residual's dtype.
     """
     num_rows, size = residual.shape
     out = torch.empty((num_rows, size), dtype=residual.dtype, device=residual.device)
@@ -380,8 +385,8 @@ def gather(out: torch.Tensor, x: torch.Tensor, peers: Peers, *, area_offset: int
     """Fills `out` [num_ranks, num_words] int32 with every rank's contiguous `x` [num_words].
 
     Args:
-        area_offset: bytes from a rank's base to two halves of memory for what is shared.
-        half_bytes: the size of one, a multiple of MAX_PROGRAMS * 16.
+        area_offset: bytes from a rank's base to the two halves for exchanged rows.
+        half_bytes: size of a half, a multiple of MAX_PROGRAMS * 16.
     """
     num_ranks = len(peers.bases)
     most = peers.num_programs(MAX_PROGRAMS // 2, 4)
@@ -399,19 +404,22 @@ def gather(out: torch.Tensor, x: torch.Tensor, peers: Peers, *, area_offset: int
 def look_up(
     ids: torch.Tensor, row_of: torch.Tensor, rows: torch.Tensor, peers: Peers, *, area_offset: int, half_bytes: int
 ) -> torch.Tensor:
-    """The rows of `ids` [num_ids] int64, each written to all by the rank that holds it: [num_ids, row_size].
+    """Looks up the rows of `ids` [num_ids] int64. The rank that holds a row writes it to all ranks.
 
     Args:
-        row_of: [vocab_size] int32: where in `rows` an id is; len(rows) - 1 where another rank has it.
-        rows: [num_held + 1, row_size], contiguous, row_size a multiple of 16 bytes.
-        area_offset: as `gather` has it, as half_bytes, in which each program has room for a row.
+        row_of: [vocab_size] int32: index in `rows` of each id; len(rows) - 1 if another rank has it.
+        rows: [num_held + 1, row_size], contiguous; row_size is a multiple of 16 bytes.
+        area_offset: see `gather`, like half_bytes. Each program must have room for a row.
+
+    Returns:
+        [num_ids, row_size].
     """
     out = torch.empty((len(ids), rows.shape[1]), dtype=rows.dtype, device=rows.device)
     num_words = rows.shape[1] * rows.element_size() // 4
     block = triton.next_power_of_2(num_words)
     num_warps = min(max(block // 512, 1), 8)
     most = peers.num_programs(len(ids), num_warps)
-    step = half_bytes // MAX_PROGRAMS // (4 * num_words) * most  # all of them at once on a device of 128 SMs or more
+    step = half_bytes // MAX_PROGRAMS // (4 * num_words) * most  # all run at once on a device with 128 or more SMs
     for start in range(0, len(ids), max(step, 1)):
         piece = ids[start : start + step]
         _look_up_kernel[(min(len(piece), most),)](
@@ -425,7 +433,7 @@ def look_up(
 
 @functools.lru_cache(maxsize=256)
 def nodes_of(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """(rank, number) of each node, the first rank's first."""
+    """(rank, number) of each node, in rank order."""
     return tuple((rank, i) for rank, count in enumerate(counts) for i in range(count))
 
 

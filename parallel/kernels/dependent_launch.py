@@ -1,9 +1,9 @@
-"""Kernels that are started before the one in front of them is done, on GPUs from compute capability 9.0 on.
+"""Dependent launches: kernels that start before the kernel before them is done, on compute capability 9.0 and later.
 
-A kernel that is launched so (`launch_pdl`) waits in `follow` before it reads what the kernel in front of it writes, or
-writes anything. Every program waits, so when one kernel is done, all in front of it are, and the next, started as
-usual, finds them so. It lets the next start after that alone, so that when a kernel starts, all but the one in front of
-it are done: what comes from them, and weights, may be read before the wait, and costs nothing there.
+A kernel launched this way (`launch_pdl`) waits in `follow` before it reads results of the kernel before it, and before
+it writes anything. Every program waits, so when one kernel is done, all kernels before it are done too. A kernel lets
+the next one start only after its own wait. So when a kernel starts, all kernels except the one directly before it are
+done: their results, and weights, may be read before the wait.
 """
 
 from __future__ import annotations
@@ -16,37 +16,40 @@ import triton.language as tl
 
 _FROM = (9, 0)
 _MOST_ROWS = 64
-"""Two H200s took 1.3 % longer for 256 rows of an 8B model when all was launched so, and for 64 no longer."""
+"""With dependent launches for every kernel, two H200s took 1.3 % longer for 256 rows of an 8B model, and no longer for
+64."""
 _FEW_PROGRAMS = tl.constexpr(8)
-"""Programs of a short kernel beside which the next one's find even room: with 16 of them, products of 16 rows of an 8B
-model took 2 % longer on an H200."""
+"""Largest number of programs of a short kernel beside which the next kernel's programs are placed evenly. With 16,
+products of 16 rows of an 8B model took 2 % longer on an H200."""
 
 
 @functools.cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel on `device` can be started before the one in front of it is done, and wait for it there."""
+    """Whether `device` supports dependent launches."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FROM
 
 
 def is_dependent(device: torch.device, num_rows: int) -> bool:
-    """Whether a step's kernel for so many rows is launched so: with many, kernels that start early are in the way."""
+    """Whether a step's kernels for this number of rows use dependent launches. With many rows, kernels that start early
+    slow down the others."""
     return num_rows <= _MOST_ROWS and has_dependent_launch(device)
 
 
 @triton.jit
 def follow(DEPENDENT: tl.constexpr):
-    """Waits until all that the kernels in front wrote can be seen, where this one may have been started before."""
+    """Waits until all writes of the kernels before this one are visible, if it may have been launched before they were
+    done."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def let_next_start(DEPENDENT: tl.constexpr):
-    """Lets the next kernel's programs take what room there is, once every program of this one has come here.
+    """Lets the next kernel start once every program of this one has called this.
 
-    A program that keeps its multiprocessor busy for long comes here late: programs that start beside it are placed
-    where there is room, not evenly, and as they lie they run afterwards. In front of the second product of one token's
-    experts that made 20 us of 10 on an H200.
+    A program that keeps its SM busy for long should call this late: programs of the next kernel that start beside it
+    are placed where there is room, which is uneven, and stay there. Before the second product of one token's experts,
+    that made 20 us of 10 on an H200.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -54,8 +57,9 @@ def let_next_start(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def let_next_start_beside(DEPENDENT: tl.constexpr):
-    """Lets it start beside a short kernel that has just waited, if that has few programs: beside more of them, the next
-    kernel's would lie unevenly. A kernel that calls this says so at its end as well."""
-    if DEPENDENT:  # noqa: SIM102 -- Triton leaves out what stands below, but not behind an `and`
+    """Lets the next kernel start beside this short one, directly after its wait, if this one has few programs. Beside
+    more programs, the next kernel's would be placed unevenly. A kernel that calls this must also call `lead` at its
+    end."""
+    if DEPENDENT:  # noqa: SIM102 -- Triton drops the inner branch, but not the right side of an `and`
         if tl.num_programs(0) * tl.num_programs(1) <= _FEW_PROGRAMS:
             tl.extra.cuda.gdc_launch_dependents()

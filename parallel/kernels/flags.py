@@ -1,7 +1,8 @@
-"""The flags by which programs of several ranks meet; whoever only plans their memory has no Triton."""
+"""Sizes of the flags by which programs of several ranks meet. Separate from the kernels, because planning the memory
+must not need Triton."""
 
 MAX_RANKS = 8
 MAX_PROGRAMS = 256
-"""The most programs of a launch that waits for other ranks."""
+"""Largest number of programs of a launch that waits for other ranks."""
 FLAG_BYTES = 2 * 4 * MAX_RANKS * MAX_PROGRAMS
-"""Bytes of the flags that the ranks' memory begins with."""
+"""Bytes of the flags at the start of a rank's memory."""

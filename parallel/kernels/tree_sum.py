@@ -1,9 +1,9 @@
-"""Sums of a tree's nodes: the fp32 additions that are left once every rank has summed its own subtrees.
+"""Kernels that finish the sum of a tree: the fp32 additions that remain after every rank has summed its subtrees.
 
-Which nodes are added to which is compiled in, so the bits are those of the tree whoever finishes it, and from wherever
-the nodes come. The norm behind a sum is part of its kernel: block and warps follow from the row length alone, and no
-product is contracted with an addition, so that `sum_add_norm` and the kernel that reads other ranks' memory
-(all_reduce_norm.py) give a row the same bits.
+The additions are compiled in, so the bits are those of the tree, whichever rank adds and wherever the nodes are. The
+norm after a sum is part of the kernel. Its block size and warps depend only on the row length, and no product is fused
+with an addition, so that `sum_add_norm` and the kernel that reads other ranks' memory (all_reduce_norm.py) give the
+same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def append(values, value):
 
 @triton.jit
 def finish(values, ADDS: tl.constexpr):
-    """`values` and after them the results of ADDS, of which the last is the root."""
+    """`values`, followed by the results of ADDS. The last one is the root."""
     for i in tl.static_range(len(ADDS)):
         values = append(values, values[ADDS[i][0]] + values[ADDS[i][1]])
     return values
@@ -36,13 +36,13 @@ def finish(values, ADDS: tl.constexpr):
 
 @triton.jit
 def scale_of(total, eps, SIZE: tl.constexpr):
-    """The factor of a row of SIZE elements in its RMS norm."""
+    """The RMS norm's factor for a row of SIZE elements."""
     return tl.rsqrt(tl.sum(total * total, axis=0) / SIZE + eps)
 
 
 @triton.jit
 def add_norm_row(out_ptr, residual_ptr, x, residual, weight, columns, inside, eps, SIZE: tl.constexpr):
-    """Writes residual + x, rounded, and its norm; `x`, `residual` and `weight` are fp32."""
+    """Writes residual + x, rounded, and its norm. `x`, `residual` and `weight` are fp32."""
     rounded = (residual + x).to(residual_ptr.dtype.element_ty)
     tl.store(residual_ptr + columns, rounded, mask=inside)
     total = rounded.to(tl.float32)
@@ -99,14 +99,14 @@ def sum_subtrees(
     out: torch.Tensor,
     places: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """The roots of trees, each rounded once.
+    """Computes roots of trees and rounds each once.
 
     Args:
-        nodes: [num_places, num_rows, size] fp32, each [num_rows, size] contiguous.
-        adds: over the nodes that lie at `places`, in this order; addition i is value len(places) + i.
-        roots: which values.
-        out: [len(roots), num_rows, size], contiguous, any float dtype; written.
-        places: by default all of `nodes`. In a gathered tensor, the ones that ranks have filled.
+        nodes: [num_places, num_rows, size] fp32; each [num_rows, size] is contiguous.
+        adds: additions over the nodes at `places`, in this order. The result of addition i is value len(places) + i.
+        roots: indices of the values to write.
+        out: [len(roots), num_rows, size], contiguous, any float dtype, written.
+        places: indices into `nodes`, by default all. In a gathered tensor, the ones that ranks have filled.
 
     Returns:
         `out`.
@@ -139,20 +139,20 @@ def sum_add_norm(
     *,
     places: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Adds the root of a tree to `residual` in place and returns the RMS norm of that (rounded) sum.
+    """Adds the root of a tree to `residual` in place and returns the RMS norm of the rounded result.
 
-    The root stays fp32; residual + root is rounded once to the residual's dtype, and its norm once more. Rows are
-    independent of each other: any slice of them gives the same bits.
+    The root stays fp32. residual + root is rounded once to the residual's dtype, and its norm once more. Rows are
+    independent: any slice of them gives the same bits.
 
     Args:
-        nodes: [num_places, num_rows, size] fp32, elements of a row side by side.
-        adds: over the nodes that lie at `places`, in this order.
-        residual: [num_rows, size], rows any distance apart.
-        weight: [size], of the residual's dtype or fp32.
-        places: by default all of `nodes`. In a gathered tensor, the ones that ranks have filled.
+        nodes: [num_places, num_rows, size] fp32; the elements of a row are contiguous.
+        adds: additions over the nodes at `places`, in this order.
+        residual: [num_rows, size] with any row stride.
+        weight: [size] in the residual's dtype or fp32.
+        places: indices into `nodes`, by default all. In a gathered tensor, the ones that ranks have filled.
 
     Returns:
-        [num_rows, size], contiguous, of the residual's dtype.
+        [num_rows, size], contiguous, in the residual's dtype.
     """
     num_rows, size = residual.shape
     assert nodes.dtype is torch.float32, f"nodes are fp32, not {nodes.dtype}"
@@ -184,6 +184,7 @@ def sum_add_norm(
 
 
 def block_of_row(size: int) -> tuple[int, int]:
-    """Block size and warps of a row in kernels with a norm: two 16-byte loads a thread in bf16, 8 warps at 4096."""
+    """Block size and number of warps for a row in kernels with a norm: two 16-byte bf16 loads per thread, 8 warps at
+    4096."""
     block = 1 << (size - 1).bit_length()
     return block, min(max(block // 512, 1), 16)

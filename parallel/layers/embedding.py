@@ -1,4 +1,4 @@
-"""The vocabulary of one rank: embedding rows in, logits out. Which ids a rank holds comes from the ShardPlan."""
+"""The vocabulary on one rank: the embedding and the LM head. The ShardPlan says which ids a rank holds."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ class _Rows(Protocol):
 
 
 class _PlainRows:
-    """Rows of the vocabulary as they lie in a checkpoint: [num_rows, hidden_size], for GPUs."""
+    """Rows of the vocabulary as in a checkpoint, [num_rows, hidden_size], for GPUs."""
 
     def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.rows = torch.empty(num_rows, hidden_size, dtype=dtype, device=device)
 
     def read(self, source: TensorSource, name: str, span: Span) -> None:
-        """Reads rows `span` of tensor `name` to the first ones."""
+        """Reads rows `span` of tensor `name` into the first rows."""
         source.read(name, self.rows[: span.size], rows=span)
 
     def fill(self, row: int, value: float) -> None:
         self.rows[row] = value
 
     def lookup(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size]."""
+        """Looks up rows: [num_tokens, hidden_size]."""
         return torch.index_select(self.rows, 0, rows)
 
     def weight(self, num_rows: int, arithmetic: Arithmetic) -> Weight:
-        """A weight of the first rows, which are shared."""
+        """A weight over the first rows, which shares their memory."""
         return arithmetic.weight(self.rows[:num_rows], None)
 
 
 class _PackedRows:
-    """Rows packed for products on a CPU, which a tied LM head reads from beginning to end: a lookup picks its row out
-    of a tile's lanes, which costs a few microseconds a token."""
+    """Rows packed for products on a CPU, for a tied LM head that reads all of them. A lookup has to gather its row from
+    a tile, which costs a few microseconds per token."""
 
     def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._packed = torch.empty(-(-num_rows // TILE), hidden_size, TILE, dtype=dtype, device=device)
@@ -72,9 +72,11 @@ def _vocabulary_rows(num_rows: int, hidden_size: int, dtype: torch.dtype, device
 
 
 class VocabParallelEmbedding:
-    """Rows `plan.vocab[rank]` of the embedding; ids of other ranks contribute -0.0, which changes no bit of a sum.
+    """Rows `plan.vocab[rank]` of the embedding. For other ranks' ids it contributes -0.0, which changes no bit of a
+    sum.
 
-    Those ids all look up one more row, of that: no NaN or infinity of this rank's rows can reach their tokens.
+    All ids of other ranks look up one additional row of -0.0. So no NaN or infinity in this rank's rows can reach other
+    tokens.
     """
 
     def __init__(
@@ -86,8 +88,8 @@ class VocabParallelEmbedding:
         self._dtype = dtype
         self._device = device
         self._vocab_size = plan.vocab[-1].stop
-        self._rows: _Rows | None = None  # span.size + 1 of them
-        self._row_of: torch.Tensor | None = None  # [vocab_size] int32: where in _rows an id is
+        self._rows: _Rows | None = None  # span.size + 1 rows
+        self._row_of: torch.Tensor | None = None  # [vocab_size] int32: index in _rows of each id
 
     def load(self, source: TensorSource, name: str) -> None:
         """Reads this rank's rows of `name`.weight."""
@@ -99,14 +101,16 @@ class VocabParallelEmbedding:
         self._row_of[slice(*self._span)] = torch.arange(num_rows, dtype=torch.int32, device=self._device)
 
     def tied_weight(self, arithmetic: Arithmetic) -> Weight:
-        """The LM head's weight where it is this one; its rows stay the only copy."""
+        """The weight for a tied LM head, which shares this embedding's memory."""
         assert self._rows is not None, "weight before load"
         return self._rows.weight(self._span.size, arithmetic)
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids [num_tokens] int64 -> [num_tokens, hidden_size], the caller's own.
+        """Looks up input_ids [num_tokens] int64. An id outside the vocabulary raises IndexError on CPU; on CUDA it
+        makes the device unusable for the process.
 
-        An id outside the vocabulary raises IndexError on CPU; on CUDA it ends the process's use of the device.
+        Returns:
+            [num_tokens, hidden_size], a tensor that belongs to the caller.
         """
         assert self._rows is not None, "forward before load"
         assert self._row_of is not None, "forward before load"
@@ -120,7 +124,7 @@ class VocabParallelEmbedding:
 
 
 class ParallelLMHead:
-    """Logits of rows `plan.vocab[rank]`; `whole_logits` puts those of all ranks together."""
+    """The LM head: logits of rows `plan.vocab[rank]`. `whole_logits` combines those of all ranks."""
 
     def __init__(
         self,
@@ -148,30 +152,37 @@ class ParallelLMHead:
         self._weight = rows.weight(span.size, self._arithmetic)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Uses the embedding's weight, which stays the only copy of these rows."""
+        """Uses the embedding's weight and memory."""
         self._weight = embedding.tied_weight(self._arithmetic)
 
     @property
     def num_local_columns(self) -> int:
-        """This rank's columns of the logits."""
+        """The vocabulary ids of this rank's columns."""
         return self._plan.vocab[self._group.rank].size
 
     def local_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden [num_rows, hidden_size] -> logits [num_rows, num_local_columns] fp32, never rounded.
+        """Computes logits in fp32 without rounding.
 
         Args:
-            out: to write to. None: a new tensor.
+            hidden: [num_rows, hidden_size].
+            out: [num_rows, num_local_columns] fp32, written. If None, a new tensor.
+
+        Returns:
+            [num_rows, num_local_columns] fp32.
         """
         assert self._weight is not None, "forward before load"
         return self._weight.in_fp32(hidden, out)
 
 
 def whole_logits(local: torch.Tensor, plan: ShardPlan, group: TensorParallelGroup) -> torch.Tensor:
-    """Every rank's columns [num_rows, num_local_columns] in vocabulary order, [num_rows, vocab_size]: the same on every
-    rank; of a group of one `local` itself."""
+    """Gathers every rank's columns [num_rows, num_local_columns] in vocabulary order.
+
+    Returns:
+        [num_rows, vocab_size], equal on every rank. With one rank, `local` itself.
+    """
     if group.size == 1:
         return local
     padding = plan.max_vocab_rows - local.shape[1]
-    # Ranks send equal messages; a padding column that ever reached the sampler must lose: -inf, not 0.
+    # Ranks send messages of equal size. Padding columns are -inf, so that the sampler can never choose one.
     gathered = group.all_gather(F.pad(local, (0, padding), value=float("-inf")))
     return torch.cat([gathered[rank, :, : span.size] for rank, span in enumerate(plan.vocab)], dim=1)

@@ -1,8 +1,8 @@
-"""Linear layers of one rank: which part of a weight it multiplies with, and where the ranks' sums meet.
+"""Linear layers of one rank: the part of a weight that the rank multiplies with, and the all-reduce if there is one.
 
-Column-parallel layers hold a span of a weight's rows (outputs), row-parallel layers a span of its columns (inputs) and
-end in one all-reduce. Specs say which, and shards of the ShardPlan the spans; nothing here divides by the number of
-ranks.
+Column-parallel layers hold a span of a weight's rows (outputs). Row-parallel layers hold a span of its columns (inputs)
+and end in one all-reduce. The specs say which kind a layer is, and the ShardPlan has the spans; nothing here divides by
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ def _row_groups(weight: Weight | None) -> Groups | None:
 
 def _product(weight: Weight | None, x: torch.Tensor | Fp8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
     assert weight is not None, "forward before load"
-    return weight(cast(torch.Tensor, x), out)  # rows in FP8 come to weights that have asked for them
+    return weight(cast(torch.Tensor, x), out)  # FP8 rows are only passed to weights whose `row_groups` asked for them
 
 
 class ColumnParallelLinear:
-    """This rank's span of the rows of one weight, or of several of one input as one product; nothing is reduced.
+    """This rank's rows of one weight, or of several weights with the same input, as one product. There is no
+    all-reduce.
 
-    y [num_tokens, sum of spans] = x [num_tokens, in_features] @ cat(W_0[span_0], W_1[span_1], ...).T, so outputs lie
-    side by side in the order of `linears`. Rows that several ranks share, as of a KV head, are read by each of them.
+    y [num_tokens, sum of spans] = x [num_tokens, in_features] @ cat(W_0[span_0], W_1[span_1], ...).T. Outputs are side
+    by side in the order of `linears`. Rows that several ranks share, such as those of a KV head, are read by each of
+    them.
     """
 
     def __init__(self, *linears: Linear, context: LayerContext) -> None:
@@ -44,11 +46,11 @@ class ColumnParallelLinear:
         self._weight: Weight | None = None
 
     def load(self, source: TensorSource, prefix: str) -> None:
-        """Reads the tensors of the linears, whose names begin with `prefix`."""
+        """Reads the tensors of the linears. Their names begin with `prefix`."""
         self._weight = self._context.load(source, prefix, *self._linears)
 
     def row_groups(self) -> Groups | None:
-        """The groups in which whoever makes rows may quantise them; None: they come as they are."""
+        """The groups in which the producer of the input may quantise its rows. None if it must not quantise them."""
         return _row_groups(self._weight)
 
     def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
@@ -56,7 +58,7 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """This rank's span of the columns of one weight; partial products are summed over the group.
+    """This rank's columns of one weight. The partial products are summed over the group.
 
     y [num_tokens, out_features] = all_reduce(x [num_tokens, span.size] @ W[:, span].T) + b
     """
@@ -69,7 +71,7 @@ class RowParallelLinear:
         self._weight: Weight | None = None
 
     def load(self, source: TensorSource, prefix: str) -> None:
-        """Reads this rank's columns (and the whole bias, which is added once, after the sum)."""
+        """Reads this rank's columns, and the whole bias, which is added once after the sum."""
         linear = self._linear
         self._weight = self._context.load(source, prefix, linear)
         if linear.bias:
@@ -77,7 +79,7 @@ class RowParallelLinear:
             source.read(f"{prefix}{linear.name}.bias", self._bias)
 
     def row_groups(self) -> Groups | None:
-        """The groups in which whoever makes rows may quantise them; None: they come as they are."""
+        """The groups in which the producer of the input may quantise its rows. None if it must not quantise them."""
         return _row_groups(self._weight)
 
     def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
@@ -86,9 +88,9 @@ class RowParallelLinear:
         return y if self._bias is None else y.add_(self._bias)
 
     def for_norm(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | PartialSum:
-        """Makes what `RMSNorm.add` takes; a bias has to be added to the sum itself."""
+        """The input of `RMSNorm.add`. The layer must have no bias, because a bias is added to the finished sum."""
         return self(x) if self._linear.bias else self._sum.for_norm(len(x), lambda out: self.partial(x, out))
 
     def partial(self, x: torch.Tensor | Fp8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's part of the sum, without the bias; `out` if one is given."""
+        """This rank's partial sum, without the bias. Returns `out` if given."""
         return _product(self._weight, x, out)

@@ -1,8 +1,8 @@
-"""How a rank computes, in one object that is passed as the group is: fast, or exact.
+"""The arithmetic of a rank, fast or exact, in one object that layers receive like the group.
 
-Exact fixes the order of every sum, whatever the number of ranks and whatever else is in the batch; fast takes what is
-fastest. Weights and sums over ranks ask it; who does something else in two ways lets it choose, and nothing asks which
-one it is.
+Exact fixes the order of every sum, independent of the number of ranks and of the batch. Fast uses what is fastest.
+Weights and sums over ranks come from this object. Other code with two variants calls `choose`; no code asks which
+arithmetic it is.
 """
 
 from __future__ import annotations
@@ -37,56 +37,59 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """How a rank sums its inputs of a matrix that ranks cut."""
+    """How a rank sums over its inputs of a matrix whose inputs are divided among ranks."""
 
     width: int
-    """Inputs of a leaf."""
+    """Inputs per leaf."""
     nodes: tuple[Span, ...]
-    """The leaves below each, counted from the rank's first one."""
+    """The rank's nodes: each is a range of leaves, counted from the rank's first one."""
 
 
 class Arithmetic(ABC):
-    """Makes the weights and the sums of one rank's layers."""
+    """Creates the weights and the sums over ranks of one rank's layers."""
 
     def __init__(self) -> None:
         self.chains: dict[tuple[int, ...], Tensor | Fp8Matrix] = {}
-        """The first of each shape of exact weights on a GPU with all of their inputs."""
+        """One exact weight on a GPU for each shape, among weights with all of their inputs. The self-test multiplies
+        with them."""
         self.sums: dict[tuple[TensorParallelGroup, int, SumTree, int | None], ExactSum] = {}
-        """The exact sums over ranks that are unlike one another: by outputs, tree, and width of a leaf."""
+        """The different exact sums over ranks, by group, outputs, tree and leaf width."""
 
     def weight(self, weight: Tensor | Fp8Matrix, bias: Tensor | None) -> Weight:
-        """A weight [out_features, in_features] with all of its inputs, whose memory it takes, and a bias or None."""
+        """A weight [out_features, in_features] with all of its inputs, and its bias if there is one. The weight's
+        memory belongs to the result."""
         if isinstance(weight, Fp8Matrix):
             return Fp8Weight(weight, bias)
         return CudaWeight(weight, bias) if weight.is_cuda else CpuWeight(weight, bias)
 
     @abstractmethod
     def choose(self, *, fast: _T, exact: _T) -> _T:
-        """The one of the two that computes so."""
+        """Returns the argument for this arithmetic."""
 
     @abstractmethod
     def part(self, weight: Tensor | Fp8Matrix, cut: Cut, context: LayerContext) -> Weight:
-        """A weight [out_features, this rank's inputs], cut so, whose products are parts of `rank_sum`'s."""
+        """A weight [out_features, this rank's inputs] with this cut. Its products are the partial sums of
+        `rank_sum`."""
 
     @abstractmethod
     def leaves(self, cut: Cut, context: LayerContext) -> Leaves:
-        """The leaves of `part`, for who multiplies without a Weight, on CPU."""
+        """The leaves of `part`, for CPU code that multiplies without a Weight."""
 
     @abstractmethod
     def rank_sum(
         self, out_features: int, cut: Cut, context: LayerContext, *, of_weight: bool, beside: Cut | None = None
     ) -> RankSum:
-        """The sum over the ranks of products whose inputs are cut so.
+        """The sum over the ranks of products whose inputs have this cut.
 
         Args:
-            of_weight: they are `part`'s.
-            beside: how the inputs are cut of products that are added to them, and whose nodes follow theirs. None:
-                nothing is.
+            of_weight: whether `part` makes the products.
+            beside: cut of a second product that is added to the first one; its nodes follow the first one's. None if
+                there is none.
         """
 
 
 class FastArithmetic(Arithmetic):
-    """Whatever is fastest."""
+    """Uses what is fastest."""
 
     def choose(self, *, fast: _T, exact: _T) -> _T:
         return fast
@@ -104,9 +107,9 @@ class FastArithmetic(Arithmetic):
 
 
 class ExactArithmetic(Arithmetic):
-    """One ascending chain for each leaf, and the tree above the leaves.
+    """Adds one ascending chain per leaf, then the leaves in their tree.
 
-    On CUDA it also tells cuBLAS, for the whole process, to add chains only.
+    On CUDA it also restricts cuBLAS to such chains, for the whole process.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -155,14 +158,14 @@ FAST = FastArithmetic()
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """The ranks, arithmetic, type and device that the modules of a layer are made for."""
+    """What a layer's modules are built for: the ranks' shards, arithmetic, dtype and device."""
 
     shards: tuple[LayerShard, ...]
     """Every rank's part of the layer."""
     group: TensorParallelGroup
     arithmetic: Arithmetic
     dtype: torch.dtype
-    """The activations' type."""
+    """Dtype of the activations."""
     device: torch.device
 
     @property
@@ -171,14 +174,12 @@ class LayerContext:
         return self.shards[self.group.rank]
 
     def empty(self, *shape: int) -> Tensor:
-        """An uninitialised tensor there, of the activations' type."""
+        """An uninitialised tensor on the device, in the activations' dtype."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def tree(self, cut: Cut) -> tuple[int, SumTree]:
-        """Inputs of a leaf, which is `leaf_heads` or `leaf_columns`, and the tree of a matrix whose inputs are cut so.
-
-        The plan is exact.
-        """
+        """Inputs per leaf (`leaf_heads` or `leaf_columns`), and the tree of a matrix whose inputs have this cut. The
+        plan must be exact."""
         spans = [shard[cut.axis] for shard in self.shards]
         if cut.axis is Axis.QUERY_HEADS:
             num_groups = self.shards[-1][Axis.KV_HEADS].stop
@@ -189,13 +190,13 @@ class LayerContext:
         return indices * cut.width, SumTree.of(dealt)
 
     def load(self, source: TensorSource, prefix: str, *linears: Linear) -> Weight:
-        """Reads this rank's part of one weight, or of several of one input, whose rows come to lie after one another.
+        """Reads this rank's part of one weight, or of several weights with the same input, whose rows are stacked.
 
-        A bias is read only where rows are cut: after a product over cut columns, whoever sums over the ranks adds it.
+        A bias is read only if rows are cut. With cut columns, the code that sums over the ranks adds it.
 
         Args:
             prefix: of the checkpoint's names.
-            linears: rows of all of them are cut, or columns of the only one.
+            linears: the rows of all of them are cut, or the columns of the only one.
         """
         names = [f"{prefix}{linear.name}.weight" for linear in linears]
         spans = [self.shard.span_of(linear.cut) for linear in linears]
@@ -217,17 +218,17 @@ class LayerContext:
 
     @property
     def keeps_fp8(self) -> bool:
-        """Whether weights in FP8 stay so: CPUs have no products with them, and read them in the activations' type."""
+        """Whether FP8 weights stay FP8. CPUs have no products with them, and read them in the activations' dtype."""
         return self.device.type == "cuda"
 
     @property
     def keeps_mxfp4(self) -> bool:
-        """Whether experts in MXFP4 stay so: kernels for GPUs multiply with them, in fast numerics and in bf16."""
+        """Whether MXFP4 experts stay MXFP4. GPUs have kernels for them, in fast numerics and bf16."""
         is_fast = self.arithmetic.choose(fast=True, exact=False)
         return is_fast and self.device.type == "cuda" and self.dtype is torch.bfloat16
 
     def fp8_blocks(self, source: TensorSource, names: Sequence[str]) -> list[tuple[int, int]] | None:
-        """Rows and columns of the blocks of each of some matrices, where together they are to stay in FP8."""
+        """Rows and columns per scale block of each matrix, if all of them can stay in FP8 together. None otherwise."""
         found = [source.scale_block(name) for name in names if self.keeps_fp8]
         blocks = [block for block in found if block is not None]
         return blocks if len(blocks) == len(names) and len({width for _, width in blocks}) == 1 else None
@@ -235,7 +236,7 @@ class LayerContext:
     def _read(
         self, source: TensorSource, names: Sequence[str], rows: Sequence[Span], columns: Span | None, in_features: int
     ) -> Tensor | Fp8Matrix:
-        """Rows of each of `names` below one another, or columns of the only one."""
+        """Reads rows of each of `names`, stacked, or columns of the only one."""
         taken, blocks = columns or Span(0, in_features), self.fp8_blocks(source, names)
         if blocks is not None:
             in_fp8 = Fp8Matrix.empty(blocks, rows, taken, self.device)
@@ -248,7 +249,8 @@ class LayerContext:
 
 
 def most_nodes(plan: ShardPlan) -> int:
-    """The most nodes of an exact sum's tree that a rank of `plan` brings; sums of a layer's columns may be joined."""
+    """The largest number of nodes that a rank of `plan` contributes to an exact sum. Sums over columns of one layer may
+    be joined."""
     most = 1
     for layer, shards in zip(plan.model.all_layers, plan.layers, strict=True):
         context = LayerContext(shards, TensorParallelGroup.single(), FAST, torch.float32, torch.device("cpu"))

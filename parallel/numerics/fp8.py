@@ -1,12 +1,12 @@
-"""Matrices that stay in FP8 in memory: elements in e4m3, with the scales of the checkpoint's blocks beside them.
+"""Matrices that stay in FP8 in memory: e4m3 elements, with the scales of the checkpoint's blocks.
 
-The contract of exact numerics: an element stands for the activations' type of (fp32 of it times its scale), rounded
-once. So it follows from its row and column in the checkpoint alone, whatever the ranks and the rows beside; it is what
-reading the checkpoint to that type makes of it, and products have the bits that they have of a matrix so read.
+In exact numerics, an element stands for (its fp32 value times its scale), rounded once to the activations' dtype. So
+its value depends only on its row and column in the checkpoint, not on ranks or other rows, and products have the bits
+of a matrix that was dequantised while it was read.
 
-The contract of fast numerics: a row of activations is rounded to FP8 as well, by groups of at most 128 columns that are
-in one of the weight's blocks, and the sums over groups are multiplied by the scales of both (see fp8_groups.py). Groups
-are those of the rank's columns, so answers depend on the ranks as those of bf16 do, by less than the rounding.
+In fast numerics, a row of activations is rounded to FP8 too, in groups of at most 128 columns within one block of the
+weight. The sums over groups are multiplied by the scales of both (see fp8_groups.py). Groups are cut from the rank's
+columns, so answers depend on the number of ranks as bf16 answers do, by less than the rounding.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ LARGEST = 448.0
 """The largest number in e4m3."""
 MOST_EVEN_ROWS = 128
 ROWS_AT_ONCE = 1024
-"""Rows that are quantised, or multiplied by scales of theirs, at once, which bounds the memory for that."""
+"""Number of rows that are quantised or scaled at once, which bounds the temporary memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """A rank's rows and columns of matrices of a checkpoint, of one or of several below one another; or, with a
-    dimension before all others, of as many such groups of matrices."""
+    """A rank's rows and columns of one or several stacked FP8 matrices. With a leading dimension, several such groups
+    of matrices."""
 
     values: Tensor
     """[..., num_rows, num_columns] e4m3."""
     scales: Tensor
-    """[..., num_blocks, blocks of columns] fp32: those of the blocks that the rows and columns are in, each matrix's
-    below those before."""
+    """[..., num_blocks, blocks of columns] fp32: scales of the blocks that the rows and columns touch, matrix after
+    matrix."""
     blocks: Tensor
-    """[num_rows] int32: the row of `scales` that is of a row."""
+    """[num_rows] int32: index in `scales` of each row's block."""
     first: int
-    """The place of the first column in its block: ranks may cut blocks."""
+    """Index of the first column within its block. Ranks may cut blocks."""
     width: int
-    """Columns of a block."""
+    """Columns per block."""
     even_rows: int
-    """Rows from a multiple of this on, as many, are of one row of `scales`: a power of two, up to `MOST_EVEN_ROWS`."""
+    """Every aligned run of this many rows shares one row of `scales`. A power of two, at most `MOST_EVEN_ROWS`."""
 
     @classmethod
     def empty(
         cls, sizes: Sequence[tuple[int, int]], rows: Sequence[Span], columns: Span, device: torch.device, *groups: int
     ) -> Fp8Matrix:
-        """One of rows of each of some matrices, below one another, and columns of them, not read yet.
+        """An empty matrix for rows of several stacked matrices and some of their columns, not read yet.
 
         Args:
-            sizes: rows and columns of each matrix's blocks; as many columns in all.
-            groups: the number of such groups of matrices, if there are several.
+            sizes: rows and columns per block of each matrix. All matrices have the same columns.
+            groups: number of such groups of matrices. If None, there is one, without a leading dimension.
         """
         blocks, above, width = [torch.empty(0, dtype=torch.int64)], 0, sizes[0][1]
         for (height, _), span in zip(sizes, rows, strict=True):
@@ -80,7 +80,7 @@ class Fp8Matrix:
     def read(
         self, source: TensorSource, names: Sequence[str], rows: Sequence[Span], columns: Span, *group: int
     ) -> None:
-        """Fills it, or a group, from the matrices' tensors, by the rows and columns that it was made for."""
+        """Reads the rows and columns for which it was created, for the only group or for group `group`."""
         values, scales = self.values[group], self.scales[group]
         end = 0
         for name, span in zip(names, rows, strict=True):
@@ -93,7 +93,7 @@ class Fp8Matrix:
         return len(self.values)
 
     def __getitem__(self, rows: slice) -> Fp8Matrix:
-        """Some of the rows of the only group."""
+        """Some rows of the only group."""
         even_rows = math.gcd(self.even_rows, rows.start or 0)
         return Fp8Matrix(self.values[rows], self.scales, self.blocks[rows], self.first, self.width, even_rows)
 
@@ -110,25 +110,24 @@ class Fp8Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
-    """Rows of activations as products of fast numerics take them."""
+    """Rows of activations in FP8, as products in fast numerics take them."""
 
     values: Tensor
-    """[room, num_columns] e4m3: rows up to a multiple of 4, those past the last undefined."""
+    """[room, num_columns] e4m3. `room` is a multiple of 4; rows after the last one are undefined."""
     scales: Tensor
     """[num_groups, room] fp32."""
     finished: Tensor
-    """[MOST_TILES] int32 zeros, for the one product that takes them."""
+    """[MOST_TILES] int32 zeros, for the one product that uses these rows."""
     num_rows: int
     dtype: torch.dtype
-    """The type that they were rounded from, and that answers are in."""
+    """The dtype from which the rows were rounded, which is also the dtype of the products."""
 
     def __len__(self) -> int:
         return self.num_rows
 
 
 def multiply(out: Tensor, scales: Tensor, block: tuple[int, int], rows: Span, columns: Span) -> None:
-    """Multiplies rows and columns of a matrix in blocks by the scales of all blocks that they are in: in fp32, rounded
-    once."""
+    """Multiplies rows and columns of a matrix by their blocks' scales, in fp32, and rounds once."""
     height, width = block
     scales = scales.to(out.device)
     block_of = torch.arange(columns.start, columns.stop, device=out.device) // width - columns.start // width

@@ -1,8 +1,8 @@
-"""Matrices that stay in four bits in memory, in MXFP4: codes of -6 to 6 and a power of two for each block of 32 inputs.
+"""Matrices that stay in MXFP4 in memory: four-bit codes of -6 to 6, and a power of two per block of 32 inputs.
 
-An element stands for what reading the checkpoint makes of it, which is a number of bf16. Four blocks, neighbours, are a
-group, and a 16-bit word has a code of each of them: few operations on words make numbers of bf16, and the inputs of a
-block lie side by side.
+An element stands for the bf16 number that reading the checkpoint gives. Four neighbouring blocks form a group. A 16-bit
+word has one code of each of the four blocks, so that few word operations make bf16 numbers, and the inputs of a block
+are side by side.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 BLOCK = 32
 GROUP = 4 * BLOCK
 _BIAS = 126
-"""A code's bits at the place that bf16 has them stand for this power of two less than the code; the checkpoint's
-exponents are less 127, bf16's too, and the least code is a half."""
+"""A code's bits, in the bf16 positions, stand for the code divided by this power of two. The checkpoint's exponents
+have a bias of 127, as bf16's have, and the smallest code is one half."""
 _LARGEST_EXPONENT = 254 - _BIAS
 _CODES = torch.arange(16, dtype=torch.int32)
 _HIGH = (_CODES & 8) << 12 | (_CODES & 7) << 6
 _WORDS = _HIGH, _HIGH >> 3, _HIGH >> 6, (_CODES & 8) << 11 | (_CODES & 6) << 9 | (_CODES & 1) << 13
-"""Bits of each code in a word, by its block. Those of the first lie where bf16 has its sign, the exponent's last bits
-and the mantissa's first, those of the next two 3 and 6 lower, and those of the last where there is room."""
+"""Bits of each block's code in a word. The first block's bits are where bf16 has its sign, the exponent's last bits and
+the mantissa's first. Those of the next two blocks are 3 and 6 lower, and those of the last fill the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,15 @@ class Mxfp4Matrix:
     """A rank's rows and columns of several matrices."""
 
     codes: Tensor
-    """[num_matrices, num_rows, BLOCK * num_groups] int16: words, zeros past the last column."""
+    """[num_matrices, num_rows, BLOCK * num_groups] int16: words, zeros after the last column."""
     exponents: Tensor
-    """[num_matrices, num_groups, num_rows] int32: of each block, the first one's lowest, a byte that is the exponent of
-    a power of two in bf16, by which bits of codes are multiplied."""
+    """[num_matrices, num_groups, num_rows] int32: one byte per block, the first block lowest. Each is the bf16 exponent
+    of the power of two by which the codes' bits are multiplied."""
     num_columns: int
 
     @classmethod
     def empty(cls, num_matrices: int, num_rows: int, num_columns: int, device: torch.device) -> Mxfp4Matrix:
-        """One that is not read yet; columns are a multiple of BLOCK."""
+        """An empty one that is not read yet. The number of columns is a multiple of BLOCK."""
         assert num_columns % BLOCK == 0, f"{num_columns} columns are not blocks of {BLOCK}"
         groups = -(-num_columns // GROUP)
         return cls(
@@ -56,9 +56,10 @@ class Mxfp4Matrix:
         )
 
     def read(self, source: TensorSource, name: str, i: int, rows: Span, columns: Span) -> None:
-        """Fills matrix `i` with rows and columns of a tensor that has inputs, which are columns here, first.
+        """Fills matrix `i` with rows and columns of a tensor whose first dimension is inputs (the columns here).
 
-        Raises CheckpointError for weights that are far too large to be any.
+        Raises:
+            CheckpointError: the weights are far too large to be real.
         """
         num_rows, groups = columns.size, self.exponents.shape[1]
         codes = torch.empty(num_rows, rows.size // 2, dtype=torch.uint8, device=self.device)
@@ -77,7 +78,7 @@ class Mxfp4Matrix:
 
     @property
     def shape(self) -> torch.Size:
-        """Matrices, rows and columns."""
+        """Number of matrices, rows and columns."""
         return torch.Size((*self.codes.shape[:2], self.num_columns))
 
     @property

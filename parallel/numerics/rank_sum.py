@@ -1,6 +1,7 @@
-"""Sums the ranks' parts of an output [num_tokens, out_features].
+"""Sums the ranks' partial sums of an output [num_tokens, out_features].
 
-A part is made by a function that gets the tensor to fill, or None for one of its own, and returns it.
+A function makes the partial sum. It receives the tensor to fill, or None if it should allocate one, and returns the
+tensor.
 """
 
 from __future__ import annotations
@@ -17,24 +18,23 @@ from parallel.tree import SumTree
 
 
 class RankSum(Protocol):
-    """A sum over the ranks, as the arithmetic has it."""
+    """A sum over the ranks, fast or exact."""
 
     def __call__(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor:
-        """The sum."""
+        """Returns the sum."""
 
     def for_norm(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor | PartialSum:
-        """Makes `RMSNorm.add`'s input: the sum, as a call returns it, or its summand where norm and sum are one
-        kernel."""
+        """Returns the input of `RMSNorm.add`: the sum, or a pending sum that the norm's kernel finishes."""
 
 
 class FastSum:
-    """Parts [num_tokens, out_features] in the activations' type, added by the group's all-reduce."""
+    """Adds partial sums [num_tokens, out_features] in the activations' dtype, by the group's all-reduce."""
 
     def __init__(self, out_features: int, group: TensorParallelGroup, dtype: torch.dtype) -> None:
         self._out_features = out_features
         self._dtype = dtype
         self._group = group
-        # Asking costs a call a layer, and on CPU no group has one.
+        # CPU groups never have a fused sum, and asking would cost a call per layer.
         self._asks_group = group.device.type == "cuda" and group.size > 1
 
     def __call__(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor:
@@ -50,11 +50,12 @@ class FastSum:
 
 
 class ExactSum:
-    """Parts [num_nodes, num_tokens, out_features] in fp32, this rank's nodes of `tree`; so is the sum, not rounded.
+    """Adds this rank's nodes [num_nodes, num_tokens, out_features] fp32 of `tree` to the others'. The sum is fp32 too,
+    not rounded.
 
     Args:
-        leaf: of a NodeWeight, inputs of a leaf: `for_norm` may take the parts of `node_gemm.subtrees`. None: of another
-            weight.
+        leaf: inputs per leaf, if a NodeWeight makes the nodes: then `for_norm` may use the smaller parts of
+            `node_gemm.subtrees`. None for other weights.
     """
 
     def __init__(self, group: TensorParallelGroup, out_features: int, tree: SumTree, *, leaf: int | None) -> None:
@@ -65,7 +66,7 @@ class ExactSum:
         self._num_nodes = tree.counts[group.rank]
 
     def tree_for(self, num_tokens: int) -> SumTree:
-        """The tree of whose nodes `for_norm` takes the parts of so many tokens; it has the same root."""
+        """The tree whose nodes `for_norm` adds for this number of tokens. Its root has the same bits."""
         return self.tree
 
     def __call__(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor:
@@ -77,7 +78,8 @@ class ExactSum:
 
 
 class CudaExactSum(ExactSum):
-    """An exact sum on GPUs, where each norm of a sum finishes its tree: one kernel's bits, wherever the nodes lie."""
+    """An exact sum on GPUs. The norm that follows finishes the tree in its kernel, with the same bits wherever the
+    nodes are."""
 
     def for_norm(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor | PartialSum:
         group, tree, shape = self._group, self.tree_for(num_tokens), (num_tokens, self.out_features)
@@ -86,13 +88,14 @@ class CudaExactSum(ExactSum):
             part(fused.summand)
             return fused
         num_nodes = tree.counts[group.rank]
-        own = torch.empty(max(tree.counts), *shape, device=group.device)  # equal messages; nobody reads the rest
+        # Messages have equal sizes; the unused part is never read.
+        own = torch.empty(max(tree.counts), *shape, device=group.device)
         part(own[:num_nodes])
         places = [rank * len(own) + i for rank, count in enumerate(tree.counts) for i in range(count)]
         return NodeSum(group.all_gather(own).flatten(0, 1), tree, places)
 
     def tree_for(self, num_tokens: int) -> SumTree:
-        """A tree with more nodes where rows are few: what they cost to send is less than a kernel that adds them."""
+        """With few rows, a tree with more nodes is used: sending them costs less than a kernel that adds them."""
         from parallel.numerics.kernels.node_gemm import FEW_ROWS, subtrees
 
         if self._leaf is None or (self._group.size > 1 and num_tokens > FEW_ROWS):
@@ -103,7 +106,7 @@ class CudaExactSum(ExactSum):
 
 
 class NodeSum(PartialSum):
-    """The sum of a tree whose nodes lie at `places` of `nodes` [num_places, num_rows, size] fp32."""
+    """A pending sum of the tree whose nodes are at `places` of `nodes` [num_places, num_rows, size] fp32."""
 
     __slots__ = ("_nodes", "_places", "_tree", "num_rows")
 

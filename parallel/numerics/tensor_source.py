@@ -1,4 +1,4 @@
-"""The source of a rank's weights, as layers know it. Whoever checks headers alone does without torch."""
+"""The interface through which layers read weights. It imports no torch, for code that only checks headers."""
 
 from __future__ import annotations
 
@@ -11,29 +11,35 @@ if TYPE_CHECKING:
 
 
 class TensorSource(Protocol):
-    """The source of a layer's shards of checkpoint tensors."""
+    """A source of a layer's checkpoint tensors."""
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
-        """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it, or columns of rows.
+        """Fills `out`, in its dtype, with tensor `name`, or with the given rows and columns of it.
 
-        Rows and columns are those of `parallel.plan.as_matrix`, of tensor and `out` alike.
+        Rows and columns are those of `parallel.plan.as_matrix`, for tensor and `out` alike.
         """
 
     def scale_block(self, name: str) -> tuple[int, int] | None:
-        """Rows and columns of the blocks of a matrix that have a scale each, where it may be read in FP8."""
+        """Rows and columns per scale block of a matrix that can be read in FP8. None if it cannot."""
         return None
 
     def read_fp8(self, name: str, out: torch.Tensor, scales: torch.Tensor, *, rows: Span, columns: Span) -> None:
-        """Fills `out` with rows and columns of a matrix in e4m3, and `scales` with the fp32 ones of all blocks that
-        they are in."""
+        """Fills `out` with rows and columns of a matrix in e4m3, and `scales` with the fp32 scales of all blocks that
+        they touch."""
         raise AssertionError(f"{name} is not to be had in FP8")
 
     def is_mxfp4(self, name: str) -> bool:
-        """Whether matrices whose inputs come first may be read in MXFP4."""
+        """Whether the matrices of this tensor (inputs first) can be read in MXFP4."""
         return False
 
     def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> bool:
-        """Fills `codes` [columns, rows / 2] uint8, of each the low half first, and `exponents` [columns, rows / 32]
-        uint8, which 127 is to be taken from, with columns of whole blocks of 32 rows of one of the matrices. Returns
-        whether it does: not where they lie elsewhere, as they are to be."""
+        """Fills the codes and exponents of some columns of one MXFP4 matrix, for whole blocks of 32 rows.
+
+        Args:
+            codes: [columns, rows / 2] uint8, the lower half of each byte first.
+            exponents: [columns, rows / 32] uint8, biased by 127.
+
+        Returns:
+            False if the tensor data already lies where it belongs and nothing was read.
+        """
         raise AssertionError(f"{name} is not to be had in MXFP4")

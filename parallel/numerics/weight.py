@@ -1,4 +1,4 @@
-"""Weights of one rank: how they lie on the device, which kernel multiplies with them. Triton's are imported late."""
+"""The weights of one rank: their layout on the device, and the kernel that multiplies with them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from parallel.numerics.kernels.fp8_groups import Groups
 
 _MOST_FP8_ROWS = 128
-"""Rows of an exact product with a weight in FP8 above which the weight is made plain first, which takes the time of
-reading and writing it, and then is as fast as a plain one. benchmarks/fp8_gemm.py measures both."""
+"""Number of rows above which an exact product first dequantises its FP8 weight. That costs reading and writing the
+weight once, and then the product is as fast as with a plain weight. benchmarks/fp8_gemm.py measures both."""
 
 
 class Weight(Protocol):
-    """y = x @ weight.T + bias of a weight [out_features, in_features]."""
+    """y = x @ weight.T + bias for a weight [out_features, in_features]."""
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x [num_tokens, in_features] -> [num_tokens, out_features], contiguous; `out` if one is given."""
+        """x [num_tokens, in_features] -> [num_tokens, out_features], contiguous. Returns `out` if given."""
 
     def in_fp32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The product in fp32, in which it was summed."""
+        """The product in fp32, without rounding."""
 
 
 class CudaWeight:
-    """Multiplies by cuBLAS, or for a few rows by a kernel that reads the weight once at nearly the memory's speed.
+    """Multiplies with cuBLAS. For few rows, with a kernel that reads the weight once at nearly the memory's speed.
 
     Args:
         weight: [out_features, in_features] on a GPU. Shared, not copied.
@@ -53,7 +53,7 @@ class CudaWeight:
         return torch.addmm(self._bias, x, self._transposed, out=out)
 
     def in_fp32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Does what Weight says, with a bias rounded to the weight's type before."""
+        """See Weight. The bias must be in the weight's dtype."""
         if self._few_rows and _is_skinny(x, self._weight):
             return _skinny(x, self._weight, self._bias, torch.float32, out)
         if self._bias is None and x.dtype is not torch.float32:
@@ -63,8 +63,9 @@ class CudaWeight:
 
 
 class Fp8Weight:
-    """A weight in FP8 of fast numerics on a GPU: activations are quantised too (see fp8_groups.py). cuBLAS has such
-    products for Hopper, of weights whose blocks of 128 x 128 no rank cuts.
+    """An FP8 weight for fast numerics on a GPU. Activations are quantised too (see fp8_groups.py).
+
+    cuBLAS has such products on Hopper for weights whose 128 x 128 blocks no rank cuts.
 
     Args:
         weight: [out_features, in_features]. Shared, not copied.
@@ -76,7 +77,7 @@ class Fp8Weight:
     def __init__(self, weight: Fp8Matrix, bias: torch.Tensor | None) -> None:
         self._weight = weight
         self._bias = bias
-        # cuBLAS takes rows of scales for a multiple of 4 blocks only (pytorch/pytorch#166752).
+        # cuBLAS accepts rows of scales only for a multiple of 4 blocks (pytorch/pytorch#166752).
         is_whole = (
             weight.even_rows == weight.width == 128 and weight.first == len(weight) % 128 == weight.shape[1] % 512 == 0
         )
@@ -91,7 +92,7 @@ class Fp8Weight:
         return self._product(x, torch.float32, out)
 
     def row_groups(self) -> Groups | None:
-        """The groups in which whoever makes rows may quantise them; None: only the product can."""
+        """The groups in which the producer of the input may quantise its rows. None if only the product can."""
         from parallel.numerics.kernels.fp8_gemm import row_groups
 
         return row_groups(self._weight)
@@ -109,7 +110,8 @@ class Fp8Weight:
 
 
 class ChainWeight:
-    """A weight on a GPU of exact numerics, where `use_chain_cublas` was called and each output is one ascending chain.
+    """A weight for exact numerics on a GPU. `use_chain_cublas` must have been called. Each output is one ascending
+    chain.
 
     Args:
         weight: [out_features, in_features] on a GPU. Shared, not copied.
@@ -146,9 +148,9 @@ class ChainWeight:
 
 
 class NodeWeight:
-    """A rank's nodes of an exact sum [num_nodes, num_tokens, out_features] fp32, on a GPU; as CpuLeaves.
+    """Computes a rank's nodes of an exact sum [num_nodes, num_tokens, out_features] fp32 on a GPU, like CpuLeaves.
 
-    An `out` of more parts gets one for each of `node_gemm.subtrees` of the nodes, which is one kernel less.
+    If `out` has more parts, they are those of `node_gemm.subtrees`, which saves a kernel.
     """
 
     __slots__ = ("_nodes", "_weight", "_width")
@@ -173,10 +175,10 @@ class NodeWeight:
 
 
 class CpuWeight:
-    """Multiplies by a kernel that adds outputs as one ascending chain for any number of rows, columns and threads.
+    """Multiplies on a CPU. Each output is one ascending chain, for any number of rows, columns and threads.
 
     Args:
-        weight: [out_features, in_features], contiguous; not the caller's any more, for it is packed where it lies.
+        weight: [out_features, in_features], contiguous. It is packed in place, so the caller must not use it any more.
         bias: [out_features] or None.
     """
 
@@ -189,7 +191,7 @@ class CpuWeight:
 
     @classmethod
     def of_packed(cls, packed: torch.Tensor, num_columns: int, bias: torch.Tensor | None = None) -> CpuWeight:
-        """A weight of the first rows of a packed one, which is shared."""
+        """A weight over the first rows of a packed one, which shares its memory."""
         self = cls.__new__(cls)
         self._packed, self._num_columns, self._bias = packed[: -(-num_columns // TILE)], num_columns, bias
         return self
@@ -202,11 +204,11 @@ class CpuWeight:
 
 
 class CpuLeaves:
-    """A rank's nodes of an exact sum [num_nodes, num_tokens, out_features], each made of leaves of `width` inputs.
+    """Computes a rank's nodes of an exact sum [num_nodes, num_tokens, out_features]; a leaf has `width` inputs.
 
     Args:
         weight: [out_features, in_features of this rank], as CpuWeight takes it.
-        nodes: the leaves below each, of this rank's.
+        nodes: ranges of this rank's leaves.
     """
 
     __slots__ = ("_nodes", "_num_columns", "_packed", "_width")
@@ -227,7 +229,7 @@ class CpuLeaves:
 
 
 def _for_rows(weight: torch.Tensor | Fp8Matrix, x: torch.Tensor) -> torch.Tensor | Fp8Matrix:
-    """The weight as it is best multiplied with the rows of `x`: there are as many bits of either."""
+    """The weight in the form that is fastest for the rows of `x`. Both forms give the same bits."""
     if isinstance(weight, torch.Tensor) or len(x) <= _MOST_FP8_ROWS:
         return weight
     from parallel.numerics.kernels.fp8_tile import plain
@@ -236,7 +238,7 @@ def _for_rows(weight: torch.Tensor | Fp8Matrix, x: torch.Tensor) -> torch.Tensor
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
-    # A last tile of fewer rows has no room where the weight lies.
+    # A last tile with fewer rows does not fit in the weight's memory.
     return pack(weight) if len(weight) % TILE else pack_in_place(weight)
 
 

@@ -93,8 +93,8 @@ class Case:
         for i, length in enumerate(lens):
             used = -(-length // page_size)
             self.table.page_table[i + 1, :used] = shuffled[i, :used].to(device)
-        if self.table.places is not None:
-            self.table.places[1:] = (1 + torch.randperm(num_pages, generator=generator)).int()
+        if self.table.window_page_of is not None:
+            self.table.window_page_of[1:] = (1 + torch.randperm(num_pages, generator=generator)).int()
         self.pool = TokenToKVPool(
             self.layers,
             num_pages=num_pages,
@@ -116,8 +116,8 @@ class Case:
             for i, written in enumerate(self.kv[-1]):
                 positions = torch.arange(lens[i], device=device)
                 pages_of = self.table.page_table[i + 1, positions // page_size].long()
-                if self.table.places is not None and layer.window is not None:
-                    pages_of = self.table.places[pages_of].long()
+                if self.table.window_page_of is not None and layer.window is not None:
+                    pages_of = self.table.window_page_of[pages_of].long()
                 slots = pages_of * page_size + positions % page_size
                 self.pool.set_kv(layer.layer_id, slots, *(x.flatten(1) for x in written))
                 if kv_dtype is not None:  # what the pool has of them

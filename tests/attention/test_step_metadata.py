@@ -67,8 +67,8 @@ class Step:
             if count == 1 and i < len(batch) - 1:
                 self.token_ids[self.cu_seqlens_q[i]] = -1
 
-        self.places = rng.integers(1, 5000, 100_000).astype(np.int32)
-        self.places[0] = 0
+        self.window_page_of = rng.integers(1, 5000, 100_000).astype(np.int32)
+        self.window_page_of[0] = 0
 
     def run(self, by: ModuleType, *, windows: bool = False) -> StepTensors:
         device = _device(by)
@@ -98,7 +98,7 @@ class Step:
             page_size=self.page_size,
             max_seqlen_q=int(counts.max()),
             out=out,
-            places=_to_device(self.places, device) if windows else None,
+            window_page_of=_to_device(self.window_page_of, device) if windows else None,
         )
         return out
 
@@ -143,9 +143,9 @@ def test_fills_slots_and_pages_of_the_window_pool_and_nothing_past_them(
     assert out.window_out_cache_loc is not None
     assert out.window_page_table is not None
     slots, pages = plain.out_cache_loc.cpu().numpy()[:-1], plain.page_table.cpu().numpy()
-    expected = step.places[slots // page_size] * np.int64(page_size) + slots % page_size
+    expected = step.window_page_of[slots // page_size] * np.int64(page_size) + slots % page_size
     np.testing.assert_array_equal(out.window_out_cache_loc.cpu().numpy(), [*expected, UNTOUCHED])
-    expected = np.where(pages == UNTOUCHED, UNTOUCHED, step.places[np.maximum(pages, 0)])
+    expected = np.where(pages == UNTOUCHED, UNTOUCHED, step.window_page_of[np.maximum(pages, 0)])
     np.testing.assert_array_equal(out.window_page_table.cpu().numpy(), expected)
 
 

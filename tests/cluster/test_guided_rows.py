@@ -320,7 +320,7 @@ def test_admissions_wait_for_the_next_frame_when_what_their_rows_start_with_does
 ) -> None:
     monkeypatch.setattr(limits_module, "_ADJUSTMENT_BYTES", 0)
     monkeypatch.setattr(limits_module, "MAX_ROW_BIASES", 8)
-    monkeypatch.setattr(limits_module, "MAX_ROW_ASKED", 0)
+    monkeypatch.setattr(limits_module, "MAX_ROW_REQUESTED", 0)
     steps = Steps(replace(LIMITS, max_model_len=16))
     # 6 counts of 16 bytes and 8 biases each; a frame holds a mask, 8 biases and 16 counts.
     for _ in range(4):
@@ -358,10 +358,10 @@ def test_a_row_starts_with_its_requests_biases_counts_mask_and_asked_tokens() ->
     ]
     assert masks_of(frame) == {2: [1, 5, 33]}
     assert frame.counts.tolist() == [(2, 2, 0, 1), (2, 3, 0, 1), (2, 4, 0, 1)]
-    assert frame.asked.tolist() == [(2, 30), (2, 2)]
+    assert frame.requested.tolist() == [(2, 30), (2, 2)]
     assert frame.params[1].tolist()[-3:] == (1.25, 0.5, -0.5)
     again = StepFrame.decode(frame.encode())
-    for name in ("params", "biases", "mask_rows", "masks", "counts", "asked"):
+    for name in ("params", "biases", "mask_rows", "masks", "counts", "requested"):
         assert np.array_equal(getattr(again, name), getattr(frame, name)), name
 
 

@@ -86,13 +86,13 @@ def test_a_row_with_a_guide_brings_one_token_and_its_guide_takes_them_one_by_one
     engine = Engine(FOUR)
     engine.add(prompt_of(5), max_tokens=20, grammar="rule")
     engine.add(prompt_of(6), max_tokens=20)
-    draws: set[tuple[int, ...]] = set()
+    num_samples: set[tuple[int, ...]] = set()
     for _ in range(50):
         frame = engine.launch()
         if frame is not None:
-            draws.add(tuple(frame.draws[frame.rows == 2].tolist()))  # it had to wait for its first mask
+            num_samples.add(tuple(frame.samples_per_row[frame.rows == 2].tolist()))  # it had to wait for its first mask
             engine.retire()
-    assert draws == {(1,), ()}
+    assert num_samples == {(1,), ()}
     engine.run()
 
     table = RowTable(LIMITS)
@@ -134,7 +134,7 @@ def verify_frame(**changes: Any) -> StepFrame:
         "starts": [7, 9, 0],
         "lens": [4, 1, 2],
         "flags": [RowFlag.SAMPLE, RowFlag.SAMPLE, RowFlag.SAMPLE | RowFlag.HAS_TOKENS],
-        "num_draws": [4, 1, 1],
+        "num_samples": [4, 1, 1],
         "token_ids": [5, 6],
         **changes,
     }
@@ -144,17 +144,17 @@ def verify_frame(**changes: Any) -> StepFrame:
 
 
 @pytest.mark.parametrize(
-    ("changes", "max_draws", "wrong"),
+    ("changes", "max_samples", "wrong"),
     [
         ({}, 4, None),
         ({"mask_rows": [1, 2, 2, 2, 2]}, 4, None),
-        ({"flags": [2, 2, 1], "num_draws": [4, 1]}, 4, None),
+        ({"flags": [2, 2, 1], "num_samples": [4, 1]}, 4, None),
         ({}, 1, "samples 4 inputs of a row; at least 1 and at most 1"),
-        ({"num_draws": [0, 1, 1]}, 4, "impossible length|samples"),
-        ({"num_draws": [4, 1]}, 4, "samples other rows"),
-        ({"num_draws": [4, 1, 3]}, 4, "more inputs than a row has"),
-        ({"num_draws": [3, 1, 1]}, 4, "impossible length"),
-        ({"num_draws": []}, 4, "impossible length"),
+        ({"num_samples": [0, 1, 1]}, 4, "impossible length|samples"),
+        ({"num_samples": [4, 1]}, 4, "samples other rows"),
+        ({"num_samples": [4, 1, 3]}, 4, "more inputs than a row has"),
+        ({"num_samples": [3, 1, 1]}, 4, "impossible length"),
+        ({"num_samples": []}, 4, "impossible length"),
         ({"num_wanted": [3, 0, 1]}, 4, None),
         ({"num_wanted": [3, 0]}, 4, "drafts of other rows"),
         ({"num_wanted": [4, 0, 0]}, 4, "more than 3 of one"),
@@ -165,10 +165,10 @@ def verify_frame(**changes: Any) -> StepFrame:
     ],
 )
 def test_a_frame_samples_no_more_inputs_than_its_rows_have(
-    changes: dict[str, Any], max_draws: int, wrong: str | None
+    changes: dict[str, Any], max_samples: int, wrong: str | None
 ) -> None:
     frame = StepFrame.decode(verify_frame(**changes).encode())
-    limits = FrameLimits(num_rows=4, vocab_size=32, max_model_len=16, max_draws=max_draws)
+    limits = FrameLimits(num_rows=4, vocab_size=32, max_model_len=16, max_samples=max_samples)
     if wrong is None:
         check_frame(frame, limits)
     else:

@@ -91,7 +91,7 @@ def test_a_step_costs_what_its_rows_and_their_contexts_make_it() -> None:
 def test_drafts_are_no_prompt_tokens() -> None:
     meter = StepMeter(COST, Clock())
     verified = frame(3, 4)
-    verified.num_draws = np.array([1, 1, 4], np.int32)
+    verified.num_samples = np.array([1, 1, 4], np.int32)
     meter.launched(verified)
     assert not meter.oldest[0]
     meter.retired(5)

@@ -174,12 +174,12 @@ class FakeWorker:
         self.kv = np.full((limits.num_pages + 1, limits.page_size), -1, np.int64)
         self.window = limits.window if limits.num_window_pages is not None else 0
         self.window_kv = np.full(((limits.num_window_pages or 0) + 1, limits.page_size), -1, np.int64)
-        self.places = np.zeros(limits.num_pages + 1, np.int64)
+        self.window_page_of = np.zeros(limits.num_pages + 1, np.int64)
         self.table = np.zeros((limits.max_num_seqs + 1, limits.max_pages_per_row), np.int64)
         self.last_token = np.zeros(limits.max_num_seqs + 1, np.int64)
         self.seeds: dict[int, int] = {}
         self.num_logprobs: dict[int, int] = {}
-        self.asked: dict[int, list[int]] = {}
+        self.requested: dict[int, list[int]] = {}
         self.masks: dict[int, list[npt.NDArray[np.bool_]]] = {}  # one for each draw of the step, at least one
         self.bans: dict[int, list[tuple[int, int]]] = {}
         """(token id, position from which it may be drawn) by row."""
@@ -194,29 +194,30 @@ class FakeWorker:
         for row, index, page in frame.page_deltas.tolist():
             self.table[row, index] = page
         for page, place in frame.window_pages.tolist():
-            self.places[page] = place
+            self.window_page_of[page] = place
         for record in frame.params:
             self.seeds[int(record["row"])] = int(record["seed"])
             self.num_logprobs[int(record["row"])] = int(record["num_logprobs"])
-            self.asked[int(record["row"])] = []
+            self.requested[int(record["row"])] = []
             self.masks.pop(int(record["row"]), None)
             self.bans[int(record["row"])] = []
         for row, token, value, until in frame.biases.tolist():
             assert value == -np.inf
             self.bans[row].append((token, until))
-        for row, token in frame.asked.tolist():
-            self.asked[row].append(token)
+        for row, token in frame.requested.tolist():
+            self.requested[row].append(token)
         self.masks |= {row: [] for row in frame.mask_rows.tolist()}
         for row, mask in zip(frame.mask_rows.tolist(), frame.masks, strict=True):
             self.masks[row].append(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(np.bool_))
         plan = []
         offset = 0
         rows = zip(
-            *(part.tolist() for part in (frame.rows, frame.starts, frame.lens, frame.flags, frame.draws)), strict=True
+            *(part.tolist() for part in (frame.rows, frame.starts, frame.lens, frame.flags, frame.samples_per_row)),
+            strict=True,
         )
         starts = []
-        for row, start, num, flags, num_draws in rows:
-            drafts = frame.token_ids[offset + num - num_draws + 1 : offset + num].tolist()
+        for row, start, num, flags, num_samples in rows:
+            drafts = frame.token_ids[offset + num - num_samples + 1 : offset + num].tolist()
             if not flags & RowFlag.HAS_TOKENS and self.next_starts is not None:
                 assert start >= self.next_starts[row], "a row is further on than it can be"
                 self.num_ahead += num > 1
@@ -231,27 +232,27 @@ class FakeWorker:
                 self._write(row, positions, [self.last_token[row], *drafts])
             else:
                 self._write(row, positions, self.last_token[row])
-            plan.append((row, start + num - max(num_draws, 1) + 1, num_draws, drafts))
+            plan.append((row, start + num - max(num_samples, 1) + 1, num_samples, drafts))
         assert offset == len(frame.token_ids)
         for row, start, num in zip(frame.rows.tolist(), starts, frame.lens.tolist(), strict=True):
             seen = self._slots(row, np.arange(max(start - (self.window - 1), 0), start + num))
-            places = self.places[seen[0]]
-            assert not self.window or places.all(), "a window lacks a page"
-            assert not self.window or (self.window_kv[places, seen[1]] == self.kv[seen]).all(), "a window reads others"
+            pages = self.window_page_of[seen[0]]
+            assert not self.window or pages.all(), "a window lacks a page"
+            assert not self.window or (self.window_kv[pages, seen[1]] == self.kv[seen]).all(), "a window reads others"
         self.num_computed += int(frame.lens.sum())
         tokens: list[int] = []
         counts: list[int] = []
-        asked: list[int] = []
-        for row, num_tokens, num_draws, drafts in plan:
-            if not num_draws:
+        requested: list[int] = []
+        for row, num_tokens, num_samples, drafts in plan:
+            if not num_samples:
                 continue
             counts.append(0)
-            for index in range(num_tokens, num_tokens + num_draws):
+            for index in range(num_tokens, num_tokens + num_samples):
                 if index > num_tokens:  # the draft was right
                     self._write(row, np.array([index - 1]), self.last_token[row])
                 self.last_token[row] = self._draw(row, index, index - num_tokens)
                 if self.num_logprobs[row] >= 0:
-                    asked.append(len(tokens))
+                    requested.append(len(tokens))
                 tokens.append(int(self.last_token[row]))
                 counts[-1] += 1
                 if drafts[index - num_tokens : index - num_tokens + 1] != [self.last_token[row]]:
@@ -260,14 +261,14 @@ class FakeWorker:
         for row, length in frame.items.tolist():
             lens.setdefault(row, []).append(length)
         ends = dict(zip(frame.rows.tolist(), (frame.starts + frame.lens).tolist(), strict=True))
-        most = max((len(self.asked[row]) for row in lens), default=0)
+        most = max((len(self.requested[row]) for row in lens), default=0)
         items = [
             scores + [0.0] * (most - len(scores))
             for row in lens
-            for scores in item_scores(self._history(row, ends[row]).tolist(), lens[row], self.asked[row])
+            for scores in item_scores(self._history(row, ends[row]).tolist(), lens[row], self.requested[row])
         ]
-        sampled = [row for row, _, num_draws, _ in plan if num_draws]
-        known = [num_tokens for _, num_tokens, num_draws, _ in plan if num_draws]
+        sampled = [row for row, _, num_samples, _ in plan if num_samples]
+        known = [num_tokens for _, num_tokens, num_samples, _ in plan if num_samples]
         drafts = [
             self._drafts(row, num_tokens + count, wanted)
             for row, num_tokens, count, wanted in zip(sampled, known, counts, frame.num_wanted.tolist(), strict=False)
@@ -276,7 +277,7 @@ class FakeWorker:
         if self.next_starts is not None:
             self.next_starts |= {row: end + count - 1 for row, end, count in zip(sampled, known, counts, strict=True)}
             self.drafts |= dict(zip(sampled, drafts, strict=False))
-        k = max(self.num_logprobs.values(), default=0) if asked else 0
+        k = max(self.num_logprobs.values(), default=0) if requested else 0
         target_k = int(frame.prompt_runs["k"].max(initial=0))
         scores: list[tuple[float, list[int]]] = []
         for row, start, num, _ in frame.prompt_runs.tolist():
@@ -287,15 +288,15 @@ class FakeWorker:
             frame.generation,
             frame.step,
             np.array(tokens, np.int32),
-            num_tokens=np.array(counts if len(frame.num_draws) else [], np.int32),
+            num_tokens=np.array(counts if len(frame.num_samples) else [], np.int32),
             drafts=np.array([it + [-1] * (most_drafts - len(it)) for it in drafts if most_drafts], np.int32).reshape(
                 -1, most_drafts or 1
             ),
-            logprob_rows=np.array(asked, np.int32),
-            logprobs=-np.array([tokens[index] for index in asked], np.float32),
-            top_ids=np.tile(np.arange(k, dtype=np.int32), (len(asked), 1)),
-            top_logprobs=np.zeros((len(asked), k), np.float32),
-            asked_logprobs=np.zeros((len(asked), 0), np.float32),
+            logprob_rows=np.array(requested, np.int32),
+            logprobs=-np.array([tokens[index] for index in requested], np.float32),
+            top_ids=np.tile(np.arange(k, dtype=np.int32), (len(requested), 1)),
+            top_logprobs=np.zeros((len(requested), k), np.float32),
+            requested_logprobs=np.zeros((len(requested), 0), np.float32),
             prompt_logprobs=np.array([logprob for logprob, _ in scores], np.float32),
             prompt_top_ids=np.array([ids for _, ids in scores], np.int32).reshape(len(scores), target_k),
             prompt_top_logprobs=np.zeros((len(scores), target_k), np.float32),
@@ -330,8 +331,8 @@ class FakeWorker:
         pages, offsets = self._slots(row, positions)
         self.kv[pages, offsets] = tokens
         if self.window:
-            assert self.places[pages].all(), "a page without a place is written"
-            self.window_kv[self.places[pages], offsets] = tokens
+            assert self.window_page_of[pages].all(), "a page without a place is written"
+            self.window_kv[self.window_page_of[pages], offsets] = tokens
 
     def _draw(self, row: int, position: int, place: int) -> int:
         token = next_token(self._history(row, position), self.seeds[row])
@@ -609,11 +610,12 @@ class Engine:
             table[row, index] = page
         written: dict[int, int] = {}
         rows = zip(
-            *(part.tolist() for part in (frame.rows, frame.starts, frame.lens, frame.flags, frame.draws)), strict=True
+            *(part.tolist() for part in (frame.rows, frame.starts, frame.lens, frame.flags, frame.samples_per_row)),
+            strict=True,
         )
-        for row, start, num, flags, num_draws in rows:
-            assert num == num_draws or flags & RowFlag.HAS_TOKENS
-            assert num <= limits.prefill_chunk_size or num == num_draws
+        for row, start, num, flags, num_samples in rows:
+            assert num == num_samples or flags & RowFlag.HAS_TOKENS
+            assert num <= limits.prefill_chunk_size or num == num_samples
             self.lengths[row] = start + num
             if row in given:
                 self.eras[row] = self.num_changes

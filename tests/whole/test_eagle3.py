@@ -191,7 +191,7 @@ def test_answers_with_drafts_of_a_head_that_rests_now_and_then_equal_those_witho
     group: LocalGroup, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of twenty steps, ten are taken to be none that drafts are worth it in."""
-    kinds, launch, choose = list[FrameKind](), Launcher.launch, Drafter._draws
+    kinds, launch, choose = list[FrameKind](), Launcher.launch, Drafter._num_samples
 
     def chosen(drafter: Drafter, rows: Int32Array, budget: int) -> Int32Array | None:
         return np.ones(len(rows), np.int32) if len(kinds) % 20 < 10 else choose(drafter, rows, budget)
@@ -202,12 +202,12 @@ def test_answers_with_drafts_of_a_head_that_rests_now_and_then_equal_those_witho
         return frame, snapshot
 
     monkeypatch.setattr(Launcher, "launch", launched)
-    monkeypatch.setattr(Drafter, "_draws", chosen)
+    monkeypatch.setattr(Drafter, "_num_samples", chosen)
     monkeypatch.setattr(drafter_module, "_MOST_VAIN", 2)
     monkeypatch.setattr(drafter_module, "_FIRST_REST", 3)
     monkeypatch.setattr(drafter_module, "_ASK_EVERY", 1)
     check_answers(group, trained, 3, 2048)
-    assert 5 < kinds.count(FrameKind.RESTING_STEP) < len(kinds) / 2
+    assert 5 < kinds.count(FrameKind.STEP_WITHOUT_DRAFT_HEAD) < len(kinds) / 2
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
@@ -372,7 +372,7 @@ def test_ranks_draft_as_many_as_are_taken_and_one_more_and_now_and_then_all() ->
 
     def chosen() -> list[int] | None:
         decodes = drafter.choose(rows, 16)
-        return None if decodes is None else decodes.draws.tolist()
+        return None if decodes is None else decodes.num_samples.tolist()
 
     assert drafter._num_wanted() == 5
     drafter.take(rows)
@@ -410,7 +410,7 @@ def test_the_head_rests_where_no_drafts_were_worth_it_for_long_and_prompts_go_th
     """Steps of one row that draws 800 tokens, of which no draft is right, with another request now and then."""
     speculation = SpeculationConfig(method="eagle3", model="head", num_speculative_tokens=3)
     limits = replace(LIMITS, num_pages=256, max_model_len=900, speculation=speculation)
-    monkeypatch.setattr(Drafter, "_draws", lambda _self, rows, _budget: np.ones(len(rows), np.int32))
+    monkeypatch.setattr(Drafter, "_num_samples", lambda _self, rows, _budget: np.ones(len(rows), np.int32))
     engine = Engine(limits)
     engine.add([1, 2, 3], max_tokens=850, ignore_eos=True)
     frames = []
@@ -420,7 +420,7 @@ def test_the_head_rests_where_no_drafts_were_worth_it_for_long_and_prompts_go_th
         while (frame := engine.launch()) is not None:
             frames.append(frame)
         engine.retire()
-    resting = [frame.kind is FrameKind.RESTING_STEP for frame in frames]
+    resting = [frame.kind is FrameKind.STEP_WITHOUT_DRAFT_HEAD for frame in frames]
     prompts = [bool((frame.flags & RowFlag.HAS_TOKENS).any()) for frame in frames]
     assert sum(prompts) == 3
     assert not any(np.logical_and(resting, prompts))

@@ -243,7 +243,7 @@ def served(frames: Frames, num_late: Callable[[], int]) -> list[StepFrame]:
                 "prompt_top_ids": np.zeros((num_scored, 0), np.int32),
                 "prompt_top_logprobs": np.zeros((num_scored, 0), np.float32),
             }
-            tokens = np.zeros(np.count_nonzero(frame.draws), np.int32)
+            tokens = np.zeros(np.count_nonzero(frame.samples_per_row), np.int32)
             frames.retire(StepResult(frame.generation, frame.step, tokens, **scores).encode())
         else:
             return launched
@@ -267,7 +267,7 @@ def test_requests_are_served_in_the_way_that_its_name_says_and_mostly_decoded(wa
     count = max(it.rows for it in ways_on(device))
     asked = requests(1000, count, num_tokens=24, num_long=0)
     frames = Frames(way, 1000, 648, way.num_pages(asked, 648), asked)
-    sampled = [int(np.count_nonzero(frame.draws)) for frame in served(frames, lambda: 0)]
+    sampled = [int(np.count_nonzero(frame.samples_per_row)) for frame in served(frames, lambda: 0)]
     frames.check()
     assert sum(sampled) > 0.75 * len(frames.rows)
     if way.fills:

@@ -26,7 +26,7 @@ from tests.helpers.fake_engine import LIMITS, VOCAB, Engine, prompt_of
 from tests.helpers.local_group import PAGE_SIZE, Limits, LocalGroup
 from tests.whole.test_models import save
 from worker.frame_checks import FrameLimits, check_frame
-from worker.protocol import ITEM_DTYPE, MAX_ITEMS, MAX_ROW_ASKED, RowFlag, StepFrame, StepResult
+from worker.protocol import ITEM_DTYPE, MAX_ITEMS, MAX_ROW_REQUESTED, RowFlag, StepFrame, StepResult
 from worker.step.scoring import Items
 
 # The scheduler: `Engine` checks every item's scores, and that no row is longer than it may be in the step with its
@@ -38,8 +38,8 @@ WITH_ITEMS = replace(LIMITS, max_item_tokens=7)
 def add(engine: Engine, query: Sequence[int], item_lens: Sequence[int], seed: int = 0, **sampling: Any) -> int:
     """A request for two labels after each of some random items."""
     items = prompt_of(sum(item_lens), 100 + seed)
-    asked = {"max_tokens": 1, "num_logprobs": 0, "logprob_token_ids": (3, 1), "item_lens": tuple(item_lens)}
-    return engine.add([*query, *items], **{**asked, **sampling})
+    requested = {"max_tokens": 1, "num_logprobs": 0, "logprob_token_ids": (3, 1), "item_lens": tuple(item_lens)}
+    return engine.add([*query, *items], **{**requested, **sampling})
 
 
 @pytest.mark.parametrize("num_query_tokens", [1, 3, 4, 8, 9, 15, 30])
@@ -155,9 +155,9 @@ def test_items_travel_in_frames_and_say_where_they_are() -> None:
     assert items.lasts.tolist() == [2, 3, 5]
     assert items.positions.tolist() == [4, 5, 6, 5, 5, 6, 0, 1, 2, 9]
     assert items.item_of.tolist() == [0, 1, 1, 2, 3, 3, 0, 0, 0, 0]
-    result = StepResult(1, 1, np.zeros(2, np.int32), item_logprobs=np.ones((3, MAX_ROW_ASKED), np.float32))
+    result = StepResult(1, 1, np.zeros(2, np.int32), item_logprobs=np.ones((3, MAX_ROW_REQUESTED), np.float32))
     assert len(result.encode()) <= StepResult.max_bytes(2, 0)
-    assert StepResult.decode(result.encode()).item_logprobs.shape == (3, MAX_ROW_ASKED)
+    assert StepResult.decode(result.encode()).item_logprobs.shape == (3, MAX_ROW_REQUESTED)
 
 
 @pytest.mark.parametrize(
@@ -264,13 +264,13 @@ def test_items_of_a_row_are_scored_as_each_alone_beside_other_requests(group: Lo
     rng = np.random.default_rng(7)
     other = rng.integers(0, 320, 30).tolist(), SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     packed, alone = [other], [other]
-    asked = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=0, logprob_token_ids=LABELS)
+    requested = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=0, logprob_token_ids=LABELS)
     query, firsts = rng.integers(0, 320, 75).tolist(), iter(rng.permutation(320).tolist())
     for lens in ((1, 8, 3, 20), (33,), (7, 7, 7, 7), (1,) * 30):
         items = [[next(firsts), *rng.integers(0, 320, length - 1).tolist()] for length in lens]
-        sampling = asked if len(lens) == 1 else SamplingParams(**{**_fields(asked), "item_lens": lens})
+        sampling = requested if len(lens) == 1 else SamplingParams(**{**_fields(requested), "item_lens": lens})
         packed.append(([*query, *itertools.chain(*items)], sampling))
-        alone += [([*query, *item], asked) for item in items]
+        alone += [([*query, *item], requested) for item in items]
     ours, stats = scores(group, packed, limits, at_once=at_once)
     if case == "prefix hit":
         assert stats.total_prefix_hit_tokens == 3 * (75 // PAGE_SIZE * PAGE_SIZE)

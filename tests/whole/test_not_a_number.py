@@ -124,7 +124,7 @@ def _end_by_nan(engine: Engine, request_id: int, after: int = 0) -> None:
         if not engine.frames:
             continue
         frame, result = engine.frames[0], StepResult.decode(engine.results[0])
-        sampled = frame.rows[frame.draws > 0]
+        sampled = frame.rows[frame.samples_per_row > 0]
         place = np.flatnonzero(engine.scheduler._rows.ids[sampled] == request_id)
         if len(place) and len(engine.answers[request_id].tokens) >= after:
             break

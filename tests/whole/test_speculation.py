@@ -425,7 +425,7 @@ class Chooser:
         self.drafter.times._extra = extra_s
 
     def choose(self, *, budget: int = 64) -> list[int] | None:
-        draws = self.drafter._draws(self.rows, budget)
+        draws = self.drafter._num_samples(self.rows, budget)
         return None if draws is None else draws.tolist()
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.draws import draw, draw_by_torch, sampler_alone
-from worker.protocol import ALWAYS, ASKED_DTYPE, BIAS_DTYPE, COUNT_DTYPE, StepFrame, mask_words
+from worker.protocol import ALWAYS, BIAS_DTYPE, COUNT_DTYPE, REQUESTED_DTYPE, StepFrame, mask_words
 from worker.sampling.adjustments import RowAdjustments, adjusted
 from worker.sampling.sampler import default_params
 
@@ -26,11 +26,11 @@ def frame_of(
     biases: Records | None = None,
     masks: dict[int, list[int]] | None = None,
     counts: Records | None = None,
-    asked: Records | None = None,
+    requested: Records | None = None,
 ) -> StepFrame:
     """A frame as the ranks read it: its arrays are views of bytes."""
     frame = StepFrame(1, 1, biases=np.array(biases or [], BIAS_DTYPE), counts=np.array(counts or [], COUNT_DTYPE))
-    frame.asked = np.array(asked or [], ASKED_DTYPE)
+    frame.requested = np.array(requested or [], REQUESTED_DTYPE)
     if params is not None:
         frame.params = params
     if masks:
@@ -122,7 +122,7 @@ def test_a_rows_logits_are_those_of_the_plain_formulas(
     got = adjusted(logits, adjustments, row, position, params[0])
     assert torch.equal(logits, before)
     assert got.tolist() == reference(logits, prompt, answer, params[0], biases, allowed)
-    if not adjustments.touched(np.array([row], np.int32), np.array([position]))[0]:
+    if not adjustments.changed(np.array([row], np.int32), np.array([position]))[0]:
         assert torch.equal(got, logits)
 
 
@@ -146,16 +146,16 @@ def test_a_row_that_is_given_away_starts_with_nothing() -> None:
             biases=[(1, 4, 2.0, ALWAYS), (3, 4, -np.inf, 50), (3, 5, 1.0, ALWAYS)],
             masks={1: [1, 2], 3: [5, 6]},
             counts=[(1, 7, 3, 1), (3, 8, 1, 0)],
-            asked=[(1, 11), (3, 12), (3, 13)],
+            requested=[(1, 11), (3, 12), (3, 13)],
         )
     )
     rows, positions = np.array([1, 3], np.int32), np.array([10, 10])
-    assert adjustments.touched(rows, positions).all()
-    assert adjustments.num_asked(rows).tolist() == [1, 2]
+    assert adjustments.changed(rows, positions).all()
+    assert adjustments.num_requested(rows).tolist() == [1, 2]
     kept = adjusted(logits_of(), adjustments, 3, 10, both[1])
     adjustments.update(frame_of(params_of(1)))
-    assert adjustments.touched(rows, positions).tolist() == [False, True]
-    assert adjustments.num_asked(rows).tolist() == [0, 2]
+    assert adjustments.changed(rows, positions).tolist() == [False, True]
+    assert adjustments.num_requested(rows).tolist() == [0, 2]
     assert torch.equal(adjusted(logits_of(), adjustments, 1, 10, params_of(1)[0]), logits_of())
     assert torch.equal(adjusted(logits_of(), adjustments, 3, 10, both[1]), kept)
     # Nor do the counts of before come back with penalties.
@@ -181,7 +181,7 @@ def test_a_bias_ends_where_it_says() -> None:
     for position, changed in ((5, [4, 9]), (6, [4]), (7, [4]), (8, [])):
         got = adjusted(logits_of(), adjustments, 1, position, params_of(1)[0])
         assert (got != logits_of()).nonzero().squeeze(1).tolist() == changed
-        assert adjustments.touched(row, np.array([position])).tolist() == [bool(changed)]
+        assert adjustments.changed(row, np.array([position])).tolist() == [bool(changed)]
 
 
 def test_counts_do_not_overflow() -> None:
@@ -205,7 +205,7 @@ def test_a_token_is_drawn_from_adjusted_logits_and_logprobs_are_of_the_models() 
     positions = np.array([4, 4, 4])
     allowed = {1: [5, 6, 9], 2: [40, 41, 68]}
     sampler = sampler_alone(VOCAB, 3, use_triton=False)
-    sampler.update(frame_of(params, masks=allowed, asked=[(1, 5), (1, 6), (3, 7)]))
+    sampler.update(frame_of(params, masks=allowed, requested=[(1, 5), (1, 6), (3, 7)]))
     plain, plain_logprobs = draw_by_torch(logits, params, positions)
     masked = logits.clone()
     for row, ids in allowed.items():
@@ -221,5 +221,5 @@ def test_a_token_is_drawn_from_adjusted_logits_and_logprobs_are_of_the_models() 
     expected = logits.log_softmax(-1)
     assert logprobs.logprobs.tolist() == [expected[0, tokens[0]].item(), expected[2, tokens[2]].item()]
     assert torch.equal(logprobs.top_ids, plain_logprobs.top_ids)
-    assert logprobs.asked_logprobs[0].tolist() == expected[0, [5, 6]].tolist()
-    assert logprobs.asked_logprobs[1, 0] == expected[2, 7]
+    assert logprobs.requested_logprobs[0].tolist() == expected[0, [5, 6]].tolist()
+    assert logprobs.requested_logprobs[1, 0] == expected[2, 7]

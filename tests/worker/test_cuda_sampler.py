@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 from parallel.collectives.group import TensorParallelGroup
 from tests.helpers.draws import CPU, Params, draw, draw_by_torch, plan_of, sampler_alone
-from worker.protocol import ASKED_DTYPE, BIAS_DTYPE, COUNT_DTYPE, PARAMS_DTYPE, StepFrame, mask_words
+from worker.protocol import BIAS_DTYPE, COUNT_DTYPE, PARAMS_DTYPE, REQUESTED_DTYPE, StepFrame, mask_words
 from worker.sampling import sampler as sampler_module
 from worker.sampling import torch_sampling
 from worker.sampling.adjustments import RowAdjustments, adjusted
@@ -108,7 +108,7 @@ def _assert_logprobs_close(logprobs: LogprobTensors | None, expected: LogprobTen
     torch.testing.assert_close(logprobs.logprobs.cpu(), expected.logprobs, **tolerance)
     torch.testing.assert_close(logprobs.top_logprobs.cpu(), expected.top_logprobs, **tolerance)
     assert torch.equal(logprobs.top_ids.cpu(), expected.top_ids)
-    torch.testing.assert_close(logprobs.asked_logprobs.cpu(), expected.asked_logprobs, **tolerance)
+    torch.testing.assert_close(logprobs.requested_logprobs.cpu(), expected.requested_logprobs, **tolerance)
 
 
 class _Turns:
@@ -291,7 +291,7 @@ def test_scores_of_given_tokens_are_those_of_the_cpu(tp_size: int, device: torch
             expected = torch_sampling.token_logprobs(logits, targets, k, targets[:, None])
             torch.testing.assert_close(ours.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(ours.top_logprobs, expected.top_logprobs, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(ours.asked_logprobs, expected.asked_logprobs, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(ours.requested_logprobs, expected.requested_logprobs, atol=1e-5, rtol=1e-5)
             assert torch.equal(ours.top_ids, expected.top_ids)
 
 
@@ -316,13 +316,13 @@ def test_neighbours_do_not_change_a_row(device: torch.device) -> None:
     logits, positions = _logits(len(FEW)), _positions(len(FEW))
     together, logprobs = draw(_alone(VOCAB, len(FEW), device), logits, FEW, positions)
     assert logprobs is not None
-    asked = np.flatnonzero(FEW["num_logprobs"] >= 0).tolist()
+    requested = np.flatnonzero(FEW["num_logprobs"] >= 0).tolist()
     for i in range(len(FEW)):
         one = slice(i, i + 1)
         alone, own = draw(_alone(VOCAB, len(FEW), device), logits[one], FEW[one], positions[one])
         assert alone == [together[i]]
         if own is not None:
-            j = asked.index(i)
+            j = requested.index(i)
             assert torch.equal(own.logprobs, logprobs.logprobs[j : j + 1])
             assert torch.equal(own.top_ids[0], logprobs.top_ids[j, : own.top_ids.shape[1]])
 
@@ -357,7 +357,7 @@ def _adjusting(vocab: int) -> StepFrame:
         params=ADJUSTED,
         counts=counts,
         biases=np.concatenate([biases, bans]),
-        asked=np.array([(2, 3), (2, vocab - 1), (3, 9)], ASKED_DTYPE),
+        requested=np.array([(2, 3), (2, vocab - 1), (3, 9)], REQUESTED_DTYPE),
         mask_rows=np.array([4, 5], np.int32),
         masks=rng.integers(0, 2**32, (2, mask_words(vocab)), np.uint32),
     )

@@ -196,7 +196,7 @@ def _call_step_metadata(page_size: int) -> None:
     }
     fill_step_metadata(**inputs, out=tensors)
     windowed = replace(tensors, window_out_cache_loc=_int64(num_tokens), window_page_table=_int32(num_rows, max_pages))
-    fill_step_metadata(**inputs, out=windowed, places=_int32(1000))
+    fill_step_metadata(**inputs, out=windowed, window_page_of=_int32(1000))
     fill_step_metadata(**inputs | {"last_tokens": _int64(257, 8)}, out=tensors, next_starts=_int32(257))
     apply_page_deltas(table, _int32(3, 3))
     paged = PagedMetadata(

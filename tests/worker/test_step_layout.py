@@ -268,7 +268,7 @@ def test_a_step_that_verifies_drafts_is_no_decode() -> None:
         starts=np.array([3, 9], np.int32),
         lens=np.array([4, 2], np.int32),
         flags=np.full(2, RowFlag.SAMPLE, np.int32),
-        num_draws=np.array([4, 2], np.int32),
+        num_samples=np.array([4, 2], np.int32),
     )
     step = Step.of(frame).shape
     assert (step.num_tokens, step.num_rows, step.num_sampled) == (6, 2, 6)
@@ -289,7 +289,7 @@ def test_a_step_samples_behind_each_draft() -> None:
         starts=np.array([3, 9, 0, 5], np.int32),
         lens=np.array([4, 1, 5, 2], np.int32),
         flags=np.array([3, RowFlag.SAMPLE, RowFlag.HAS_TOKENS, 3], np.int32),
-        num_draws=np.array([4, 1, 2], np.int32),
+        num_samples=np.array([4, 1, 2], np.int32),
         token_ids=np.arange(11, dtype=np.int32),
     )
     step = Step.of(frame).shape

@@ -39,10 +39,10 @@ from worker.device.memory import free_bytes
 from worker.models.decoder import Decoder
 from worker.protocol import (
     ALWAYS,
-    ASKED_DTYPE,
     BIAS_DTYPE,
     COUNT_DTYPE,
     PARAMS_DTYPE,
+    REQUESTED_DTYPE,
     FrameKind,
     RowFlag,
     StepFrame,
@@ -248,7 +248,7 @@ def _adjustments(rows: Sequence[int]) -> dict[str, Any]:
     return {
         "biases": _records(BIAS_DTYPE, *biases),
         "counts": _records(COUNT_DTYPE, *counts),
-        "asked": _records(ASKED_DTYPE, *((row, 299) for row in rows if row == 5)),
+        "requested": _records(REQUESTED_DTYPE, *((row, 299) for row in rows if row == 5)),
         "mask_rows": np.array([row for row in rows if row == 6], np.int32),
         "masks": np.full((int(6 in rows), 10), 0x0F0F0F0F, np.uint32),
     }
@@ -429,15 +429,15 @@ def test_an_answer_with_penalties_is_counted_as_it_grows_and_goes_on_from_counts
 
 def test_tokens_asked_for_get_their_logprobs_behind_the_likeliest(tiny_path: Path) -> None:
     frames = Frames()
-    asked = _records(ASKED_DTYPE, (1, 17), (1, 4), (3, 4))
+    requested = _records(REQUESTED_DTYPE, (1, 17), (1, 4), (3, 4))
     rows = [(1, [1, 2, 3], True), (2, [9, 9], True), (3, [1, 2, 3], True), (4, [1, 2, 3], True)]
     params = [_params(row, num_logprobs=k) for row, k in ((1, 299), (2, -1), (3, 0), (4, 1))]
-    [result] = _run(_worker(tiny_path, MODEL), [frames.step(rows, *params, asked=asked), frames.close()])
+    [result] = _run(_worker(tiny_path, MODEL), [frames.step(rows, *params, requested=requested), frames.close()])
     assert result.logprob_rows.tolist() == [0, 2, 3]
     of = dict(zip(result.top_ids[0].tolist(), result.top_logprobs[0].tolist(), strict=True))
-    assert result.asked_logprobs.shape == (3, 2)
-    assert result.asked_logprobs[0].tolist() == [of[17], of[4]]
-    assert result.asked_logprobs[1, 0] == of[4]
+    assert result.requested_logprobs.shape == (3, 2)
+    assert result.requested_logprobs[0].tolist() == [of[17], of[4]]
+    assert result.requested_logprobs[1, 0] == of[4]
 
 
 def test_bfloat16_and_a_step_of_chunks_alone_run(tiny_path: Path) -> None:
@@ -505,8 +505,8 @@ def test_reports_progress_and_the_bytes_of_its_weights(tiny_path: Path) -> None:
         ({"biases": _records(BIAS_DTYPE, *(2049 * [(1, 3, 0.0, ALWAYS)]))}, "more than 2048 biases"),
         ({"counts": _records(COUNT_DTYPE, (1, -1, 1, 1))}, "a count outside"),
         ({"counts": _records(COUNT_DTYPE, (1, 1, -1, 1))}, "a count below 0"),
-        ({"asked": _records(ASKED_DTYPE, (0, 1))}, "an asked token outside"),
-        ({"asked": _records(ASKED_DTYPE, *(129 * [(1, 3)]))}, "more than 128 log probabilities"),
+        ({"requested": _records(REQUESTED_DTYPE, (0, 1))}, "an asked token outside"),
+        ({"requested": _records(REQUESTED_DTYPE, *(129 * [(1, 3)]))}, "more than 128 log probabilities"),
         ({"mask_rows": [1, 1], "masks": np.ones((2, 10), np.uint32)}, "two of one row"),
         ({"mask_rows": [1], "masks": np.ones((1, 9), np.uint32)}, "masks of 9 words"),
         ({"mask_rows": [1], "masks": np.zeros((1, 10), np.uint32)}, "allows nothing"),

@@ -162,10 +162,13 @@ def _largest_frames(
     lens = lens[:max_rows]
     most = min(speculation.num_drafts, max_model_len - 1)
     num_drafts = min(speculation.max_sampled(max_rows) - max_rows, max_tokens)
-    draws = 1 + np.clip(num_drafts - most * np.arange(max_rows), 0, most)
-    frames = [new_rows(1, [0] * len(lens), lens, page_size), new_rows(2, [0] * max_rows, draws.tolist(), page_size)]
+    num_samples = 1 + np.clip(num_drafts - most * np.arange(max_rows), 0, most)
+    frames = [
+        new_rows(1, [0] * len(lens), lens, page_size),
+        new_rows(2, [0] * max_rows, num_samples.tolist(), page_size),
+    ]
     if num_drafts:
-        frames[1].num_draws = draws.astype(np.int32)
+        frames[1].num_samples = num_samples.astype(np.int32)
         frames[1].num_wanted = np.ones(max_rows, np.int32)  # who makes none passes it over
     if (num_prompt_logprobs := min(MAX_PROMPT_LOGPROBS, lens[0] - 1)) > 0:
         frames[0].prompt_runs = np.array([(1, 0, num_prompt_logprobs, _NUM_LOGPROBS)], PROMPT_LOGPROBS_DTYPE)

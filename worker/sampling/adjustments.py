@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.protocol import MAX_ROW_ASKED, MAX_ROW_BIASES, Int32Array, StepFrame, UInt32Array, mask_words
+from worker.protocol import MAX_ROW_BIASES, MAX_ROW_REQUESTED, Int32Array, StepFrame, UInt32Array, mask_words
 from worker.upload import upload
 
 PENALISED = 1
@@ -48,13 +48,13 @@ class RowAdjustments:
         """[num_rows, MAX_ROW_BIASES, BIAS_WORDS] int32: BIAS_DTYPE records."""
         self.masks = _zeros((num_rows, mask_words(vocab_size)), np.int32, device)
         """[num_rows, mask_words(vocab_size)] int32: bits of tokens that may be drawn."""
-        self.asked = _zeros((num_rows, MAX_ROW_ASKED), np.int64, device)
-        """[num_rows, MAX_ROW_ASKED] int64: tokens whose log probability is wanted."""
+        self.requested = _zeros((num_rows, MAX_ROW_REQUESTED), np.int64, device)
+        """[num_rows, MAX_ROW_REQUESTED] int64: tokens whose log probability is wanted."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
-        tables = (self.heads, self.marks, self.biases, self.masks, self.asked)
+        tables = (self.heads, self.marks, self.biases, self.masks, self.requested)
         return sum(table.numel() * table.element_size() for table in tables)
 
     def update(self, frame: StepFrame) -> None:
@@ -68,11 +68,13 @@ class RowAdjustments:
         if len(frame.biases):
             self._put_biases(frame.biases)
             changed = True
-        if len(frame.asked):
-            rows, slots = frame.asked["row"], _slots(frame.asked["row"])
+        if len(frame.requested):
+            rows, slots = frame.requested["row"], _slots(frame.requested["row"])
             np.add.at(self._num_asked, rows, 1)
-            flat = upload(rows.astype(np.int64) * MAX_ROW_ASKED + slots, self._device)
-            self.asked.view(-1).index_copy_(0, flat, upload(frame.asked["token_id"].astype(np.int64), self._device))
+            flat = upload(rows.astype(np.int64) * MAX_ROW_REQUESTED + slots, self._device)
+            self.requested.view(-1).index_copy_(
+                0, flat, upload(frame.requested["token_id"].astype(np.int64), self._device)
+            )
         if len(frame.mask_rows):
             slots, now = _slots(frame.mask_rows), (frame.mask_rows, frame.masks)
             if last := int(slots.max()):
@@ -91,11 +93,11 @@ class RowAdjustments:
         if place <= len(self._later_masks):
             self._put_masks(*self._later_masks[place - 1])
 
-    def touched(self, rows: Int32Array, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+    def changed(self, rows: Int32Array, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         """Marks `rows` that have adjustments of the token at `positions`."""
         return (self._flags[rows] != 0) | (positions < self._bias_ends[rows])
 
-    def num_asked(self, rows: Int32Array) -> Int32Array:
+    def num_requested(self, rows: Int32Array) -> Int32Array:
         """How many tokens each of `rows` wants the log probability of."""
         return self._num_asked[rows]
 

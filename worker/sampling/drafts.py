@@ -23,7 +23,7 @@ _NO_DRAFT = -2
 class StepDrafts:
     """The drafts of a step's rows, by sampled input."""
 
-    places: Int32Array
+    index_in_row: Int32Array
     """[num_sampled] the how-manieth of its row each is, from 0; on the host."""
     firsts: torch.Tensor
     """[num_sampled] int64, device: index of the row's first."""
@@ -31,20 +31,20 @@ class StepDrafts:
     """[num_sampled] int64, device: the draft that the token sampled there has to equal; none behind a row's last."""
 
     @classmethod
-    def of(cls, draws: Int32Array, following: torch.Tensor) -> StepDrafts:
+    def of(cls, num_samples: Int32Array, following: torch.Tensor) -> StepDrafts:
         """The drafts of a step's rows.
 
         Args:
-            draws: [num_rows]: how many inputs of each row are sampled.
+            num_samples: [num_rows]: how many inputs of each row are sampled.
             following: [num_sampled] int64, device: the step's input behind each sampled one.
         """
         device = following.device
-        firsts = np.repeat(np.cumsum(draws) - draws, draws)
-        places = np.arange(len(firsts)) - firsts
+        firsts = np.repeat(np.cumsum(num_samples) - num_samples, num_samples)
+        index_in_row = np.arange(len(firsts)) - firsts
         # A row's drafts are the last of its inputs.
-        is_last = places == np.repeat(draws, draws) - 1
+        is_last = index_in_row == np.repeat(num_samples, num_samples) - 1
         tokens = following.masked_fill(upload(is_last, device), _NO_DRAFT)
-        return cls(places.astype(np.int32), upload(firsts, device), tokens)
+        return cls(index_in_row.astype(np.int32), upload(firsts, device), tokens)
 
     def kept(self, tokens: torch.Tensor) -> torch.Tensor:
         """[num_sampled] bool: all sampled before it for its row equal their drafts.

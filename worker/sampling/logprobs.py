@@ -17,7 +17,7 @@ class LogprobTensors(NamedTuple):
     """[num_rows, k] int64: likeliest tokens, descending, equal ones by id; k is the most asked for."""
     top_logprobs: torch.Tensor
     """[num_rows, k] fp32."""
-    asked_logprobs: torch.Tensor
+    requested_logprobs: torch.Tensor
     """[num_rows, m] fp32: of the tokens that were asked for; m is the most a row asked for."""
 
     @classmethod

@@ -46,18 +46,18 @@ class ResampledRows(NamedTuple):
     """[num_resampled]: has filters or adjustments; the others keep their token and only want logprobs."""
     num_logprobs: Int32Array
     """[num_resampled]: how many of the likeliest tokens each wants besides its own; -1 for none."""
-    num_asked: int
+    num_requested: int
     """The most tokens that one of them wants the log probability of."""
     are_adjusted: bool
     """Some of them have adjustments."""
 
-    def by_place(self, drafts: StepDrafts) -> tuple[ResampledRows, list[int]]:
+    def by_index_in_row(self, drafts: StepDrafts) -> tuple[ResampledRows, list[int]]:
         """The rows by place, since what is drawn behind drafts depends on the draws before, and where each place's
         end."""
-        order = np.argsort(drafts.places[self.indices], kind="stable")
-        ends = np.cumsum(np.bincount(drafts.places[self.indices])).tolist()
+        order = np.argsort(drafts.index_in_row[self.indices], kind="stable")
+        ends = np.cumsum(np.bincount(drafts.index_in_row[self.indices])).tolist()
         indices, is_redrawn, num_logprobs = self.indices[order], self.is_redrawn[order], self.num_logprobs[order]
-        return ResampledRows(indices, is_redrawn, num_logprobs, self.num_asked, self.are_adjusted), ends
+        return ResampledRows(indices, is_redrawn, num_logprobs, self.num_requested, self.are_adjusted), ends
 
 
 NONE_RESAMPLED = ResampledRows(np.empty(0, np.int64), np.empty(0, np.bool_), np.empty(0, np.int32), 0, False)
@@ -96,7 +96,9 @@ class SamplingKernels(Protocol):
     def filter_thresholds(self, logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
         """The smallest score that filters allow."""
 
-    def token_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, k: int, asked: torch.Tensor) -> LogprobTensors:
+    def token_logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, k: int, requested: torch.Tensor
+    ) -> LogprobTensors:
         """Log probabilities of tokens and of the likeliest."""
 
 
@@ -181,11 +183,13 @@ class Sampler:
         is_listed = (top_k > 0) & (top_k <= self._kernels.MAX_LISTED_TOP_K)
         filtered = (params["temperature"] > 0) & ~is_listed
         filtered &= (top_k > 0) | (params["top_p"] < 1.0) | (params["min_p"] > 0.0)
-        touched = self.adjustments.touched(rows, positions)
-        redrawn = filtered | touched
-        which = np.flatnonzero(redrawn | (params["num_logprobs"] >= 0))
-        num_asked = int(self.adjustments.num_asked(rows[which]).max(initial=0))
-        return ResampledRows(which, redrawn[which], params["num_logprobs"][which], num_asked, bool(touched.any()))
+        changed = self.adjustments.changed(rows, positions)
+        redrawn = filtered | changed
+        indices = np.flatnonzero(redrawn | (params["num_logprobs"] >= 0))
+        num_requested = int(self.adjustments.num_requested(rows[indices]).max(initial=0))
+        return ResampledRows(
+            indices, redrawn[indices], params["num_logprobs"][indices], num_requested, bool(changed.any())
+        )
 
     def sample(
         self,
@@ -236,11 +240,11 @@ class Sampler:
         """
         ends = [len(resampled.indices)]
         if drafts is not None:
-            resampled, ends = resampled.by_place(drafts)
-        which, parts = upload(resampled.indices, self._group.device), []
+            resampled, ends = resampled.by_index_in_row(drafts)
+        indices, parts = upload(resampled.indices, self._group.device), []
         most = int(resampled.num_logprobs.max(initial=0))
         for place, part in _chunks(ends):
-            chunk = which[part]
+            chunk = indices[part]
             whole = whole_logits(logits.index_select(0, chunk), self._plan, self._group)
             wants = np.flatnonzero(resampled.num_logprobs[part] >= 0)
             # Logprobs are of the logits as they are before adjustments.
@@ -260,26 +264,28 @@ class Sampler:
                     kept = drafts.kept(tokens).index_select(0, again)
                 self._redraw(whole, rows, positions, again, tokens, resampled.are_adjusted, kept)
             if raw is not None:
-                asked = self.adjustments.asked[rows.index_select(0, wanting).long(), : resampled.num_asked]
+                requested = self.adjustments.requested[rows.index_select(0, wanting).long(), : resampled.num_requested]
                 drawn = tokens.index_select(0, wanting).clamp_(min=0)
-                parts.append(self._kernels.token_logprobs(raw, drawn, most, asked))
+                parts.append(self._kernels.token_logprobs(raw, drawn, most, requested))
         return LogprobTensors.joined(parts) if parts else None
 
-    def asked_by(self, rows: Int32Array) -> torch.Tensor:
+    def requested_by(self, rows: Int32Array) -> torch.Tensor:
         """[len(rows), m] int64, device: the tokens that each of `rows` asked for; m is the most of one of them."""
-        num_asked = int(self.adjustments.num_asked(rows).max(initial=0))
-        return self.adjustments.asked[upload(rows.astype(np.int64), self._group.device), :num_asked]
+        num_requested = int(self.adjustments.num_requested(rows).max(initial=0))
+        return self.adjustments.requested[upload(rows.astype(np.int64), self._group.device), :num_requested]
 
-    def logprobs_of(self, logits: torch.Tensor, targets: torch.Tensor, k: int, asked: torch.Tensor) -> LogprobTensors:
+    def logprobs_of(
+        self, logits: torch.Tensor, targets: torch.Tensor, k: int, requested: torch.Tensor
+    ) -> LogprobTensors:
         """Log probabilities of given tokens. Launches kernels only; not for a graph.
 
         Args:
             logits: [num_rows, span.size] fp32; takes about 20 bytes for each logit of the vocabulary.
             targets: [num_rows] int64, device.
             k: how many of the likeliest tokens are wanted too.
-            asked: [num_rows, m] int64, device: tokens that are wanted too.
+            requested: [num_rows, m] int64, device: tokens that are wanted too.
         """
-        return self._kernels.token_logprobs(whole_logits(logits, self._plan, self._group), targets, k, asked)
+        return self._kernels.token_logprobs(whole_logits(logits, self._plan, self._group), targets, k, requested)
 
     def _plain(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._kernels.plain_tokens(logits, rows, positions, self.tables.records, self._span.start, self._group)

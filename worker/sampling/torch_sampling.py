@@ -115,13 +115,13 @@ def adjust_logits(
             logits[i] = adjusted(logits[i], adjustments, row, int(positions[i]), params[row])
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, asked: torch.Tensor) -> LogprobTensors:
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, requested: torch.Tensor) -> LogprobTensors:
     """The kernel's twin; sums are fp32."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     # A stable sort, not topk: equal log probabilities stand in the order of their ids.
     top = _likeliest(logprobs, k)
     own = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return LogprobTensors(own, top, logprobs.gather(1, top), logprobs.gather(1, asked))
+    return LogprobTensors(own, top, logprobs.gather(1, top), logprobs.gather(1, requested))
 
 
 def _params(records: torch.Tensor) -> npt.NDArray[np.void]:

@@ -126,7 +126,7 @@ class DraftPasses:
         them for the next step. The step was uploaded, and nothing after it; its tokens are final."""
         frame, captured, states = step.frame, output.captured, output.states
         assert states is not None, "a step beside a head leaves no states"
-        is_sampled, wanted = step.draws > 0, np.zeros(len(frame.rows), np.int32)
+        is_sampled, wanted = step.samples_per_row > 0, np.zeros(len(frame.rows), np.int32)
         if len(frame.num_wanted):
             wanted[is_sampled] = frame.num_wanted
         most = int(wanted.max())

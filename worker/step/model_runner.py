@@ -82,7 +82,7 @@ class ModelRunner:
             max_tokens=max_tokens,
             page_size=token_to_kv_pool.page_size,
             max_sampled=max_sampled,
-            num_drafts=0 if decoder.draft_model is None else limits.max_draws - 1,
+            num_drafts=0 if decoder.draft_model is None else limits.max_samples - 1,
         )
         self._graphs = CudaGraphRunner(group)
         # All graphs write their logits here, and what the draft head reads.
@@ -96,7 +96,7 @@ class ModelRunner:
             self._graphs,
             num_rows=max_rows + 1,
             num_sampled=max_sampled,
-            num_drafts=limits.max_draws - 1,
+            num_drafts=limits.max_samples - 1,
         )
         self._scoring = Scoring(decoder, sampler, max_rows)
         self._extras: tuple[Extra, ...] = (Resampling(sampler, self._inputs), self._draft_passes)
@@ -179,8 +179,8 @@ class ModelRunner:
         frame = step.frame
         check_frame(frame, self._limits)
         self._req_to_token_pool.check(frame.page_deltas, self._num_pages)
-        self._req_to_token_pool.check_places(frame.window_pages, self._num_window_pages)
-        lacks_drafts = self._decoder.draft_model is None and (step.draws[~frame.has_tokens] > 1).any()
+        self._req_to_token_pool.check_window_pages(frame.window_pages, self._num_window_pages)
+        lacks_drafts = self._decoder.draft_model is None and (step.samples_per_row[~frame.has_tokens] > 1).any()
         if step.shape.num_sampled > self._max_sampled or lacks_drafts:
             raise EngineError(
                 f"step {frame.step} samples {step.shape.num_sampled} inputs, at most {self._max_sampled}, or drafts "

@@ -30,7 +30,7 @@ class PendingStep:
         self._tokens = output.tokens.to("cpu", non_blocking=True)
         self._kept = None if output.kept is None else output.kept.to("cpu", non_blocking=True)
         self._drafts = None if output.drafts is None else output.drafts.to("cpu", non_blocking=True)
-        self._num_draws, self._num_wanted = frame.num_draws, frame.num_wanted
+        self._num_samples, self._num_wanted = frame.num_samples, frame.num_wanted
         self._logprob_tokens = output.logprob_tokens
         self._logprobs = None if output.logprobs is None else output.logprobs.to_host()
         self._prompt_logprobs = None if output.prompt_logprobs is None else output.prompt_logprobs.to_host()
@@ -62,27 +62,27 @@ class PendingStep:
             result.logprobs = self._logprobs.logprobs.numpy()
             result.top_ids = self._logprobs.top_ids.numpy().astype(np.int32)
             result.top_logprobs = self._logprobs.top_logprobs.numpy()
-            result.asked_logprobs = self._logprobs.asked_logprobs.numpy()
+            result.requested_logprobs = self._logprobs.requested_logprobs.numpy()
         if self._prompt_logprobs is not None:
             num_targets = self._num_targets
             result.prompt_logprobs = self._prompt_logprobs.logprobs.numpy()[:num_targets]
             result.prompt_top_ids = self._prompt_logprobs.top_ids.numpy()[:num_targets].astype(np.int32)
             result.prompt_top_logprobs = self._prompt_logprobs.top_logprobs.numpy()[:num_targets]
-            result.item_logprobs = self._prompt_logprobs.asked_logprobs.numpy()[num_targets:]
+            result.item_logprobs = self._prompt_logprobs.requested_logprobs.numpy()[num_targets:]
         if self._kept is not None:
-            _keep(result, self._kept.numpy(), self._num_draws)
+            _keep(result, self._kept.numpy(), self._num_samples)
         return result
 
 
-def _keep(result: StepResult, kept: npt.NDArray[np.bool_], num_draws: Int32Array) -> None:
-    """Leaves out what does not count of the `num_draws` tokens of each row, and says how many each has."""
+def _keep(result: StepResult, kept: npt.NDArray[np.bool_], num_samples: Int32Array) -> None:
+    """Leaves out what does not count of the `num_samples` tokens of each row, and says how many each has."""
     result.tokens = result.tokens[kept]
-    result.num_tokens = np.add.reduceat(kept, np.cumsum(num_draws) - num_draws, dtype=np.int32)
+    result.num_tokens = np.add.reduceat(kept, np.cumsum(num_samples) - num_samples, dtype=np.int32)
     if not len(result.logprob_rows):
         return
     which = result.logprob_rows
     order = np.argsort(which)
     order = order[kept[which[order]]]
     result.logprob_rows = (np.cumsum(kept, dtype=np.int32) - 1)[which[order]]
-    for name in ("logprobs", "top_ids", "top_logprobs", "asked_logprobs"):
+    for name in ("logprobs", "top_ids", "top_logprobs", "requested_logprobs"):
         setattr(result, name, getattr(result, name)[order])

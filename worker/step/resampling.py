@@ -26,13 +26,13 @@ class Resampling:
         rows, positions = self._inputs.sampled_rows(step.shape)
         resampled, drafts = step.resampled, None
         if step.verifies_drafts:
-            drafts = StepDrafts.of(step.draws, self._inputs.inputs_after_samples(step.shape))
+            drafts = StepDrafts.of(step.samples_per_row, self._inputs.inputs_after_samples(step.shape))
         if len(resampled.indices):
             output.logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, resampled, drafts)
         rows = rows.long()
         if drafts is not None:
             output.kept = drafts.kept(output.tokens)
-            resampled, _ = resampled.by_place(drafts)  # the order that the log probabilities have
+            resampled, _ = resampled.by_index_in_row(drafts)  # the order that the log probabilities have
             rows = rows * drafts.lasts(output.tokens, output.kept)  # row 0, which is padding, takes all other tokens
         output.logprob_tokens = resampled.indices[resampled.num_logprobs >= 0].astype(np.int32)
         self._inputs.take(rows, output.tokens, positions)

@@ -67,12 +67,12 @@ class Scoring:
         scored = hidden.index_select(0, upload(wanted.scored, device))
         # An item has no one token as its target.
         targets = upload(np.concatenate((frame.prompt_targets, np.zeros(num_items, np.int64))), device)
-        asked = self._sampler.asked_by(np.concatenate((np.zeros(num_targets, np.int32), frame.items["row"])))
+        requested = self._sampler.requested_by(np.concatenate((np.zeros(num_targets, np.int32), frame.items["row"])))
         k = int(frame.prompt_runs["k"].max(initial=0))
         chunks = [
             self._sampler.logprobs_of(self._decoder.local_logits(states), ids, k, asked_ids)
             for states, ids, asked_ids in zip(
-                *(torch.split(rows, self._num_rows) for rows in (scored, targets, asked)), strict=True
+                *(torch.split(rows, self._num_rows) for rows in (scored, targets, requested)), strict=True
             )
         ]
         return hidden.index_select(0, upload(wanted.sampled, device)), LogprobTensors.joined(chunks)

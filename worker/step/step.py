@@ -22,7 +22,7 @@ class Step:
     """One step of a rank. All arrays are on the host."""
 
     frame: StepFrame
-    draws: Int32Array
+    samples_per_row: Int32Array
     """[num_rows]: how many inputs of each row are sampled."""
     sampled: Int64Array
     """[num_sampled]: index in the frame of the row of each sampled input."""
@@ -36,19 +36,19 @@ class Step:
     @classmethod
     def of(cls, frame: StepFrame) -> Step:
         """The step of a frame, which need not have been checked."""
-        draws = frame.draws
-        sampled: Int64Array = np.flatnonzero(draws)
+        per_row = frame.samples_per_row
+        sampled: Int64Array = np.flatnonzero(per_row)
         num_after: Int64Array | int = 0
-        if len(frame.num_draws):
-            sampled = np.repeat(np.arange(len(draws)), draws)
-            num_after = np.repeat(np.cumsum(draws, dtype=np.int64), draws) - 1 - np.arange(len(sampled))
+        if len(frame.num_samples):
+            sampled = np.repeat(np.arange(len(per_row)), per_row)
+            num_after = np.repeat(np.cumsum(per_row, dtype=np.int64), per_row) - 1 - np.arange(len(sampled))
         shape = StepShape(
             num_tokens=int(frame.lens.sum()),
             num_rows=len(frame.rows),
             num_sampled=len(sampled),
             max_seq_len=int((frame.starts + frame.lens).max(initial=0)),
         )
-        return cls(frame, draws, sampled, num_after, shape)
+        return cls(frame, per_row, sampled, num_after, shape)
 
     @property
     def is_scored(self) -> bool:
@@ -58,12 +58,12 @@ class Step:
     @property
     def verifies_drafts(self) -> bool:
         """Whether some row may bring several tokens."""
-        return bool(len(self.frame.num_draws))
+        return bool(len(self.frame.num_samples))
 
     @property
     def makes_drafts(self) -> bool:
         """Whether the draft head reads the step's tokens."""
-        return self.frame.kind is not FrameKind.RESTING_STEP
+        return self.frame.kind is not FrameKind.STEP_WITHOUT_DRAFT_HEAD
 
     @property
     def sampled_rows(self) -> Int32Array:

@@ -47,7 +47,7 @@ class StepInputs:
         max_sampled: int = 0,
         num_drafts: int = 0,
     ) -> None:
-        self._page_table, self._places = pool.page_table, pool.places
+        self._page_table, self._window_page_of = pool.page_table, pool.window_page_of
         self._page_size = page_size
         num_rows, max_pages = self._page_table.shape
         device = self._page_table.device
@@ -73,7 +73,7 @@ class StepInputs:
             cache_seqlens=torch.zeros(max_rows, dtype=torch.int32, device=device),
             page_table=torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device),
         )
-        if self._places is not None:
+        if self._window_page_of is not None:
             self._tensors = replace(
                 self._tensors,
                 window_out_cache_loc=torch.zeros_like(self._tensors.out_cache_loc),
@@ -137,7 +137,7 @@ class StepInputs:
             stage.array[self._layout.starts(len(frame.rows))][~frame.has_tokens] = -1
         deltas, num_page_deltas = frame.page_deltas, len(frame.page_deltas)
         if len(frame.window_pages):
-            # The table has one row, in which pages have their places.
+            # The table has one row, which gives each page its window page.
             deltas = np.concatenate((deltas, np.insert(frame.window_pages, 0, 0, axis=1)))
         end = begin + deltas.size
         if end <= self._layout.capacity:
@@ -150,8 +150,8 @@ class StepInputs:
             on_device = upload(deltas, self._buffer.device)
         if num_page_deltas:
             self._apply_page_deltas(self._page_table, on_device[:num_page_deltas])
-        if self._places is not None and num_page_deltas < len(deltas):
-            self._apply_page_deltas(self._places.view(1, -1), on_device[num_page_deltas:])
+        if self._window_page_of is not None and num_page_deltas < len(deltas):
+            self._apply_page_deltas(self._window_page_of.view(1, -1), on_device[num_page_deltas:])
 
     def graph_batch(self, shape: StepShape) -> ForwardBatch:
         """The batch of any step padded to `shape`: its tensors are the same for every step.
@@ -208,7 +208,7 @@ class StepInputs:
             page_size=self._page_size,
             max_seqlen_q=max_seqlen_q,
             out=tensors,
-            places=self._places,
+            window_page_of=self._window_page_of,
             next_starts=self._next_starts,
         )
         host_cu_seqlens_q = np.zeros(shape.num_rows + 1, np.int64)

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from cluster.text.conversation import Call, Turn
 from cluster.text.tools.styles import CallLayout
-from cluster.text.tools.tool_use import ToolUse, is_told_of
+from cluster.text.tools.tool_use import ToolUse, offers_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class GenericTools:
         row: templates may want roles to alternate, and calls that follow one another have several results. The first
         turn tells of the tools `use`."""
         turns = list(given)
-        if use is not None and is_told_of(use):
+        if use is not None and offers_tools(use):
             if turns[0].role != "system":
                 turns.insert(0, Turn(role="system"))
             turns[0] = replace(turns[0], text=_joined(turns[0].text, self._instructions(use)))

@@ -60,7 +60,7 @@ class ToolUse:
         return self.mode in (ToolMode.REQUIRED, ToolMode.NAMED)
 
 
-def is_told_of(use: ToolUse | None) -> bool:
+def offers_tools(use: ToolUse | None) -> bool:
     """Whether the model is told of the tools: one that is may call them."""
     return use is not None and use.mode is not ToolMode.NONE
 

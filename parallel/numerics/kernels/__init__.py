@@ -1,1 +1,1 @@
-"""Kernels of products and sums: Triton's are imported on CUDA only, as a CPU install has no Triton."""
+"""Kernels of products and sums. The Triton kernels are imported on CUDA only, because a CPU install has no Triton."""

@@ -1,7 +1,7 @@
-"""Compiles the C sources that lie beside the modules which call them, once a machine, and loads them.
+"""Compiles the C kernels of CPU ranks once per machine, and loads them.
 
-The kernels of CPU ranks are C, because a library's products add in an order that follows their sizes. A source is
-compiled for the processor that it runs on and kept in a cache, as Triton does for GPUs.
+The kernels are in C because a library's products add in an order that depends on their sizes. A source is compiled for
+the current processor and cached, as Triton does for GPUs.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import torch  # brings the OpenMP runtime as well, which the libraries are to share
+import torch  # also loads the OpenMP runtime, which the libraries should share
 
 from configs.errors import ConfigError
 
 HEADER = Path(__file__).with_name("exact.h")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The numbers of element types in exact.h."""
-# Products and sums in one expression become one fused operation, as the contract has them; nothing is reordered.
+"""The numbers of the dtypes in exact.h."""
+# A product and a sum in one expression become one fused operation, as the contract requires. Nothing is reordered.
 _FLAGS = (
     *("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp"),
     *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),
@@ -32,9 +32,10 @@ _FLAGS_TO_LINK = ("-shared", "-fPIC", "-std=gnu11", "-Wall", "-Wno-psabi", "-Wer
 
 @functools.cache
 def load(source: Path) -> ctypes.CDLL:
-    """The library of `source`, which may include exact.h; compiled unless the cache has it.
+    """The compiled library of `source`, which may include exact.h. Compiles it unless it is in the cache.
 
-    Raises ConfigError without a C compiler or a place to write to, or where the compiler refuses the source.
+    Raises:
+        ConfigError: there is no C compiler or no writable cache, or the compiler fails.
     """
     compiler = os.environ.get("CC", "cc")
     texts = (source.read_text(), HEADER.read_text(), *_FLAGS, *_FLAGS_TO_LINK, _version_of(compiler), _processor())
@@ -53,7 +54,7 @@ def load(source: Path) -> ctypes.CDLL:
 
 def _compile(compiler: str, source: Path, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
-    # Ranks may compile at the same time: each its own file, and the last one stays.
+    # Ranks may compile at the same time. Each writes its own file, and the last one remains.
     descriptor, made = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(descriptor)
     command = [compiler, *_FLAGS, f"-I{HEADER.parent}", str(source), "-o", made, *_FLAGS_TO_LINK]
@@ -80,7 +81,7 @@ def _version_of(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """The processor, which `-march=native` depends on: nodes that differ may share a home directory."""
+    """The processor's model, on which `-march=native` depends. Different nodes may share a home directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

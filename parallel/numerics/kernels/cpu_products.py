@@ -1,6 +1,6 @@
-"""Products on CPU whose every output is one chain of fused multiply-adds, or a halving tree of such chains.
+"""Products on CPUs: every output is one chain of fused multiply-adds, or a halving tree of such chains.
 
-Bits of a row depend on that row and the weight alone: not on the rows beside it, a shard's columns or the threads.
+A row's bits depend on that row and the weight, not on other rows, on the shard's columns or on the number of threads.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import torch
 from parallel.numerics.kernels.c_library import TYPES, load
 
 TILE = 64
-"""Rows of a weight that lie side by side when packed."""
+"""Rows of a weight that are interleaved when it is packed."""
 _PIECE = 1 << 18
-"""Elements that are there twice while a weight is packed where it lies, or one tile; they stay in the caches."""
+"""Elements that are copied at a time while a weight is packed in place, so that they stay in the caches. At least one
+tile."""
 
 
 def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """A weight [N, K] as the products read it: [ceil(N / 64), K, 64], rows as lanes, zeros past the last one.
+    """Packs a weight [N, K] for the products: [ceil(N / 64), K, 64], with rows as lanes and zeros after the last row.
 
     Args:
         weight: fp32, bf16 or fp16.
@@ -41,10 +42,10 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def pack_in_place(weight: torch.Tensor) -> torch.Tensor:
-    """`pack` of a weight [N, K] in its own memory, which is all that loading takes; the weight itself is gone then.
+    """Packs a weight [N, K] in its own memory, so that loading needs no second copy. The weight itself is overwritten.
 
     Args:
-        weight: contiguous, N a multiple of 64.
+        weight: contiguous; N is a multiple of 64.
     """
     num_rows, num_inputs = weight.shape
     packed = weight.view(num_rows // TILE, num_inputs, TILE)
@@ -61,13 +62,13 @@ def product(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias [M, num_columns]: a chain over ascending K, then the bias, in fp32; rounded once.
+    """x @ weight.T + bias [M, num_columns]: a chain over ascending K, then the bias, in fp32, rounded once.
 
     Args:
-        x: [M, K] of fp32, bf16 or fp16, elements of a row side by side, rows any distance apart.
-        packed: `pack` of the weight [num_columns, K], of x's dtype.
-        bias: [num_columns], of x's dtype or fp32.
-        out: contiguous; a new tensor of `out_dtype` (x's dtype) without it.
+        x: [M, K] fp32, bf16 or fp16; the elements of a row are contiguous, the row stride is free.
+        packed: `pack` of the weight [num_columns, K], in x's dtype.
+        bias: [num_columns] in x's dtype or fp32.
+        out: contiguous. If None, a new tensor of `out_dtype`, or of x's dtype.
     """
     if out is None:
         out = torch.empty(len(x), num_columns, dtype=out_dtype or x.dtype)
@@ -85,13 +86,13 @@ def node_products(
     nodes: Sequence[tuple[int, int]],
     out: torch.Tensor,
 ) -> None:
-    """Values of nodes of the halving tree whose leaves are products over `leaf` columns of x each.
+    """Values of nodes of the halving tree. Its leaves are products over `leaf` columns of x each.
 
     Args:
-        x: [M, K] as `product` takes it, this rank's leaves; the last one may be shorter.
-        packed: `pack` of the weight's columns for them.
-        leaf: columns a leaf.
-        nodes: half-open ranges of leaves, counted from x's first; each an aligned subtree.
+        x: [M, K] as for `product`: this rank's leaves. The last leaf may be shorter.
+        packed: `pack` of the weight's columns for these leaves.
+        leaf: columns per leaf.
+        nodes: half-open ranges of leaves, counted from x's first; each is an aligned subtree.
         out: [num_nodes, M, num_columns] fp32, contiguous.
     """
     assert out.shape == (len(nodes), len(x), num_columns), f"{tuple(out.shape)} are not {len(nodes)} nodes of {len(x)}"
@@ -108,15 +109,15 @@ def mixed_products(
     mixture: Mixture,
     out: torch.Tensor,
 ) -> None:
-    """For each row of `out` the sum over its rows of x, each multiplied with its weight and times its factor.
+    """For each row of `out`, the sum over its pairs of (row of x @ the pair's weight) times the pair's factor.
 
-    A leaf is a chain of fused multiply-adds of factors and what `node_products` has as a leaf of that weight, over
-    ascending weights; nodes are made of leaves as there.
+    A leaf is a chain of fused multiply-adds of the factors and the leaves that `node_products` would compute, over
+    ascending weights. Nodes are built from leaves as in `node_products`.
 
     Args:
-        x: [num_pairs, K], weight after weight.
+        x: [num_pairs, K], sorted by weight.
         packed: [num_weights, tiles, K, 64]: `pack` of each weight.
-        leaf: columns a leaf.
+        leaf: columns per leaf.
         nodes: as in `node_products`.
         out: [num_nodes, M, num_columns], contiguous.
     """
@@ -139,18 +140,18 @@ def mixed_products(
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Pairs of a row and a weight, weight after weight."""
+    """Pairs of a row and a weight, sorted by weight."""
 
     ends: torch.Tensor
-    """[num_weights] int64: pairs of weights 0 to its index."""
+    """[num_weights] int64: number of pairs of this weight and all weights before it."""
     rows: torch.Tensor
-    """[num_pairs] int64: no row twice with one weight."""
+    """[num_pairs] int64: row of each pair. No row occurs twice with one weight."""
     factors: torch.Tensor
-    """[num_pairs] fp32."""
+    """[num_pairs] fp32: factor of each pair."""
 
 
 class _Job(ctypes.Structure):
-    """The C source's Job."""
+    """The C source's struct Job."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "packed", "bias", "out")),
@@ -162,7 +163,7 @@ class _Job(ctypes.Structure):
 
 
 class _Mixture(ctypes.Structure):
-    """The C source's Mixture."""
+    """The C source's struct Mixture."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("ends", "rows", "factors", "room")),
@@ -205,7 +206,7 @@ def _job(
 
 @functools.cache
 def _leaves(nodes: tuple[tuple[int, int], ...]) -> ctypes.Array[ctypes.c_size_t]:
-    """Kept as long as the process, as the address of it is: a rank has few lists of nodes."""
+    """Cached for the life of the process, because its address is cached too. A rank has few node lists."""
     ends = [end for node in nodes for end in node]
     return (ctypes.c_size_t * len(ends))(*ends)
 

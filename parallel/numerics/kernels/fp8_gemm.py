@@ -1,9 +1,9 @@
-"""Products of fast numerics with weights in FP8; fp8_groups.py says what they are.
+"""Products with FP8 weights in fast numerics. fp8_groups.py defines them.
 
-A single row that is not in FP8 yet is quantised by each program that multiplies with it, which saves a kernel; more
-rows by a kernel of their own.
-Where a product has too few tiles to keep a GPU busy, several programs share the groups of one: the last to be done adds
-their parts, in order. So the bits of a row depend on how many rows there are, and on nothing else.
+A single row that is not FP8 yet is quantised by each program that multiplies with it, which saves a kernel. More rows
+are quantised by a separate kernel. If a product has too few tiles to keep a GPU busy, several programs share the groups
+of a tile, and the last one to finish adds their parts in order. So a row's bits depend on the number of rows, but on
+nothing else in the batch.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from parallel.numerics.kernels.node_gemm import block_of
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut into programs."""
+    """How a product is divided among programs."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     side: int = 1
-    """Groups that a step multiplies side by side, which more than `block_m` rows do not take."""
+    """Number of groups that a loop iteration multiplies in parallel. Only for up to `block_m` rows."""
     quantises: bool = False
-    """Whether programs quantise the rows, which those can whose groups are side by side."""
+    """Whether programs quantise the rows themselves. Only if `side` is above 1."""
     programs: int = 256
-    """Programs that share the groups of tiles, up to twice `MOST_TILES`: no more than `_MAX_SPLITS` of one tile, and
-    each with `_LEAST_GROUPS` or more."""
+    """Programs share the groups of tiles until there are this many programs, up to twice `MOST_TILES`: at most
+    `_MAX_SPLITS` per tile, with `_LEAST_GROUPS` groups or more each."""
 
 
-# Up to so many rows: tiles for weights of up to `_WIDE` rows, and of more. The fastest of up to 144 on an H200 for the
-# products of Qwen3-8B, or within 5 % (`--sweep`, benchmarks/results/fp8_tiles_h200_2026-11-26.txt).
+# Tiles by the largest number of rows: for weights with up to `_WIDE` rows, and for larger ones. Each is the fastest of
+# up to 144 on an H200 for the products of Qwen3-8B, or within 5 % of it (`--sweep`,
+# benchmarks/results/fp8_tiles_h200_2026-11-26.txt).
 TILES = (
     (1, Tile(1, 16, 4, 3, 8, True), Tile(1, 16, 4, 3, 4, True)),
     (4, Tile(4, 16, 4, 3, 8), Tile(4, 16, 4, 3, 4)),
@@ -69,7 +70,7 @@ def _fp8_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """x is in FP8 if it has scales. Of several `num_splits` programs each sums a part of the groups."""
+    """x is in FP8 if it has scales. With several `num_splits`, each program sums a part of the groups."""
     tile, split = tl.program_id(0), tl.program_id(1)
     block_m, block_n = block_of(tile, M, N, BLOCK_M, BLOCK_N)
     rows, columns = block_m * BLOCK_M + tl.arange(0, BLOCK_M), block_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -98,7 +99,7 @@ def _fp8_gemm_kernel(
     is_last = True
     if parts_ptr is not None:
         tl.store(parts_ptr + split.to(tl.int64) * M * N + place, acc, mask=stored)
-        tl.debug_barrier()  # every thread has stored before one of them says so
+        tl.debug_barrier()  # all threads have stored before one of them signals it
         is_last = tl.atomic_add(finished_ptr + tile, 1, sem="acq_rel") == num_splits - 1
         if is_last:
             acc = tl.zeros_like(acc)
@@ -112,12 +113,13 @@ def _fp8_gemm_kernel(
 
 
 def cublas_is_faster(num_rows: int, out_features: int) -> bool:
-    """Whether `scaled_mm` is: it does not split columns among programs, and has tiles for all only of wide weights."""
+    """Whether `scaled_mm` is faster. It does not split columns among programs, and only wide weights have enough
+    tiles."""
     return num_rows >= (_CUBLAS_WIDE_ROWS if out_features > _WIDE else _CUBLAS_ROWS)
 
 
 def row_groups(weight: Fp8Matrix) -> Groups | None:
-    """The groups in which whoever makes rows may quantise them for a weight; None: only the product can."""
+    """The groups in which the producer of rows may quantise them for a weight. None if only the product can."""
     groups = groups_of(weight)
     return groups if groups.is_even(weight.shape[1]) else None
 
@@ -133,12 +135,12 @@ def fp8_gemm(
     """x @ weight.T + bias, rounded once. One or two kernels, no host sync.
 
     Args:
-        x: [num_rows, in_features] bf16, fp16 or fp32, elements of a row side by side, rows any distance apart; or rows
-            in the weight's groups.
+        x: [num_rows, in_features] bf16, fp16 or fp32; the elements of a row are contiguous, the row stride is free. Or
+            rows that are already quantised in the weight's groups.
         weight: [out_features, in_features].
         bias: [out_features] or None.
-        out: [num_rows, out_features], contiguous, any float dtype; written.
-        tile: for measurements; chosen by shape by default.
+        out: [num_rows, out_features], contiguous, any float dtype, written.
+        tile: for measurements. If None, it follows from the shape.
 
     Returns:
         `out`.
@@ -171,8 +173,8 @@ def fp8_gemm(
 
 
 def scaled_mm(x: torch.Tensor | Fp8Rows, weight: Fp8Matrix) -> torch.Tensor:
-    """x @ weight.T [num_rows, out_features] by cuBLAS, which has such products of bf16 on Hopper, with weights of whole
-    blocks of 128 x 128 and a multiple of 512 columns."""
+    """x @ weight.T [num_rows, out_features] by cuBLAS. It has such bf16 products on Hopper, for weights of whole 128 x
+    128 blocks and a multiple of 512 columns."""
     q = quantised(x, groups_of(weight)) if isinstance(x, torch.Tensor) else x
     of_rows, of_blocks = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
     y = F.scaled_mm(

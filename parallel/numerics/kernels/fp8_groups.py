@@ -1,9 +1,9 @@
-"""Parts of products of fast numerics with weights in FP8, dense ones and those of experts.
+"""Parts of products with FP8 weights in fast numerics, for dense weights and experts.
 
-A row of activations is cut as the blocks of the weight's columns are, into groups of at most 128 columns. A group's
-scale is its largest element over 448, in fp32; its elements are divided by that and rounded to e4m3. Tensor cores
-multiply what is in e4m3; a product over a group is multiplied by the scales of the group and of the weight's block in
-fp32, and added to those before in fp32.
+A row of activations is cut at the weight's column blocks, into groups of at most 128 columns. A group's scale is its
+largest element divided by 448, in fp32. Its elements are divided by the scale and rounded to e4m3. Tensor cores
+multiply the e4m3 values. The product over a group is multiplied by the scales of the group and of the weight's block in
+fp32, and added to the sum in fp32.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from parallel.kernels.dependent_launch import follow, is_dependent, let_next_sta
 from parallel.numerics.fp8 import FP8, LARGEST, Fp8Matrix, Fp8Rows
 
 GROUP_COLUMNS = 128
-"""Columns of a group, or it has fewer."""
+"""Largest number of columns per group."""
 MOST_TILES = 256
-"""Tiles of which Fp8Rows say that no program has finished them."""
+"""Number of tiles for which Fp8Rows has a counter of finished programs."""
 _LEAST_STEP = 32
-"""Columns of an MMA of FP8."""
+"""Columns of an FP8 MMA."""
 _LARGEST = tl.constexpr(LARGEST)
 _ROWS = 8
 _GROUPS = 4
-"""Groups that a program quantises, of some rows."""
+"""Number of groups, of several rows, that a program quantises."""
 _SCALED_ROWS = 4
-"""Rows of scales are a multiple of these, as cuBLAS wants them."""
+"""The number of rows of scales is a multiple of this, as cuBLAS requires."""
 
 
 class Groups(NamedTuple):
-    """The constants by which a kernel finds the groups of activations, and the scales of a weight for them."""
+    """Constants by which a kernel finds the groups of activations and the weight's scales for them."""
 
     first: int
-    """The place of the first column in its group."""
+    """Index of the first column within its group."""
     width: int
-    """Columns of a group."""
+    """Columns per group."""
     skipped: int
-    """Groups of the first block of columns that are before the first one."""
+    """Number of groups of the first column block that lie before the first column."""
     per_block: int
-    """Groups of a block of columns."""
+    """Groups per column block."""
 
     def count(self, num_columns: int) -> int:
-        """Groups of all columns."""
+        """Number of groups over all columns."""
         return triton.cdiv(self.first + num_columns, self.width)
 
     @property
     def step(self) -> int:
-        """Columns of a tile that a group fits in."""
+        """Columns of a tile that holds one group."""
         return max(triton.next_power_of_2(self.width), _LEAST_STEP)
 
     def is_even(self, num_columns: int) -> bool:
-        """Whether groups fill their tiles, and columns their groups."""
+        """Whether every group fills its tile, and the columns fill their groups."""
         return self.first == 0 and self.width == self.step and num_columns % self.width == 0
 
 
@@ -65,22 +65,22 @@ def _groups(first: int, width: int) -> Groups:
 
 
 def groups_of(weight: Fp8Matrix) -> Groups:
-    """The groups that rows are quantised in for a weight: as wide as can be, of one block of columns each."""
+    """The groups in which rows are quantised for a weight: as wide as possible, each within one column block."""
     return _groups(weight.first, weight.width) if weight.scales.shape[-1] > 1 else Groups(0, GROUP_COLUMNS, 0, 1 << 30)
 
 
 @triton.jit
 def in_fp8(x):
-    """x [..., columns] in e4m3, and the scales [...] of which it is multiples."""
+    """Quantises x [..., columns]: e4m3 values, and their scales [...]."""
     x = x.to(tl.float32)
-    # A group of zeros has a scale whose inverse is a number.
+    # A group of zeros gets a scale with a finite inverse.
     scale = tl.maximum(tl.max(tl.abs(x), len(x.shape) - 1), 1e-10) * (1 / _LARGEST)
     return (x * tl.expand_dims(1.0 / scale, len(x.shape) - 1)).to(tl.float8e4nv), scale
 
 
 @triton.jit
 def nothing_finished(finished_ptr, is_first, TILES: tl.constexpr):
-    """Has one program write the zeros of Fp8Rows."""
+    """Writes the zeros of Fp8Rows, in one program."""
     tl.store(finished_ptr + tl.arange(0, TILES), tl.zeros([TILES], tl.int32), mask=is_first)
 
 
@@ -88,7 +88,8 @@ def nothing_finished(finished_ptr, is_first, TILES: tl.constexpr):
 def store_in_fp8(
     x, q_ptr, scales_ptr, finished_ptr, scale_stride, row, first_column, size, WIDTH: tl.constexpr, TILES: tl.constexpr
 ):
-    """Writes columns x [columns] of a row of Fp8Rows, which has `size`, from `first_column` on, in groups of WIDTH."""
+    """Quantises x [columns], part of a row of `size` columns, into Fp8Rows from `first_column` on, in groups of
+    WIDTH."""
     groups = tl.arange(0, x.shape[0] // WIDTH)
     q, scale = in_fp8(tl.reshape(x, [x.shape[0] // WIDTH, WIDTH]))
     columns = first_column + groups[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -100,7 +101,7 @@ def store_in_fp8(
 
 @triton.jit
 def first_scales(scales_ptr, blocks_ptr, rows, num_blocks):
-    """Pointers to the scales of the first blocks that rows of a weight are in."""
+    """Pointers to the scales of the first column blocks of the given weight rows."""
     return scales_ptr + tl.load(blocks_ptr + rows).to(tl.int64) * num_blocks
 
 
@@ -118,17 +119,17 @@ def sum_groups(
     acc, x_rows, x_scales, is_row, w_rows, w_scales, other_scales, is_other, first, stop, K, scale_stride,
     GROUPS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """acc [rows, columns] and the products of x and w over groups from `first` to `stop`.
+    """Adds the products of x and w over the groups from `first` to `stop` to acc [rows, columns].
 
     Args:
         x_rows: [rows, 1] pointers to rows of x, in FP8.
         x_scales: [rows] pointers to the scales of the first group.
-        is_row: [rows] whether a row is wanted. Others are not read.
+        is_row: [rows] whether a row is needed. Other rows are not read.
         w_rows: [columns, 1] pointers to rows of the weight.
-        w_scales: `first_scales` of the columns [1, columns], or of all of them one.
-        other_scales: in place of those, of columns that are in `is_other` [1, columns]; or None.
+        w_scales: `first_scales` of the columns [1, columns], or one for all of them.
+        other_scales: used instead for columns in `is_other` [1, columns], or None.
         K: columns of x and w.
-        scale_stride: between the scales of a row's groups.
+        scale_stride: distance between the scales of a row's groups.
     """
     places = tl.arange(0, BLOCK_K)[None, :]
     for group in tl.range(first, stop, num_stages=STAGES):
@@ -151,12 +152,11 @@ def sum_side_by_side(
     GROUPS: tl.constexpr, SIDE: tl.constexpr, ALONG: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """SIDE products of a few rows [SIDE, rows, columns] side by side, by warps of their own.
+    """Computes SIDE products of a few rows [SIDE, rows, columns] in parallel, each in its own warps.
 
-    Args as of `sum_groups`, with a dimension of SIDE or 1 before the others; without scales, x is quantised here.
-        ALONG: each is over every SIDEth group. Otherwise over all.
-        is_side: [SIDE, 1, 1] which there are.
-        EVEN: and with ALONG groups are a multiple of SIDE.
+    Args as for `sum_groups`, with a leading dimension of SIDE or 1. Without scales, x is quantised here. ALONG: each
+    product is over every SIDEth group; otherwise over all groups. is_side: [SIDE, 1, 1] which products exist. EVEN: all
+    groups are full and, with ALONG, their number is a multiple of SIDE.
     """
     sides, places = tl.arange(0, SIDE)[:, None], tl.arange(0, BLOCK_K)[None, None, :]
     acc = tl.zeros([SIDE, x_rows.shape[1], w_rows.shape[1]], tl.float32)
@@ -165,10 +165,10 @@ def sum_side_by_side(
         k = (groups * GROUPS[1] - GROUPS[0])[:, :, None] + places
         inside = is_side
         if not EVEN:
-            # Groups past the last one are zeros, and have its scales.
+            # Groups after the last one are zeros, with the last one's scales.
             inside = inside & (places < GROUPS[1]) & (k >= 0) & (k < K)
             groups = tl.minimum(groups, num_groups - 1)
-        # A weight is read once, so it is the first to leave the L2 cache.
+        # A weight is read once, so it should leave the L2 cache first.
         w = tl.load(w_rows + k, mask=inside, other=0.0, eviction_policy="evict_first")
         x = tl.load(x_rows + k, mask=inside & is_row[:, :, None], other=0.0)
         if x_scales is None:
@@ -204,7 +204,7 @@ def _quantise_kernel(
 
 
 def empty_rows(num_rows: int, num_columns: int, groups: Groups, like: torch.Tensor) -> Fp8Rows:
-    """Rows that a kernel is to fill, on the device of `like` and from its dtype."""
+    """Allocates FP8 rows that a kernel will fill, on the device of `like` and with its dtype as the original one."""
     room, device = triton.cdiv(num_rows, _SCALED_ROWS) * _SCALED_ROWS, like.device
     return Fp8Rows(
         torch.empty(room, num_columns, dtype=FP8, device=device),
@@ -216,7 +216,7 @@ def empty_rows(num_rows: int, num_columns: int, groups: Groups, like: torch.Tens
 
 
 def quantised(x: torch.Tensor, groups: Groups) -> Fp8Rows:
-    """x [num_rows, num_columns] in FP8, elements of a row side by side, rows any distance apart."""
+    """Quantises x [num_rows, num_columns]; the elements of a row are contiguous, the row stride is free."""
     num_rows, num_columns = x.shape
     q = empty_rows(num_rows, num_columns, groups, x)
     num_groups, room = q.scales.shape

@@ -1,8 +1,7 @@
-"""Tiles of weights in FP8 as products of exact numerics take them, in kernels that take plain weights as well; and
-whole such weights.
+"""Dequantises FP8 weights for products of exact numerics: tile by tile inside kernels, or whole weights.
 
-A kernel gets a weight's `FORMAT`, which is None for a plain one: `scales_of` its rows once, and then each tile's
-`plain_tile`.
+A kernel receives a weight's `FORMAT`, which is None for a plain weight. It calls `scales_of` once for its rows, and
+`plain_tile` for each tile.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ _PLAIN_BLOCK = (32, 128)
 
 
 class Format(NamedTuple):
-    """The constants by which a kernel finds the scales of a weight in FP8."""
+    """Constants by which a kernel finds the scales of an FP8 weight."""
 
     first: int
-    """The place of the first column in its block."""
+    """Index of the first column within its block."""
     width: int
-    """Columns of a block."""
+    """Columns per block."""
     num_blocks: int
-    """Blocks of columns."""
+    """Number of column blocks."""
     group_scales: int
-    """Scales of a group of matrices."""
+    """Number of scales of a group of matrices."""
     is_even: bool
-    """Whether all columns of a step are in one block."""
+    """Whether all columns of a loop iteration are in one block."""
     is_compiled: bool
-    """Otherwise it is interpreted."""
+    """False in the interpreter."""
 
 
 @triton.jit
 def scales_of(scales_ptr, blocks_ptr, rows, FORMAT: tl.constexpr):
-    """Pointers to the first scales of `rows` of the first group; what a plain weight has there is of no use."""
+    """Pointers to the first scales of `rows` of the first group. Meaningless for a plain weight."""
     if FORMAT is None:
         return rows
     else:
@@ -51,30 +50,32 @@ def scales_of(scales_ptr, blocks_ptr, rows, FORMAT: tl.constexpr):
 
 @triton.jit
 def plain_tile(w, scale_rows, group, first_k, k, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """A tile [rows, columns] of a weight in `dtype`, as Fp8Matrix's contract has it; a plain one as it is.
+    """A tile [rows, columns] of a weight in `dtype`, dequantised by Fp8Matrix's contract. A plain tile is returned
+    unchanged.
 
     Args:
-        scale_rows: [rows] `scales_of` its rows.
-        group: the one that it is of.
+        scale_rows: [rows] `scales_of` the tile's rows.
+        group: index of its group of matrices.
         first_k: its first column.
-        k: [1, columns] all of its columns.
+        k: [1, columns] its columns.
     """
     if FORMAT is None:
         return w
     else:
         scale_rows += group * FORMAT[3]
         if FORMAT[4]:
-            # Loaded as a vector: as a matrix of one column the compiler may lay the whole tile out by it, in bytes.
+            # Loaded as a vector. With a matrix of one column, the compiler might lay out the whole tile like it, in
+            # bytes.
             scale = tl.load(scale_rows + (FORMAT[0] + first_k) // FORMAT[1])[:, None]
         else:
-            # Columns past the last one, which are zeros, have its scale.
+            # Columns after the last one are zeros and have its scale.
             scale = tl.load(scale_rows[:, None] + tl.minimum((FORMAT[0] + k) // FORMAT[1], FORMAT[2] - 1))
         if FORMAT[5] and dtype != tl.float32:
-            # The compiler would deal bytes to MMAs in an order of their own, and sums would have other bits than those
-            # of plain weights. It does not look behind what it must not move, and takes the order of 16-bit values; on
-            # an H200 that is as many instructions.
+            # The compiler would assign bytes to MMAs in a special order, and sums would have other bits than with plain
+            # weights. It cannot look through this inline assembly, so it uses the order of 16-bit values. On an H200
+            # that takes the same number of instructions.
             w = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [w], dtype=w.dtype, is_pure=False, pack=4)
-        # The way is by fp32, for from e4m3 to bf16 in one step the compiler has slow instructions.
+        # The conversion goes through fp32, because the compiler's direct conversion from e4m3 to bf16 is slow.
         return (w.to(tl.float32) * scale).to(dtype)
 
 
@@ -95,11 +96,12 @@ def _plain_kernel(
 def pieces_of(
     weight: AnyWeight, block_k: int, leaf: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, Format | None]:
-    """Elements, scales and blocks of a weight as kernels take them, the columns of a step, and the format.
+    """The arguments of kernels for a weight: elements, scales, blocks, columns per loop iteration, and the format.
 
     Args:
-        block_k: the most columns of a step. There are fewer where some would be of two blocks, and no MMA's would.
-        leaf: columns after which steps begin anew; 0: they do not.
+        block_k: largest number of columns per iteration. There are fewer if otherwise an iteration, but no MMA, would
+            span two blocks.
+        leaf: number of columns after which iterations start anew, or 0.
     """
     if isinstance(weight, torch.Tensor):
         return weight, None, None, block_k, None
@@ -111,7 +113,7 @@ def pieces_of(
 
 
 def plain(weight: Fp8Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """[num_rows, num_columns] of `dtype`: what the only group stands for, in memory of its own."""
+    """[num_rows, num_columns] in `dtype`: the dequantised only group, in new memory."""
     num_rows, num_columns = weight.shape
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=weight.device)
     block_n, most_k = _PLAIN_BLOCK

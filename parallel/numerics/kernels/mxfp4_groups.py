@@ -1,8 +1,8 @@
-"""Parts of products of fast numerics with experts' weights in four bits, which become bf16 in registers.
+"""Parts of products with MXFP4 experts in fast numerics. The weights become bf16 in registers.
 
-A word's four codes are of four blocks of inputs, so that each block is a tile of its own, whose rows have one power of
-two each. Eight weights take 15 instructions to become numbers of bf16, exactly; compiled for an H200, products of few
-tokens take 24 and 29 for each eight with all that is in their loops.
+A word's four codes belong to four blocks of inputs, so that each block is a separate tile, whose rows have one power of
+two each. Converting eight weights to bf16 exactly takes 15 instructions. Compiled for an H200, products of few tokens
+take 24 and 29 instructions per eight weights, with everything in their loops.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from parallel.numerics.mxfp4 import BLOCK, GROUP
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(GROUP)
 _COPIES = tl.constexpr(8)
-"""Rows of the smallest MMA that has weights on its other side."""
-# Two words at a time. Of each block's factors, which are of rows, the second register equals the first. A GPU before
-# Hopper has products of bf16 with a sum alone, here with -0.
+"""Rows of the smallest MMA that has weights as its other operand."""
+# Converts two words at a time. Of each block's factors, which belong to rows, both registers are equal. GPUs before
+# Hopper have only fused multiply-adds for bf16, so -0 is added here.
 _UNPACK = tl.constexpr("""{ .reg .b32 a, b, z;  mov.b32 z, 0x80008000;
 and.b32 a, $4, 0x81C081C0;  fma.rn.bf16x2 $0, a, $5, z;
 shl.b32 a, $4, 3;  and.b32 a, a, 0x81C081C0;  fma.rn.bf16x2 $1, a, $7, z;
@@ -40,9 +40,9 @@ def block_tiles(words, exponents, dtype: tl.constexpr, IS_COMPILED: tl.constexpr
     Args:
         words: [..., rows, BLOCK] of Mxfp4Matrix's codes.
         exponents: [..., rows, 1].
-        IS_COMPILED: otherwise this is interpreted.
+        IS_COMPILED: False in the interpreter.
     """
-    # Numbers of bf16 with these exponents, in both halves.
+    # bf16 numbers with these exponents, in both halves of a register
     f0, f1 = (exponents & 255) * 0x00800080, (exponents >> 8 & 255) * 0x00800080
     f2, f3 = (exponents >> 16 & 255) * 0x00800080, (exponents >> 24 & 255) * 0x00800080
     if IS_COMPILED and dtype == tl.bfloat16:
@@ -65,10 +65,10 @@ def sum_blocks(
 
     Args:
         x_rows: [rows, 1] pointers to rows of x.
-        is_row: [rows, 1] whether a row is wanted. Others are not read.
-        codes_ptr, exponents_ptr: to the first ones of a Mxfp4Matrix.
-        matrix: of those, int64.
-        rows: [rows] the weight's, of `num_rows`.
+        is_row: [rows, 1] whether a row is needed. Other rows are not read.
+        codes_ptr, exponents_ptr: start of a Mxfp4Matrix.
+        matrix: index of the matrix, int64.
+        rows: [rows] rows of the weight, out of `num_rows`.
         K: columns of x and w.
     """
     num_groups, places = tl.cdiv(K, _GROUP), tl.arange(0, _BLOCK)[None, :]
@@ -91,17 +91,15 @@ def sum_blocks_side_by_side(
     x_rows, num_sides, codes_ptr, exponents_ptr, matrices, rows, num_rows, K, SIDE: tl.constexpr, ALONG: tl.constexpr,
     IS_COMPILED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """SIDE products of one row of x each [SIDE, rows of the weight] side by side, by warps of their own.
+    """Computes SIDE products of one row of x each [SIDE, rows of the weight] in parallel, each in its own warps.
 
-    Args as of `sum_blocks`, with a dimension of SIDE or 1 before the others.
-        x_rows: [SIDE, 1, 1].
-        num_sides: as many of them there are. Without any nothing is read.
-        ALONG: each product is over every SIDEth group. Otherwise over all.
+    Args as for `sum_blocks`, with a leading dimension of SIDE or 1. x_rows: [SIDE, 1, 1]. num_sides: number of
+    products; if 0, nothing is read. ALONG: each product is over every SIDEth group; otherwise over all groups.
     """
     num_groups, places = tl.cdiv(K, _GROUP), tl.arange(0, _BLOCK)[None, None, :]
     w_rows = codes_ptr + (matrices * num_rows + rows)[:, :, None] * (num_groups * _BLOCK)
     exponents = exponents_ptr + (matrices * num_groups * num_rows + rows)[:, :, None]
-    # One row of an MMA's is x's. The others are zeros, and not read.
+    # One row of the MMA is x's. The other rows are zeros and not read.
     sides = tl.arange(0, SIDE)[:, None, None]
     is_row = (sides < num_sides) & (tl.arange(0, _COPIES) == 0)[None, :, None]
     x_rows += tl.zeros([1, _COPIES, 1], tl.int32)
@@ -111,8 +109,8 @@ def sum_blocks_side_by_side(
         groups = step * SIDE + sides if ALONG else step + sides * 0
         k = groups * _GROUP + places
         if ALONG:
-            groups = tl.minimum(groups, num_groups - 1)  # for groups past the last one, of which x is zeros
-        # A weight is read once, so it is the first to leave the L2 cache.
+            groups = tl.minimum(groups, num_groups - 1)  # for groups after the last one, where x is zeros
+        # A weight is read once, so it should leave the L2 cache first.
         words = tl.load(w_rows + groups * _BLOCK + places, eviction_policy="evict_first")
         tiles = block_tiles(words, tl.load(exponents + groups * num_rows), x_rows.dtype.element_ty, IS_COMPILED)
         for block in tl.static_range(4):

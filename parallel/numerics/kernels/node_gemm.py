@@ -1,10 +1,12 @@
-"""Row-parallel products of exact numerics: sums over subtrees of a weight's leaves, in fp32.
+"""Row-parallel exact products: fp32 sums over subtrees of a weight's leaves.
 
-The columns of the weight are leaves of one width. A leaf's sum is one ascending chain of MMAs from zero; T(a, b) =
-T(a, mid) + T(mid, b) with mid = a + ceil((b - a) / 2) adds them in fp32. What a row's sum of a node is, to the last
-bit, follows from the row, the weight and the leaves: not from other rows, tiles, warps, or how many programs share a
-node. Those are the schedule. A program walks a subtree's leaves in order and keeps in registers what waits for its
-right half; where rows are few, a node is cut into several such subtrees, and a second kernel adds them.
+The columns of the weight are divided in leaves of one width. A leaf's sum is one ascending chain of MMAs that starts at
+zero. T(a, b) = T(a, mid) + T(mid, b) with mid = a + ceil((b - a) / 2) adds leaves in fp32. The bits of a row's node
+depend on the row, the weight and the leaves, but not on other rows, tiles, warps, or the number of programs per node.
+Those are the schedule.
+
+A program walks the leaves of a subtree in order and holds left halves in registers until their right halves are done.
+With few rows, a node is divided into several subtrees, and a second kernel adds them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from parallel.tree import additions_of, cut
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut into programs. The bits do not depend on it."""
+    """How a product is divided among programs. The bits do not depend on it."""
 
     block_m: int
     block_n: int
@@ -37,11 +39,12 @@ class Tile:
 
 
 FEW_ROWS = 16
-"""Up to so many an MMA's smallest tile holds them all."""
+"""Largest number of rows that fit in an MMA's smallest tile."""
 _SOME_ROWS = 64
 _MORE_ROWS = 128
-# The fastest of 6 to 8 tiles on an H200, with the norm behind it, for 1 to 4 ranks of two 8B models, or within 5 %
-# (benchmarks/results/exact_wide_leaves_h200_2026-11-23.txt). None spills with the levels it is given.
+# The fastest of 6 to 8 tiles on an H200, with the norm after it, for 1 to 4 ranks of two 8B models, or within 5 % of it
+# (benchmarks/results/exact_wide_leaves_h200_2026-11-23.txt). None spills registers at the tree depths that it is used
+# for.
 _FEW = Tile(16, 32, 128, 2, 4)
 _FEW_DEEP = Tile(16, 64, 64, 2, 5)
 _DEEP = 8192
@@ -49,27 +52,29 @@ _SOME = Tile(64, 64, 64, 4, 6)
 _MORE = Tile(64, 128, 64, 4, 4)
 _MANY = Tile(128, 128, 128, 8, 3)
 _MAX_DEPTH = 5
-_LARGE_DEPTH = 2  # the one of _MORE and _MANY
+_LARGE_DEPTH = 2  # used for _MORE and _MANY
 _DESCRIBED_ROWS = 64
-# A node is cut until so many programs share the weight, but into no more than some parts, which are written and read.
+# A node is divided until this many programs share the weight, but into few parts, because each part is written and
+# read.
 _ENOUGH_PROGRAMS = 256
-_ENOUGH_LARGE_PROGRAMS = 128  # the ones of _MANY
+_ENOUGH_LARGE_PROGRAMS = 128  # used for _MANY
 _MAX_CUTS = 4
-# For so many rows cuBLASLt is faster where leaves are wide, each a product of its own in fp32; for more by 3 %, and
-# takes too much memory.
+# For this many rows, cuBLASLt is faster if leaves are wide, with a separate fp32 product per leaf. For more rows it is
+# faster by 3 %, but needs too much memory.
 _BATCHED_ROWS = range(_MORE_ROWS + 1, 513)
 _BATCHED_LEAF = 1024
 _MAX_BATCHED = 8
-_MAX_PARTS = 15  # borders of 8 bits in two words
+_MAX_PARTS = 15  # boundaries of 8 bits in two words
 _MAX_LEAVES = 127
 
 
 @triton.jit
 def _place_in_tree(leaf, num_leaves, DEPTH: tl.constexpr):
-    """The place of leaf `leaf` in T(0, num_leaves): level `l` of DEPTH holds left halves of the subtrees above it.
+    """Locates leaf `leaf` in T(0, num_leaves). Level `l` of DEPTH holds left halves of the subtrees above it.
 
-    Returns the levels, as bits, of the subtrees that end with this leaf, and the level where their sum then waits for
-    its right half; DEPTH: nowhere, it is the root.
+    Returns:
+        The levels, as bits, of the subtrees that end with this leaf, and the level at which their sum waits for its
+        right half. DEPTH if it is the root.
     """
     ending = 0
     level = DEPTH
@@ -86,9 +91,11 @@ def _place_in_tree(leaf, num_leaves, DEPTH: tl.constexpr):
 
 @triton.jit
 def add_leaf(waiting, acc, leaf, num_leaves, DEPTH: tl.constexpr):
-    """Puts leaf `leaf` of T(0, num_leaves), `acc`, to those before: DEPTH left halves that wait for their right ones.
+    """Adds leaf `leaf` of T(0, num_leaves), `acc`, to the leaves before it, of which DEPTH left halves wait for their
+    right halves.
 
-    Returns what waits then and what the next leaf's sum begins with: 0, or after the last leaf the root.
+    Returns:
+        The left halves that wait now, and the start value of the next leaf's sum: 0, or after the last leaf the root.
     """
     ending, level = _place_in_tree(leaf, num_leaves, DEPTH)
     for i in tl.static_range(DEPTH):
@@ -104,7 +111,7 @@ def add_leaf(waiting, acc, leaf, num_leaves, DEPTH: tl.constexpr):
 
 @triton.jit
 def block_of(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Blocks of rows and columns of a program: those that run together share 8 blocks of rows in the L2 cache."""
+    """The row block and column block of a program. Programs that run together share 8 row blocks in the L2 cache."""
     blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first_m = index // (8 * blocks_n) * 8
     group = tl.minimum(blocks_m - first_m, 8)
@@ -113,7 +120,7 @@ def block_of(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def border(low, high, i):
-    """Border `i` of `pack_parts`: 8 bits of one of the words."""
+    """Boundary `i` of `pack_parts`: 8 bits of one of the words."""
     word = tl.where(i < 8, low.to(tl.int64), high.to(tl.int64))
     return ((word >> (i % 8 * 8)) & 255).to(tl.int32)
 
@@ -128,8 +135,8 @@ def _tree_gemm_kernel(
     part = tl.program_id(1)
     first, stop = border(low, high, part), border(low, high, part + 1)
     block_m, block_n = block_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
-    # Rows past the last are the last again, of both: nobody stores what comes of them. Where one block holds all rows
-    # they are not read: each program would read the only row of a step 16 times, all from one place in the L2.
+    # Rows after the last one repeat it, in x and in the weight, and their results are not stored. If one block holds
+    # all rows, they are masked instead: otherwise each program would read a step's only row 16 times from the L2.
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = (rows < M)[:, None]
     columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -141,7 +148,7 @@ def _tree_gemm_kernel(
     steps: tl.constexpr = (LEAF + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     waiting = (acc,) * DEPTH
-    # One loop over all leaves: loads of the next leaf are under way while this one ends.
+    # One loop over all leaves, so that loads of the next leaf start while this one ends.
     for step in tl.range(first * steps, stop * steps, num_stages=STAGES):
         leaf = step // steps
         first_k = leaf * LEAF + step % steps * BLOCK_K
@@ -178,15 +185,15 @@ def tree_gemm(
     out: torch.Tensor,
     tile: Tile,
 ) -> None:
-    """Writes each part's sum and `bias` to its [num_rows, out_features] of `out`, with one program a tile and part.
+    """Writes each part's sum, plus `bias`, to its [num_rows, out_features] of `out`. One program per tile and part.
 
     Args:
-        x: [num_rows, in_features], elements of a row side by side, rows any distance apart.
-        weight: [out_features, in_features] of x's dtype, contiguous; or in FP8.
+        x: [num_rows, in_features]; the elements of a row are contiguous, the row stride is free.
+        weight: [out_features, in_features] in x's dtype, contiguous; or in FP8.
         bias: [out_features] or None; added in fp32.
-        leaf: columns of a leaf; the last one may have fewer.
-        parts: of at most 32 leaves each, one after the other from leaf 0 to the last.
-        out: [len(parts), num_rows, out_features], contiguous, any float dtype; the sums are rounded to it.
+        leaf: columns per leaf. The last leaf may have fewer.
+        parts: consecutive ranges of leaves that cover all of them, at most 32 leaves each.
+        out: [len(parts), num_rows, out_features], contiguous, any float dtype, to which the sums are rounded.
     """
     num_rows, in_features = x.shape
     if num_rows == 0:
@@ -196,7 +203,7 @@ def tree_gemm(
     blocks_m = triton.cdiv(num_rows, tile.block_m)
     values, scales, blocks, block_k, weight_format = pieces_of(weight, tile.block_k, leaf if leaf < in_features else 0)
     even = leaf % block_k == 0 and in_features % leaf == 0
-    # Blocks that the copy engine reads need no addresses in registers, which are the tree's.
+    # Blocks that the copy engine reads need no addresses in registers, which the tree uses.
     described = even and tile.block_m >= _DESCRIBED_ROWS and x.stride(0) % 8 == 0
     dependent = blocks_m == 1 and not described and has_dependent_launch(x.device)
     described = described and (x.data_ptr() | values.data_ptr()) % 16 == 0 and in_features * values.itemsize % 16 == 0
@@ -222,7 +229,7 @@ def tree_gemm(
         EVEN_K=even,
         DESCRIBED=described,
         ONE_BLOCK=blocks_m == 1,
-        # A weight that is read once is the first to leave the L2 cache.
+        # A weight that is read once should leave the L2 cache first.
         EVICTION="evict_first" if blocks_m == 1 else "",
         STAGES=tile.num_stages,
         DEPENDENT=dependent,
@@ -242,16 +249,16 @@ def node_gemm(
     tile: Tile | None = None,
     parts: tuple[Span, ...] | None = None,
 ) -> torch.Tensor:
-    """out[i] = x @ weight.T over the leaves of nodes[i], summed as the module says. One or two kernels, no host sync.
+    """out[i] = x @ weight.T over the leaves of nodes[i], added as the module describes. One or two kernels, no host
+    sync.
 
     Args:
-        x: [num_rows, in_features], this rank's leaves; rows any distance apart. fp32 is multiplied without tensor
-            cores.
-        weight: [out_features, in_features] of x's dtype, contiguous; or in FP8.
-        leaf: columns of a leaf; only the rank's last one may have fewer.
-        nodes: the leaves below each; one after the other, from the rank's first leaf (whatever its number) to its last.
-        out: [len(nodes), num_rows, out_features] fp32, contiguous; written.
-        tile: for measurements, as `parts`; chosen by shape by default, when cuBLASLt may be too.
+        x: [num_rows, in_features], this rank's leaves, with any row stride. fp32 is multiplied without tensor cores.
+        weight: [out_features, in_features] in x's dtype, contiguous; or in FP8.
+        leaf: columns per leaf. Only the rank's last leaf may have fewer.
+        nodes: consecutive ranges of leaves, from the rank's first leaf to its last.
+        out: [len(nodes), num_rows, out_features] fp32, contiguous, written.
+        tile: for measurements, like `parts`. If None, it follows from the shape, and cuBLASLt may be used.
 
     Returns:
         `out`.
@@ -276,10 +283,8 @@ def node_gemm(
 
 
 def subtrees(nodes: tuple[Span, ...], leaf: int, num_rows: int, out_features: int) -> tuple[Span, ...]:
-    """Subtrees that programs of `node_gemm` sum when it has so many rows: each node, or subtrees of it.
-
-    Whoever adds nodes by itself may ask for these: they are one kernel.
-    """
+    """The subtrees that programs of `node_gemm` sum for this number of rows: the nodes, or subtrees of them. A caller
+    that adds nodes itself may request these, which saves a kernel."""
     if not nodes:
         return ()
     num_leaves = nodes[-1].stop - nodes[0].start
@@ -291,18 +296,18 @@ def subtrees(nodes: tuple[Span, ...], leaf: int, num_rows: int, out_features: in
     depth = _LARGE_DEPTH if tile.block_n == 128 else _MAX_DEPTH
     cuts = min(triton.cdiv(enough, max(num_tiles, 1)), _MAX_CUTS)
     while len(parts := cut_nodes(nodes, cuts, depth)) > _MAX_PARTS:
-        depth += 1  # spilled, but so many leaves are rare
+        depth += 1  # this depth spills registers, but so many leaves are rare
     return parts
 
 
 def cut_nodes(nodes: tuple[Span, ...], num_parts: int, max_depth: int = _MAX_DEPTH) -> tuple[Span, ...]:
-    """The largest subtrees of `nodes` of no more leaves than an even share of `num_parts`."""
+    """The largest subtrees of `nodes` that have no more leaves than an even share of `num_parts`."""
     return cut(nodes, min(triton.cdiv(nodes[-1].stop - nodes[0].start, num_parts), 1 << max_depth))
 
 
 @functools.lru_cache(maxsize=256)
 def pack_parts(parts: tuple[Span, ...]) -> tuple[int, int, int]:
-    """The parts' borders, counted from the first leaf, in two words; and the depth of the deepest part's tree."""
+    """The parts' boundaries, counted from the first leaf, in two words; and the depth of the deepest part's tree."""
     borders = [start - parts[0][0] for start, _ in parts] + [parts[-1][1] - parts[0][0]]
     assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)), f"{parts} do not follow one another"
     assert len(parts) <= _MAX_PARTS, f"{len(parts)} parts"
@@ -312,8 +317,8 @@ def pack_parts(parts: tuple[Span, ...]) -> tuple[int, int, int]:
 
 
 def is_by_cublas(x: torch.Tensor, leaf: int, num_parts: int) -> bool:
-    """Whether `node_gemm` leaves so many parts of `x`, each a leaf, to cuBLAS: never in fp32, where nothing keeps it
-    from splitting a leaf's columns."""
+    """Whether `node_gemm` leaves `x`, with each part a leaf, to cuBLAS. Not for fp32, where cuBLAS may split a leaf's
+    columns."""
     is_chain = x.is_cuda and x.dtype is not torch.float32
     return is_chain and _is_batched(len(x), leaf, num_parts) and num_parts * leaf == x.shape[1]
 
@@ -329,7 +334,7 @@ def _tile_for(num_rows: int, in_features: int) -> Tile:
 
 
 def _choose_tile(num_rows: int, leaf: int, parts: tuple[Span, ...], itemsize: int) -> Tile:
-    """The tile for so many rows, whose steps do not straddle leaves and fit the shared memory."""
+    """The tile for this number of rows, whose iterations do not cross leaves and fit in shared memory."""
     tile = _tile_for(num_rows, leaf * (parts[-1][1] - parts[0][0]))
     if tile is _MANY and itemsize > 2:
         return replace(tile, block_k=64)

@@ -1,8 +1,7 @@
-"""Products of a few rows with a large weight, at nearly the speed at which the weight comes from memory.
+"""Products of a few rows with a large weight, at nearly the speed at which the weight can be read.
 
-A program reads all columns of a few weight rows; its steps are on their way from memory several at a time. What a
-row's answer is, to the last bit, follows from that row, the weight and whether the row is alone: a row alone is summed
-in the threads' registers, rows together by tensor cores, both in fp32.
+A program reads all columns of a few weight rows, several blocks ahead. A row's bits depend on that row, the weight, and
+whether the row is alone: a single row is summed in the threads' registers, several rows by tensor cores, both in fp32.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ MAX_ROWS = 16
 """At 32 rows cuBLAS is faster (H200; benchmarks/results/skinny_gemm_h200_*.txt)."""
 
 _MAX_OUT_FEATURES = 8192
-"""Larger weights keep cuBLAS busy enough when there are several rows; alone, a row is faster here at any size."""
+"""With several rows, larger weights keep cuBLAS busy enough. A single row is faster here for any weight."""
 
 # block_n, block_k, num_warps, num_stages: the fastest, or within 3 % of it, for nearly every weight of the shapes in
-# benchmarks/models over 1, 2 and 4 GPUs; the last bits of the answer depend on the first two.
+# benchmarks/models over 1, 2 and 4 GPUs. The last bits of the answer depend on the first two.
 _VECTOR = (8, 512, 4, 4)
 _TILE = (16, 256, 2, 4)
 
@@ -31,7 +30,7 @@ def _skinny_gemm_kernel(
     BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows past the last are the last again: no mask on the weight's loads, and nobody stores what comes of them.
+    # Rows after the last one repeat it, so the weight's loads need no mask. Their results are not stored.
     w_rows = w_ptr + tl.minimum(columns, N - 1).to(tl.int64) * K
     follow(DEPENDENT)
     rows = tl.arange(0, BLOCK_M)
@@ -43,7 +42,7 @@ def _skinny_gemm_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
         k = step * BLOCK_K + ks
-        # A weight is read once, so it is the first to leave the L2 cache.
+        # A weight is read once, so it should leave the L2 cache first.
         if EVEN_K:
             w = tl.load(w_rows[:, None] + k[None, :], eviction_policy="evict_first")
         else:
@@ -65,7 +64,7 @@ def _skinny_gemm_kernel(
 
 
 def is_faster(num_rows: int, out_features: int, in_features: int) -> bool:
-    """Whether `skinny_gemm` takes a product of this size, and an H200 takes less time for it than by cuBLAS."""
+    """Whether `skinny_gemm` supports a product of this size, and is faster than cuBLAS on an H200."""
     if not 0 < num_rows <= MAX_ROWS or in_features % 8:
         return False
     return num_rows == 1 or out_features <= _MAX_OUT_FEATURES
@@ -75,10 +74,11 @@ def skinny_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """x @ weight.T + bias, summed in fp32 and rounded once. One kernel, no host sync.
 
     Args:
-        x: [num_rows, in_features], 1 to `MAX_ROWS` rows; elements of a row side by side, rows any distance apart.
-        weight: [out_features, in_features] of x's dtype, contiguous; in_features is a multiple of 8.
+        x: [num_rows, in_features] with 1 to `MAX_ROWS` rows; the elements of a row are contiguous, the row stride is
+            free.
+        weight: [out_features, in_features] in x's dtype, contiguous; in_features is a multiple of 8.
         bias: [out_features] or None.
-        out: [num_rows, out_features], contiguous, any float dtype; written.
+        out: [num_rows, out_features], contiguous, any float dtype, written.
 
     Returns:
         `out`.

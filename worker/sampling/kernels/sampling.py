@@ -627,18 +627,18 @@ def filter_thresholds(logits: torch.Tensor, rows: torch.Tensor, records: torch.T
     return thresholds
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, asked: torch.Tensor) -> LogprobTensors:
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, requested: torch.Tensor) -> LogprobTensors:
     """Log probabilities, before temperature and filters, of one token a row, of the likeliest and of those asked for.
 
     Args:
         logits: [num_rows, vocab_size] floating, elements of a row side by side: whole rows.
         tokens: [num_rows] int64.
         k: how many of the likeliest tokens are wanted.
-        asked: [num_rows, m] int64.
+        requested: [num_rows, m] int64.
     """
     ranked, logprobs = rank_logprobs(logits, tokens)
     top = ranked.topk(k).values if k else ranked[:, :0]
-    return LogprobTensors(logprobs, ranked_ids(top), ranked_logprobs(top), ranked_logprobs(ranked.gather(1, asked)))
+    return LogprobTensors(logprobs, ranked_ids(top), ranked_logprobs(top), ranked_logprobs(ranked.gather(1, requested)))
 
 
 def rank_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
