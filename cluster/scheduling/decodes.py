@@ -11,19 +11,20 @@ from worker.protocol import Int32Array
 
 @dataclass(slots=True, eq=False)
 class Decodes:
-    """Rows that decode in the next step, each with the inputs that it has there."""
+    """Rows that decode in the next step, with the number of inputs of each."""
 
     rows: Int32Array
     num_samples: Int32Array
-    """[num_rows]: inputs of each row, its last token and the drafts to verify. A token is sampled after each."""
+    """[num_rows]: number of inputs of each row: its last token and the drafts to verify. A token is sampled after each
+    input."""
     num_wanted: int = 0
-    """New drafts that the draft head is to make behind each row that the step samples."""
+    """Number of new drafts that the draft head makes for each sampled row of the step."""
     deltas: Int32Array | None = None
-    """[n, 3] page deltas that the rows need; None before they have got their pages."""
+    """[n, 3] page deltas that the rows need. None until the rows have got their pages."""
 
     @property
     def num_tokens(self) -> int:
-        """Inputs of all rows."""
+        """Number of inputs of all rows."""
         return int(self.num_samples.sum())
 
     @property
@@ -33,5 +34,5 @@ class Decodes:
 
     @classmethod
     def plain(cls, rows: Int32Array) -> Decodes:
-        """Each of `rows` decodes one token."""
+        """Decodes in which each of `rows` has one input."""
         return cls(rows, np.ones(len(rows), np.int32))

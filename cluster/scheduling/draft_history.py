@@ -1,5 +1,5 @@
-"""Drafts that the ranks made of what follows a request's tokens, and how often such drafts were right: each is compared
-with the token that comes, verified or not."""
+"""The acceptance rate of one request's drafts that the ranks make. Each draft is compared with the token that comes,
+whether a step verified the draft or not."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ FIRST_RATES = (0.6, 0.6)
 
 
 class DraftHistory:
-    """One request's drafts, with `num_tokens` before them. It stands in an NgramHistory's place."""
+    """One request's drafts by the ranks. `num_tokens` tokens came before them. It has the interface of NgramHistory."""
 
     __slots__ = ("_drafts", "_is_going", "_num_tokens", "_rates")
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
         self._drafts: list[int] = []
-        self._is_going = False  # whether a right draft was before them
-        # The share of drafts that were right: of first ones, and of those behind right ones.
+        self._is_going = False  # whether the draft before the first one was right
+        # Acceptance rates: of first drafts, and of drafts after a right one.
         self._rates = list(FIRST_RATES)
 
     def __len__(self) -> int:
@@ -28,21 +28,21 @@ class DraftHistory:
 
     @property
     def num_drafts(self) -> int:
-        """Drafts that there are."""
+        """Number of drafts."""
         return len(self._drafts)
 
     @property
     def chances(self) -> tuple[float, float] | None:
-        """How likely drafts are right, as in NgramHistory; None where there are none."""
+        """The chances that the drafts are right, as in NgramHistory. None without drafts."""
         return (self._rates[self._is_going], self._rates[True]) if self._drafts else None
 
     @property
     def new_chances(self) -> tuple[float, float]:
-        """The chances that drafts have which the ranks have just made."""
+        """The chances of drafts that the ranks have just made."""
         return (self._rates[False], self._rates[True])
 
     def take(self, tokens: Int32Array, *, is_whole: bool) -> None:
-        """Goes on by `tokens`."""
+        """Compares the drafts with the next tokens of the request."""
         self._num_tokens += len(tokens)
         for token in tokens.tolist():
             if self._drafts:
@@ -51,9 +51,9 @@ class DraftHistory:
                 self._is_going, self._drafts = is_right, self._drafts[1:] if is_right else []
 
     def bring(self, drafts: Sequence[int]) -> None:
-        """New drafts of what follows the tokens that are known."""
+        """Stores new drafts, which follow the known tokens."""
         self._drafts, self._is_going = list(drafts), False
 
     def drafts(self, count: int) -> Sequence[int]:
-        """The first `count` of them."""
+        """The first `count` drafts."""
         return self._drafts[:count]

@@ -1,12 +1,13 @@
-"""Decides how many drafts a step verifies, of which rows: as many as make rows go fastest, in the geometric mean.
+"""Decides how many drafts a step verifies, and in which rows: the number with the highest geometric mean of the rows'
+speeds.
 
-Of one row, and of rows alike, that is the most tokens a second; of others it is not what a few rows gain and all the
-others pay for with longer steps.
+For one row, or for similar rows, that is the most tokens per second. For different rows, it prevents that a few rows
+gain while all others wait for longer steps.
 
-A row with drafts from here has to know its last token, so it waits for the step in flight. Ranks that draft know
-theirs, and their steps overlap. Whether drafts are worth the wait, and each its time, follows from how often the rows'
-predictions were right (`NgramHistory`, `DraftHistory`) and from what steps took (`StepTimes`). Where they are not,
-which they never are where nothing is predicted, steps overlap as without drafts.
+A row with n-gram drafts must know its last token, so it waits for the step in flight. Rows whose drafts the ranks make
+need not wait, and their steps overlap. Whether drafts are worth the wait and their time follows from the acceptance
+rate (`NgramHistory`, `DraftHistory`) and from measured step times (`StepTimes`). If drafts are not worth it, the next
+step is launched at once, as without speculation. A row without predictions never waits.
 """
 
 from __future__ import annotations
@@ -28,49 +29,51 @@ from cluster.scheduling.step_results import Launched
 from worker.protocol import FrameKind, Int32Array, RowFlag, StepResult
 
 _FORGET = 0.98
-# Until steps of several sizes were seen, each token of one is taken to add this share of what an empty one takes. It is
-# little: a step with drafts shows what they cost, and steps that are never tried show nothing.
+# Prior for the time of one token, as a share of an empty step, until steps of several sizes were measured. It is small:
+# a step with drafts shows their cost, but steps that are never tried show nothing.
 _TOKEN_SHARE = 0.01
-# The weight of that: tokens of difference, squared.
+# Weight of that prior, in squared tokens of difference.
 _PRIOR_WEIGHT = 4.0
-# A step that took longer than so many times what is expected was held up.
+# A step that took longer than this multiple of the expected time was disturbed, and does not count.
 _MOST_TIMES = 3.0
 _EXTRA_WEIGHT = 0.1
-# The extra time of steps with drafts is forgotten while there are none, so that they are tried again.
+# The measured extra time of steps with drafts decays in steps without drafts, so that drafts are tried again.
 _EXTRA_FORGET = 0.999
-# Drafts have to make rows so much faster: it takes the scheduler some time, and estimates are not exact.
+# Drafts must speed rows up by this factor, because they cost the scheduler time and estimates are inexact.
 _LEAST_GAIN = 0.03
-# Last tokens that are compared, unless more have to be alike.
+# Largest number of last tokens that are compared, unless the setting asks for more.
 _MOST_COMPARED = 4
-# Steps, of which one makes drafts where none are worth verifying: a draft takes some percent of a step.
+# If no drafts are worth verifying, the ranks still make drafts in one of this many steps. A draft takes some percent of
+# a step.
 _ASK_EVERY = 32
-# Steps without drafts after which the ranks' head rests, and for how many at first and at most. A step with drafts is
-# worth the head's time in so many without: 3 % of each.
+# Number of steps without verified drafts after which the ranks skip the draft head, and the first and the largest
+# number of steps for which they skip it. One step with drafts pays for the head's time, 3 % of a step, in this many
+# steps without.
 _MOST_VAIN = 2 * _ASK_EVERY
 _WORTH = 8
 _FIRST_REST = 512
 _LONGEST_REST = 8192
-# Tokens of a prompt that are looked at in one step: 0.5 ms.
+# Prompt tokens that one step adds to the n-gram index: 0.5 ms.
 _MAX_AT_ONCE = 1024
 
 
 class StepTimes:
-    """The seconds that a step of decodes takes: a line over its tokens, fitted to those that were seen and forgetting
-    them, and what it takes more with drafts, the wait for the step before included."""
+    """Estimates the seconds of a decode step: a line over its number of tokens, fitted to recent steps, plus the extra
+    time of steps with drafts, which includes the wait for the step before."""
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
         self._extra = 0.0
-        self._num_drafted = 0  # steps with drafts
-        self._slope: float | None = None  # the last one: steps that are all of one size say nothing of it
+        self._num_drafted = 0  # number of steps with drafts
+        self._slope: float | None = None  # the last slope, because steps of equal size say nothing about it
 
     def took(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
-        """A step has ended."""
+        """Records a step that has ended."""
         if self._weight:
             expected = float(self.of(num_tokens, has_drafts=has_drafts))
             seconds = min(seconds, _MOST_TIMES * expected)
             if has_drafts:
-                # The first ones count for more, or the line would take their wait to be that of their tokens.
+                # The first steps count more; otherwise the line would attribute their waiting time to their tokens.
                 self._num_drafted += 1
                 weight = max(_EXTRA_WEIGHT, 1 / (1 + self._num_drafted))
                 self._extra = max(0.0, self._extra + weight * (seconds - expected))
@@ -85,7 +88,7 @@ class StepTimes:
         self._slope = self._fitted()
 
     def of(self, num_tokens: npt.ArrayLike, *, has_drafts: bool) -> npt.NDArray[np.float64]:
-        """Seconds of steps with so many tokens; in units of an empty step before any was seen."""
+        """Estimated seconds of a step with `tokens` tokens. Before the first measurement, in units of an empty step."""
         sizes = np.asarray(num_tokens, np.float64)
         if not self._seconds:
             return 1 + _TOKEN_SHARE * sizes
@@ -94,7 +97,7 @@ class StepTimes:
         return line + (self._extra if has_drafts else 0.0)
 
     def _fitted(self) -> float:
-        """Seconds of one more token."""
+        """Estimated seconds per additional token."""
         size, mean = self._tokens / self._weight, self._seconds / self._weight
         variance = self._squares - self._weight * size * size
         covariance = self._products - self._weight * size * mean
@@ -104,40 +107,41 @@ class StepTimes:
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Drafts that steps verified, since the start."""
+    """Number of drafts that steps have verified, in total."""
 
     num_drafted: int = 0
     num_accepted: int = 0
-    """Drafts among them that were right."""
+    """Number of those drafts that were right."""
 
 
 class Drafter:
-    """The drafts of running requests. Writes `RowTable.predicted`, and keeps a history with each request."""
+    """The drafts of running requests. Writes `RowTable.predicted` and stores a history with each request."""
 
     def __init__(self, limits: SchedulerLimits, rows: RowTable, guided: GuidedRows, counts: DraftCounts) -> None:
         self._limits = limits
         self._rows = rows
         self._guided = guided
         self._counts = counts
-        self._retired_s = 0.0  # when the last step retired
+        self._retired_s = 0.0  # time when the last step retired
         self._most = limits.speculation.max_sampled(limits.max_num_seqs) - limits.max_num_seqs
         self.times = StepTimes()
         self._asks = limits.speculation.is_by_ranks
-        self._num_chosen = limits.speculation.num_drafts  # most of a row, when they were chosen last
-        self._num_unasked = 0  # steps since the ranks were asked for drafts
-        self._num_vain = 0  # steps without drafts that none with them made up for, since the end of the last rest
-        self._rest = _FIRST_REST  # steps of the next rest, or of this one
-        self._resting_rows = 0  # rows of the step before this rest
+        self._num_chosen = limits.speculation.num_drafts  # largest number of drafts of a row in the last choice
+        self._num_unasked = 0  # steps since the ranks were last asked for drafts
+        # Steps without drafts, less those that steps with drafts made up for, since the head was last skipped
+        self._num_vain = 0
+        self._rest = _FIRST_REST  # steps for which the head is skipped now, or the next time
+        self._resting_rows = 0  # number of rows when the head began to be skipped
 
     def learn(self, launched: Launched, result: StepResult, rows: Int32Array, now: float) -> list[Drafted]:
-        """Takes in how long a step took and what became of its drafts.
+        """Records how long a retired step took and which of its drafts were right.
 
         Args:
-            rows: live rows that got tokens from it, one entry for each token.
-            now: when it retired.
+            rows: live rows that got tokens, one entry per token.
+            now: time when the step retired.
 
         Returns:
-            The drafts of live rows, and how many were right.
+            The drafts of live rows, with the number of right ones.
         """
         table, began = self._rows, launched.launched_s
         num_kept = np.bincount(rows, minlength=len(table.live))
@@ -154,14 +158,14 @@ class Drafter:
             return []
         at = at[table.live[launched.sampled[at]]]
         of = launched.sampled[at]
-        # A stop may have left out some that were right.
+        # A stop may have cut off some right drafts.
         columns = table.ids[of], launched.num_samples[at] - 1, np.minimum(result.num_tokens[at] - 1, num_kept[of])
         self._counts.num_drafted += int(columns[1].sum())
         self._counts.num_accepted += int(columns[2].sum())
         return [Drafted(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
 
     def take(self, rows: Int32Array) -> None:
-        """The live `rows`, distinct, have got tokens."""
+        """Compares the drafts of the live, distinct `rows` with their new tokens."""
         table, speculation = self._rows, self._limits.speculation
         self._num_unasked += 1
         for row, num_known in zip(rows.tolist(), table.num_known[rows].tolist(), strict=True):
@@ -175,7 +179,7 @@ class Drafter:
             table.predicted[row] = history.chances is not None
 
     def bring(self, rows: Int32Array, drafts: Int32Array) -> None:
-        """The ranks made `drafts` [len(rows), most] of what follows the tokens that live `rows` have; -1 is none."""
+        """Stores the ranks' `drafts` [len(rows), most] for the live `rows`. -1 means no draft."""
         table, self._num_unasked = self._rows, 0
         for row, of_row, count in zip(rows.tolist(), drafts.tolist(), (drafts >= 0).sum(axis=1).tolist(), strict=True):
             history = table.request(row).history
@@ -184,8 +188,8 @@ class Drafter:
                 table.predicted[row] = True
 
     def _num_wanted(self) -> int:
-        """How many drafts the ranks should make of each row in the next step: those that the last choice took and one
-        more, so that it is seen whether they are worth it, or now and then all."""
+        """Number of drafts that the ranks should make for each row in the next step: one more than the last choice
+        verified, to see whether it would be worth it, and sometimes all."""
         most = self._limits.speculation.num_drafts
         if not self._asks or self.rests or (not self._num_chosen and self._num_unasked < _ASK_EVERY):
             return 0
@@ -193,13 +197,16 @@ class Drafter:
 
     @property
     def rests(self) -> bool:
-        """Whether steps of decodes do without the ranks' head: it would take its time of them, and drafts have long
-        been worth verifying too seldom. Prompts go through it at any time, so that rows which begin after a rest lack
-        nothing; those that went on meanwhile may have worse drafts."""
+        """Whether decode steps skip the ranks' draft head, because its drafts have long been worth verifying too
+        rarely.
+
+        Steps with prompts always run the head, so rows that begin later lack nothing. Rows that decoded meanwhile may
+        get worse drafts.
+        """
         return self._asks and self._num_vain >= _MOST_VAIN
 
     def launch(self, decodes: Decodes) -> FrameKind:
-        """Counts a step of decodes alone, which is about to be launched; returns its kind."""
+        """Counts a step of decodes that is about to be launched, and returns its kind."""
         if decodes.has_drafts:
             self._num_vain = max(0, self._num_vain - _WORTH)
             if not self._num_vain:
@@ -210,20 +217,20 @@ class Drafter:
         self._num_vain += 1
         if self._num_vain <= _MOST_VAIN:
             self._resting_rows = num_rows
-        elif 2 * num_rows <= self._resting_rows:  # drafts may be worth it for fewer
+        elif 2 * num_rows <= self._resting_rows:  # with fewer rows, drafts may be worth it again
             self._num_vain, self._rest = 0, _FIRST_REST
         elif self._num_vain >= _MOST_VAIN + self._rest:
             self._num_vain, self._rest = 0, min(2 * self._rest, _LONGEST_REST)
         return kind
 
     def choose(self, rows: Int32Array, budget: int) -> Decodes | None:
-        """The ready `rows`, with the drafts that they verify in a step of at most `budget` tokens. None: drafts are
-        worth waiting for the step in flight."""
+        """Chooses the drafts that the ready `rows` verify, for a step of at most `budget` tokens. None if it is worth
+        waiting for the step in flight first."""
         num_samples = self._num_samples(rows, budget)
         return None if num_samples is None else Decodes(rows, num_samples, self._num_wanted())
 
     def _num_samples(self, rows: Int32Array, budget: int) -> Int32Array | None:
-        """[len(rows)]: inputs of each row; None as in `choose`."""
+        """[len(rows)]: number of inputs of each row. None as in `choose`."""
         table = self._rows
         num_samples = np.ones(len(rows), np.int32)
         at = np.flatnonzero(table.predicted[rows] | self.has_drafts_on_device(rows))
@@ -231,7 +238,7 @@ class Drafter:
             return num_samples
         most = min(self._limits.speculation.num_drafts, int((table.max_total - table.num_computed)[rows[at]].max()) - 2)
         chances = self._chances(rows[at], max(most, 0))
-        # Each draft multiplies the tokens of its row, and the time of all.
+        # Each draft increases the expected tokens of its row, and the time of all rows.
         more = np.log1p(np.cumsum(chances, axis=1))
         more[:, 1:] -= more[:, :-1].copy()
         order = np.argsort(-more, axis=None, kind="stable")[: max(0, min(self._most, budget - len(rows)))]
@@ -249,7 +256,8 @@ class Drafter:
         return None if waits.any() else num_samples
 
     def has_drafts_on_device(self, rows: Int32Array) -> npt.NDArray[np.bool_]:
-        """[len(rows)] whether the ranks have drafts behind the step in flight, which nobody here knows yet."""
+        """[len(rows)]: whether the ranks hold drafts after the step in flight, which the coordinator does not know
+        yet."""
         table = self._rows
         is_ahead: npt.NDArray[np.bool_] = (
             table.drafts_on_device[rows] & (table.in_flight[rows] > 0) & (table.num_drafts[rows] > 0)
@@ -257,24 +265,27 @@ class Drafter:
         return is_ahead
 
     def add_tokens(self, decodes: Decodes, builder: FrameBuilder) -> Int32Array:
-        """Adds the inputs of rows whose drafts are known here, one row after the other: the last token of each row, and
-        its drafts. Returns flags [num_rows], HAS_TOKENS of these rows."""
+        """Adds the inputs of rows whose drafts the coordinator knows, row after row: the last token, then the drafts.
+
+        Returns:
+            Flags [num_rows], HAS_TOKENS for these rows.
+        """
         known = (decodes.num_samples > 1) & ~self.has_drafts_on_device(decodes.rows)
         if known.any():
             builder.add(token_ids=self._tokens(decodes.rows[known], decodes.num_samples[known]))
         return known * np.int32(RowFlag.HAS_TOKENS)
 
     def add(self, decodes: Decodes, sampled: Int32Array, capacity: Int32Array, builder: FrameBuilder) -> None:
-        """Adds how many inputs of the rows `sampled` are sampled, and how many drafts the ranks are to make of each.
+        """Adds to the frame how many inputs of each sampled row are sampled, and how many drafts the ranks make for it.
 
         Args:
-            sampled: the rows of `decodes`, and then those whose prompts end.
-            capacity: [num_sampled]: tokens that each has pages for.
+            sampled: the rows of `decodes`, followed by rows whose prompts end.
+            capacity: [num_sampled]: number of tokens for which each row has pages.
         """
         table, rows, num_samples = self._rows, decodes.rows, decodes.num_samples
         table.num_drafts[sampled] = 0
         if decodes.num_wanted and len(sampled):
-            # No more than may be verified, nor than there are pages for.
+            # No more drafts than may be verified, and no more than there are pages for.
             ends = table.num_computed[sampled] + table.num_unverified[sampled]
             room = np.minimum(table.max_total[sampled] - ends - 2, capacity - ends + 1)
             wanted = np.clip(room, 0, decodes.num_wanted)
@@ -282,7 +293,7 @@ class Drafter:
             table.num_drafts[sampled] = wanted
         if decodes.has_drafts:
             builder.add(num_samples=np.concatenate((num_samples, np.ones(len(sampled) - len(rows), np.int32))))
-            # The ranks know where such a row goes on, or its result will say so.
+            # Either the ranks know where such a row continues, or it waits for its result.
             table.ready[rows[(num_samples > 1) & ~table.drafts_on_device[rows]]] = False
 
     def _tokens(self, rows: Int32Array, num_samples: Int32Array) -> Int32Array:
@@ -295,9 +306,11 @@ class Drafter:
         return np.array(ids, np.int32)
 
     def _chances(self, rows: Int32Array, most: int) -> npt.NDArray[np.float64]:
-        """[len(rows), most] how likely each draft is right, with all before it; 0 past a row's length. With
-        n-gram drafts a step in flight already samples the first predicted token: the chances are then of the drafts
-        after that token."""
+        """[len(rows), most]: probability that each draft and all drafts before it are right; 0 beyond a row's length.
+
+        With n-gram drafts, the step in flight already samples the first predicted token, so these are the probabilities
+        of the drafts after that token.
+        """
         table = self._rows
         histories = [table.request(row).history for row in rows.tolist()]
         ahead = self.has_drafts_on_device(rows)

@@ -1,17 +1,17 @@
-"""The queue of waiting requests, and which is next. Knows neither pages nor rows, and no time.
+"""The queue of waiting requests, and its order. It knows neither pages nor rows, and no time.
 
-1. A lower `Terms.level` goes first: it is what an operator granted.
-2. Clients of one level take turns by tokens (start-time fair queueing): next is the client that has been served
-   least. Prompts count when they are admitted, answers when they end. A client that comes new, or comes back after it
-   had nothing waiting, starts level with those now served: idling saves no credit, and leaving clears no debt.
-   The caller names clients that come last, such as those that hold their share of rows already.
-3. The requests of one client go by their own priority, the lowest first. At one priority preempted requests go first,
-   the last one before the others; then first come, first served.
-4. Every sixteenth turn goes to the request that has waited longest, whatever its level, priority and client. Only
-   clients that come last are passed over: under any load, each request of the other clients is admitted after at most
-   sixteen times as many others as were there before it.
+1. A lower `Terms.level` goes first: an operator granted it.
+2. Clients of one level take turns by tokens (start-time fair queueing): next is the client that has been served least.
+Prompts count when they are admitted, answers when they end. A client that is new, or returns after it had nothing
+waiting, starts level with the clients served now: idling saves no credit, and leaving clears no debt. The caller names
+clients that come last, such as those that hold their share of rows already.
+3. The requests of one client go by their own priority, lowest first. At one priority, preempted requests go first, the
+latest one before the others; then first come, first served.
+4. Every sixteenth turn goes to the request that has waited longest, of any level, priority and client. Only clients
+that come last are skipped. So under any load, each request of the other clients is admitted after at most sixteen times
+as many others as waited before it.
 
-What clients were served counts only while something waits at their level. Every operation costs O(log n), and for
+The service of clients counts only while something waits at their level. Every operation costs O(log n), plus O(1) for
 each client that comes last.
 """
 
@@ -30,12 +30,13 @@ _MAX_IDLE_LEVELS = 64
 
 
 def _place(request: Request) -> tuple[int, int]:
-    """The request's place among those of its client."""
+    """Sort key of a request among those of its client."""
     return request.terms.priority, request.place
 
 
 class FairQueue:
-    """Waiting requests. `first` names the next one; then it is popped, or set aside so that others can be tried."""
+    """The waiting requests. `first` names the next one, which is then popped, or set aside so that others can be
+    tried."""
 
     def __init__(self) -> None:
         self._by_arrival: OrderedDict[int, Request] = OrderedDict()
@@ -49,12 +50,12 @@ class FairQueue:
         """Number of waiting requests of each client that has any."""
 
     def __len__(self) -> int:
-        """Requests that wait, those set aside included."""
+        """Number of waiting requests, including those set aside."""
         return len(self._by_arrival)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all of them."""
+        """Number of tokens of all waiting requests."""
         return self._num_tokens
 
     @property
@@ -63,7 +64,7 @@ class FairQueue:
         return next(iter(self._by_arrival.values()), None)
 
     def push(self, request: Request) -> None:
-        """Lets a request wait: a new one behind the others of its client and priority, a preempted one before them."""
+        """Adds a request: a new one after the others of its client and priority, a preempted one before them."""
         level = self._levels.get(request.terms.level) or self._new_level(request.terms.level)
         level.num_requests += 1
         self._num_tokens += len(request.tokens)
@@ -77,17 +78,17 @@ class FairQueue:
         level.put(request)
 
     def remove(self, request: Request) -> None:
-        """Forgets a waiting request that is not set aside."""
+        """Removes a waiting request that is not set aside."""
         level = self._levels[request.terms.level]
         level.remove(request)
         self._forget(request, level)
 
     def first(self, comes_last: Callable[[str], bool] = lambda _: False, *, is_oldest: bool = False) -> Request | None:
-        """The next request; None if none waits but those set aside.
+        """The next request. None if nothing waits that is not set aside.
 
         Args:
             comes_last: whether a client's turn comes after those of the other clients of its level.
-            is_oldest: name the request that has waited longest. Preempted requests have waited longer than new ones.
+            is_oldest: return the request that has waited longest. Preempted requests have waited longer than new ones.
         """
         if is_oldest or self._num_turns % _OLDEST_EVERY == _OLDEST_EVERY - 1:
             last: Request | None = None
@@ -103,33 +104,33 @@ class FairQueue:
         return None
 
     def pop(self, request: Request) -> None:
-        """Removes the request that `first` has just named: it is admitted."""
+        """Removes the request that `first` has just returned: it is admitted."""
         level = self._levels[request.terms.level]
         level.take(request)
         self._num_turns += 1
         self._forget(request, level)
 
     def set_aside(self, request: Request) -> None:
-        """Passes over the request that `first` has just named, as if it had its turn, until `put_back`."""
+        """Sets aside the request that `first` has just returned, as if it had had its turn, until `put_back`."""
         self._levels[request.terms.level].take(request)
         self._num_turns += 1
         self._aside.append(request)
 
     def put_back(self) -> None:
-        """Gives all that were set aside their places again."""
+        """Returns all requests that were set aside to their positions."""
         while self._aside:
             request = self._aside.pop()
             self._levels[request.terms.level].put_back(request)
             self._num_turns -= 1
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Counts tokens of an admitted request's answer as service that its client had."""
+        """Counts tokens of an admitted request's answer as service of its client."""
         level = self._levels.get(request.terms.level)
         if level is not None and level.num_requests:
             level.charge(request.terms.client, num_tokens)
 
     def check_integrity(self) -> set[int]:
-        """Ids of all requests. Raises AssertionError unless the orders hold the same ones."""
+        """Ids of all requests. Raises AssertionError unless all orders hold the same requests."""
         assert not self._aside, "a request was set aside and not put back"
         assert self._order == sorted(self._levels), "the order of the levels is wrong"
         ids: list[int] = []
@@ -170,7 +171,7 @@ def _cost(request: Request) -> int:
 
 
 _Entry = tuple[int, int, str]
-"""Tokens that a client was served, when it began to wait, its name."""
+"""Sort key of a client: tokens served, when it began to wait, name."""
 
 
 class _Client:
@@ -180,31 +181,32 @@ class _Client:
 
     def __init__(self, busy_period: int) -> None:
         self.busy_period = busy_period
-        """The one that `served` is of."""
+        """The client's name."""
         self.served = 0
-        """Tokens, counted as if it had been there from the beginning and had as much as the others."""
+        """Tokens served, as if the client had been there from the beginning and had been served like the others."""
         self.began = 0
-        """`Request.place` of the request with which it began to wait; the sign does not count."""
+        """`Request.place` of the request with which the client began to wait. Its sign does not count."""
         self.waiting: list[Request] = []
-        """In the order of `_place`."""
+        """Sorted by `_place`."""
         self.entry: _Entry | None = None
         """The client's latest entry in the level's heap."""
 
 
 class _Level:
-    """The requests of one level. What its clients were served counts from when one waited again after none did."""
+    """The requests of one level. Service counts from the time when something began to wait at this level."""
 
     def __init__(self) -> None:
         self.num_requests = 0
-        """Requests set aside count too; kept by the owner."""
+        """Number of requests, including those set aside. FairQueue writes it."""
         self._clients: dict[str, _Client] = {}
-        # Clients with something waiting. Lazy: what is not its client's latest, or with nothing waiting, is skipped.
+        # Heap of clients with waiting requests. Entries that are not the client's latest, or whose client has nothing
+        # waiting, are skipped.
         self._heap: list[_Entry] = []
-        self._least = 0  # served to the one that had least when a client came last
+        self._least = 0  # service of the least served client when a client was last added
         self._busy_period = 0
 
     def begin_anew(self) -> None:
-        """Nothing waits: what was served so far no longer counts."""
+        """Nothing waits, so the service so far no longer counts."""
         for _, _, name in self._heap:
             if (client := self._clients.get(name)) is not None:
                 client.entry = None
@@ -213,7 +215,7 @@ class _Level:
         self._busy_period += 1
 
     def put(self, request: Request) -> None:
-        """Lets a request wait."""
+        """Adds a request."""
         client = self._clients.get(request.terms.client)
         if client is None:
             client = self._new_client(request.terms.client)
@@ -253,7 +255,7 @@ class _Level:
         return None if client is None else client.waiting[0]
 
     def take(self, request: Request) -> None:
-        """Takes a request, which is its client's turn."""
+        """Takes a request out, as its client's turn."""
         self.remove(request)
         client = self._clients[request.terms.client]
         client.served += _cost(request)
@@ -268,7 +270,7 @@ class _Level:
                 self._offer(name, client)
 
     def requests(self) -> list[Request]:
-        """All that are not set aside."""
+        """All requests that are not set aside."""
         waiting = [request for client in self._clients.values() for request in client.waiting]
         kept = {id(entry) for entry in self._heap}
         for client in self._clients.values():
@@ -292,7 +294,7 @@ class _Level:
         return None
 
     def _offer(self, name: str, client: _Client) -> None:
-        """Says when the client's next turn is."""
+        """Pushes the client's next turn to the heap."""
         if client.entry is not None and client.entry[0] == client.served:
             return
         client.entry = (client.served, client.began, name)
@@ -307,7 +309,7 @@ class _Level:
 
     def _new_client(self, name: str) -> _Client:
         if len(self._clients) > self.num_requests + _MAX_IDLE_CLIENTS:
-            # Clients with nothing waiting are forgotten: memory must not grow with the names ever seen.
+            # Drops clients with nothing waiting, so that memory does not grow with the number of names ever seen.
             self._clients = {name: client for name, client in self._clients.items() if client.waiting}
         client = self._clients[name] = _Client(self._busy_period)
         return client

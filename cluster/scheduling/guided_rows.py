@@ -1,9 +1,9 @@
-"""Requests with a guide: they wait for masks, the others never do.
+"""Requests with a guide. They wait for masks; other requests never wait for them.
 
-Such a request joins the queue only once the mask of its first token is there. Its row is not ready after a launch:
-at `retire` the guide takes the token, and when the mask of the next one is there the row may decode again. Whether the
-answer is complete is known by then as well, so a guided answer that is complete ends with STOP, also where its last
-token uses up its length.
+Such a request joins the queue only once the mask for its first token exists. Its row is not ready after a launch: at
+`retire` the guide receives the token, and when the mask for the next one exists, the row may decode again. By then the
+guide also knows whether the answer is complete. So a complete guided answer ends with STOP, even if its last token uses
+up its length.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from worker.protocol import Int32Array, UInt32Array, mask_words
 
 @dataclass(slots=True, eq=False)
 class GuideNews:
-    """News of the guides since the last poll, besides rows that became ready."""
+    """What changed since the last poll, besides rows that became ready."""
 
     admissible: list[Request] = field(default_factory=list)
-    """Requests whose first mask is there."""
+    """Requests whose first mask now exists."""
     ended: list[tuple[Request, FinishReason, RequestError | None]] = field(default_factory=list)
-    """Requests that end here, and the error of those that end with ERROR."""
+    """Requests that end here, with the error for those that end with ERROR."""
 
 
 class GuidedRows:
@@ -40,14 +40,14 @@ class GuidedRows:
     def __init__(self, limits: SchedulerLimits, rows: RowTable) -> None:
         self._limits = limits
         self._rows = rows
-        self._held: dict[int, Request] = {}  # by id: they have no row
-        self._awaiting: dict[int, Request] = {}  # by row: the guide has their last token
-        self._masks: dict[int, UInt32Array] = {}  # by row: of rows that are ready
-        self._ahead: dict[int, list[UInt32Array]] = {}  # by row: the masks behind its drafts
+        self._held: dict[int, Request] = {}  # by request id, because these have no row
+        self._awaiting: dict[int, Request] = {}  # by row: the guide has the last token, and its mask is missing
+        self._masks: dict[int, UInt32Array] = {}  # by row: masks of ready rows
+        self._ahead: dict[int, list[UInt32Array]] = {}  # by row: the masks after its drafts
 
     @property
     def num_held(self) -> int:
-        """Requests that wait outside the queue."""
+        """Number of requests that wait outside the queue."""
         return len(self._held)
 
     @property
@@ -56,19 +56,19 @@ class GuidedRows:
 
     @property
     def num_awaiting(self) -> int:
-        """Rows that wait for a mask."""
+        """Number of rows that wait for a mask."""
         return len(self._awaiting)
 
     def hold(self, request: Request) -> None:
-        """Keeps a request without a row until its mask is there."""
+        """Holds a request without a row until its first mask exists."""
         self._held[request.id] = request
 
     def take_tokens(self, rows: Int32Array, tokens: Int32Array, stopped: npt.NDArray[np.bool_]) -> None:
         """Gives the guides the tokens of a retired step.
 
         Args:
-            rows: of the tokens; live ones.
-            stopped: these tokens end their row, which no guide has to know.
+            rows: live rows of the tokens.
+            stopped: whether each token ends its row. The guide does not receive such a token.
         """
         accepting = self._rows.guided[rows] & ~stopped
         for row in dict.fromkeys(rows[accepting].tolist()):
@@ -80,7 +80,8 @@ class GuidedRows:
             self._awaiting[row] = request
 
     def poll(self) -> GuideNews:
-        """Asks the guides that still owe a mask; rows that get theirs become ready, as many as a frame can tell."""
+        """Polls guides for missing masks. Rows that get their mask become ready, up to the number of masks per
+        frame."""
         news = GuideNews()
         for request in list(self._held.values()):
             if (mask := self._next_mask(request, len(request.tokens), news)) is not None:
@@ -98,14 +99,15 @@ class GuidedRows:
         return news
 
     def num_foreseen(self, rows: Int32Array) -> Int32Array:
-        """[len(rows)] drafts that each of the guided `rows` may have: there are masks behind them, and room for all."""
+        """[len(rows)]: number of drafts that each of the guided `rows` may have, given their masks and the frame's
+        limit."""
         counts = np.array([len(self._ahead.get(row, ())) for row in rows.tolist()], np.int32)
         room = self._limits.max_num_masks - len(self._masks)
         return np.diff(np.minimum(np.cumsum(counts), room), prepend=0).astype(np.int32)
 
     def add_masks(self, decodes: Decodes, sampled: Int32Array, builder: FrameBuilder) -> None:
-        """Adds the masks of the rows that became ready, one for each of a row's inputs in their order. The guided ones
-        of the rows `sampled` are ready again when their next masks are there."""
+        """Adds the masks of rows that became ready, one per input in order. The guided rows among `sampled` become
+        ready again once their next masks exist."""
         num_samples = dict(zip(decodes.rows.tolist(), decodes.num_samples.tolist(), strict=True))
         builder.add_masks(
             [
@@ -119,9 +121,14 @@ class GuidedRows:
         self._rows.ready[sampled[self._rows.guided[sampled]]] = False
 
     def requeue(self, request: Request, *, is_lost: bool) -> bool:
-        """The request is about to lose its row. True: it is held now; False: its mask is there, so it may be queued.
+        """Prepares for a request that is about to lose its row.
 
-        `is_lost`: its mask may have gone with a step whose result will not come; its guide has it still.
+        Args:
+            is_lost: whether its mask may have gone with a step whose result will not come. Its guide still has the
+                mask.
+
+        Returns:
+            True if the request is held here now. False if its mask exists, so it may be queued.
         """
         row = request.row
         mask = self._masks.pop(row, request.mask)
@@ -133,7 +140,7 @@ class GuidedRows:
         return False
 
     def forget(self, request: Request) -> bool:
-        """The request has ended, and still has its row if it had one. Returns whether it was held."""
+        """Removes an ended request, which still has its row if it had one. Returns whether it was held."""
         _guide_of(request).close()
         self._awaiting.pop(request.row, None)
         self._masks.pop(request.row, None)
@@ -141,7 +148,7 @@ class GuidedRows:
         return self._held.pop(request.id, None) is not None
 
     def check_integrity(self) -> set[int]:
-        """Ids of the held requests. Raises AssertionError unless the rows' states agree."""
+        """Ids of the held requests. Raises AssertionError unless the states of the rows agree."""
         table = self._rows
         for row, request in self._awaiting.items():
             assert table.requests[row] is request, f"row {row} awaits a mask for another request"
@@ -153,7 +160,7 @@ class GuidedRows:
         return set(self._held)
 
     def _next_mask(self, request: Request, num_tokens: int, news: GuideNews) -> UInt32Array | None:
-        """The mask of the token after `num_tokens`; None if it is not there, or the request ends."""
+        """The mask for the token after `num_tokens`. None if it does not exist yet, or the request ends."""
         guide = _guide_of(request)
         try:
             mask = guide.poll()
@@ -170,13 +177,13 @@ class GuidedRows:
         return None
 
     def _masks_ahead(self, request: Request, num_tokens: int) -> list[UInt32Array]:
-        """Masks behind drafts, up to the first that the request's other parameters leave nothing of."""
+        """The masks after drafts, up to the first one that leaves no token with the request's other parameters."""
         masks: list[UInt32Array] = []
         try:
             for place, mask in enumerate(_guide_of(request).ahead, start=1):
                 masks.append(self._checked(request, mask, num_tokens + place))
         except GuideError:
-            pass  # that is so only if the draft before it is right
+            pass  # this only matters if the draft before it is right
         return masks
 
     def _checked(self, request: Request, mask: UInt32Array, position: int) -> UInt32Array:

@@ -15,12 +15,12 @@ from cluster.scheduling.row_table import RowTable
 from cluster.scheduling.step_results import Launched
 from worker.protocol import FrameKind, RowFlag, StepFrame
 
-# A plain integer: operations of enumerations take a microsecond each.
+# A plain integer, because operations on enum members take a microsecond each.
 _SAMPLE = int(RowFlag.SAMPLE)
 
 
 class Launcher:
-    """Builds frames. `drafter`: None without speculation."""
+    """Builds frames. `drafter` is None without speculation."""
 
     def __init__(
         self, rows: RowTable, pages: RowPages, queue: PrefillQueue, guided: GuidedRows, drafter: Drafter | None
@@ -34,7 +34,7 @@ class Launcher:
     def launch(
         self, decodes: Decodes, prefills: PrefillPlan, generation: int, step: int, now: float
     ) -> tuple[StepFrame, Launched]:
-        """Builds the frame of a step, and the snapshot that its retirement needs; moves the rows on."""
+        """Builds the frame of a step and the snapshot that its retirement needs, and advances the rows."""
         table, builder = self._rows, FrameBuilder()
         starts = table.num_computed[decodes.rows]
         self._add_decodes(decodes, builder)
@@ -51,11 +51,11 @@ class Launcher:
         is_timed = self._drafter is not None and not prefills.rows
         kind = self._drafter.launch(decodes) if self._drafter is not None and is_timed else FrameKind.STEP
         frame = builder.build(generation, step, kind)
-        # Pages of the window pool that only this step still reads are free for the next.
+        # Window pages that only this step still reads are free for the next one.
         self._pages.advance_windows(frame.rows, table.num_computed[frame.rows])
         table.in_flight[frame.rows] += 1
         table.ready[sampled[table.may_end(sampled)]] = False
-        # The frame has upper bounds of where rows with drafts are; the snapshot keeps the lower ones.
+        # For rows with drafts, the frame has upper bounds of their positions, and the snapshot has the lower bounds.
         min_starts = frame.starts.copy()
         min_starts[: len(starts)] = starts
         launched = Launched(
@@ -72,7 +72,7 @@ class Launcher:
         return frame, launched
 
     def _add_decodes(self, decodes: Decodes, builder: FrameBuilder) -> None:
-        """Adds the rows that decode to the frame, and moves them on."""
+        """Adds the decoding rows to the frame, and advances them."""
         table, rows = self._rows, decodes.rows
         if not len(rows):
             return

@@ -1,9 +1,9 @@
-"""Requests from their arrival to their end: admission or refusal, deadlines, finishes, and rows taken back. A row is
-taken back at the end of its request, or earlier, and then the request waits again.
+"""Requests from arrival to end: admission or refusal, deadlines, ends, and the return of rows.
 
-What finds the queue full, or can never run, is refused at once; the others wait in the queue, or for a first mask
-before they may queue. A request that ends leaves whatever it waits in; its one `Finished` waits here for the next
-output. A row and its pages are free again once no step in flight names the row.
+A row is returned when its request ends or is preempted; a preempted request waits again. A request that finds the queue
+full, or can never run, is refused at once. Others wait in the queue, or for a first mask before they may queue. An
+ended request leaves whatever it waits in, and its one `Finished` waits here for the next output. A row and its pages
+are free again once no step in flight names the row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LifeCycle:
     """Requests that wait or run.
 
     Args:
-        make_guide: a guide for a request that needs one; a RequestError refuses the request.
+        make_guide: creates a guide for a request that needs one. Its RequestError refuses the request.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class LifeCycle:
         self._queue = queue
         self._guided = guided
         self._make_guide = make_guide
-        self._deadlines: list[tuple[float, int]] = []  # a heap of times and request ids, of ended requests too
+        self._deadlines: list[tuple[float, int]] = []  # a heap of (time, request id), which may contain ended requests
         self._pending: list[Finished] = []
         self.live: dict[int, Request] = {}
         """Requests that wait or run, by id, in order of arrival."""
         self.num_draining = 0
-        """Rows that are taken but no longer live: a step in flight names them."""
+        """Number of rows that are taken but not live, because a step in flight names them."""
         self.total_refused = 0
         self.total_expired = 0
 
@@ -68,32 +68,38 @@ class LifeCycle:
 
     @property
     def is_pending(self) -> bool:
-        """Some request has finished and nobody was told."""
+        """Whether some `Finished` has not been sent yet."""
         return bool(self._pending)
 
     def take_pending(self) -> list[Finished]:
-        """The finishes of which nobody was told."""
+        """Returns each `Finished` that has not been sent yet."""
         pending, self._pending = self._pending, []
         return pending
 
     def add(self, requests: Sequence[GenerateRequest], now: float) -> list[Finished]:
-        """Lets the requests of one submission wait, or refuses all where the queue has no room for them; else one by
-        one what can never run. Returns the refusals. Raises EngineError for an id in use."""
+        """Queues the requests of one submission, or refuses all of them if the queue is full. Requests that can never
+        run are refused one by one.
+
+        Returns:
+            The refusals.
+
+        Raises:
+            EngineError: an id is in use.
+        """
         if (full := self._reason_full(requests)) is None:
             return [refusal for request in requests if (refusal := self._add(request, now)) is not None]
         self.total_refused += len(requests)
-        rate = self._queue.rate.per_second(now)  # the queue is empty when it has gone on as it went lately
+        rate = self._queue.rate.per_second(now)  # the time after which the queue is empty, at the recent rate
         drained_s = self.num_waiting_tokens / rate if rate else _MIN_RETRY_S
         retry_after_s = min(max(drained_s, _MIN_RETRY_S), _MAX_RETRY_S)
         return [_refused(request.id, full, "engine_overloaded", retry_after_s) for request in requests]
 
     def _reason_full(self, requests: Sequence[GenerateRequest]) -> str | None:
-        """Why the requests of one submission may not wait, or None.
+        """The reason why a submission may not wait, or None if it may.
 
-        When nothing waits they may, however many and long they are: otherwise they never could, and trying again would
-        be in vain. The server bounds the size of one HTTP request.
-
-        One client cannot fill the queue for the others: a client with less than its share may use as much again.
+        If nothing waits, any submission may, because otherwise it never could. The server limits the size of an HTTP
+        request. One client cannot fill the queue for the others: a client with less than its share may add the same
+        number again.
         """
         num_waiting, num_waiting_tokens, limits = self.num_waiting, self.num_waiting_tokens, self._limits
         if not num_waiting:
@@ -111,8 +117,8 @@ class LifeCycle:
         return f"the queue is full: {full}; try again later"
 
     def _is_below_its_share(self, client: str, num_more: int) -> bool:
-        """Whether a client that is not alone has at most its share of the places in the queue, `num_more` requests
-        included, and of the waiting tokens. Walks over all requests."""
+        """Whether a client, if there are others, has at most its share of the queue (including `num_more` requests) and
+        of the waiting tokens. Iterates over all requests."""
         waiting = [request for request in self.live.values() if not request.row]
         own = [len(request.tokens) for request in waiting if request.terms.client == client]
         num_clients = len({client, *(request.terms.client for request in waiting)})
@@ -125,7 +131,7 @@ class LifeCycle:
         try:
             entry = Request.create(request, self._limits, now)
             if (reason := entry.reason_never_fits(self._limits)) is not None:
-                # The ingress checks the same: it is the engine's fault that the request came this far.
+                # The ingress checks the same, so the engine is at fault if the request came this far.
                 return _refused(request.id, reason, "engine_error")
             entry.guide = self._make_guide(request)
         except RequestError as error:
@@ -143,7 +149,7 @@ class LifeCycle:
         return None
 
     def end_expired(self, now: float) -> None:
-        """Ends the requests whose deadline is `now` or has passed."""
+        """Ends the requests whose deadline has passed at `now`."""
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self.live.get(heapq.heappop(self._deadlines)[1])
             if request is not None:
@@ -161,7 +167,7 @@ class LifeCycle:
         error: str | None = None,
         error_code: str | None = None,
     ) -> None:
-        """Ends a request that waits or runs. Its row is free now, or drains."""
+        """Ends a request that waits or runs. Its row is free now, or as soon as no step in flight names it."""
         self._pending.append(
             Finished(
                 id=request.id,
@@ -182,10 +188,11 @@ class LifeCycle:
         self._leave_row(row)
 
     def requeue(self, row: int, now: float, *, is_lost: bool = False) -> None:
-        """Preempts the request of a row: it waits, with the tokens that were sent, computes them again, and samples on
-        from the same position. Steps in flight compute for it in vain.
+        """Preempts the request of a row. It waits with the tokens that were sent, computes them again, and samples on
+        from the same position. Results of steps in flight for it are dropped.
 
-        `is_lost`: as in `GuidedRows.requeue`.
+        Args:
+            is_lost: as in `GuidedRows.requeue`.
         """
         table, request = self._rows, self._rows.request(row)
         request.tokens = table.tokens[row, : table.num_known[row]].copy()
@@ -193,14 +200,14 @@ class LifeCycle:
         request.waits_since_s = now
         is_lost = is_lost or bool(table.in_flight[row])
         is_held = request.guide is not None and self._guided.requeue(request, is_lost=is_lost)
-        table.requests[row] = replace(request)  # the row drains while the request may have another
+        table.requests[row] = replace(request)  # the request may get another row before this one is free
         request.row = 0
         self._leave_row(row)
         if not is_held:
             self._queue.push(request)
 
     def _leave_row(self, row: int) -> None:
-        """Parts a request from its row, which is free now, or drains."""
+        """Separates a request from its row, which is free now, or as soon as no step in flight names it."""
         self._rows.end(row)
         self._queue.forget_row(row)
         if self._rows.in_flight[row]:
@@ -209,9 +216,9 @@ class LifeCycle:
             self.release(row)
 
     def release(self, row: int) -> None:
-        """Takes row and pages back; what the row has computed stays in the prefix cache as far as it may."""
+        """Frees a row and its pages. Pages that the row has computed stay in the prefix cache if possible."""
         table = self._rows
-        # A dropped token's KV may be there, but nobody knows the token.
+        # The KV of a dropped token may exist, but the coordinator does not know the token.
         num_tokens = min(int(table.num_computed[row]), int(table.num_known[row]), int(table.num_cacheable[row]))
         self._pages.publish(row, table.tokens[row], num_tokens)
         self._pages.release(row, forget=not table.num_cacheable[row])
@@ -219,7 +226,7 @@ class LifeCycle:
         self._queue.forget_row(row)
 
     def release_drained(self, named: Int32Array) -> None:
-        """Takes back those of the rows that a retired step `named` whose request has ended, and that no other names."""
+        """Frees those rows `named` by a retired step whose request has ended and that no other step in flight names."""
         if not self.num_draining:
             return
         table = self._rows
@@ -229,7 +236,7 @@ class LifeCycle:
             self.release(row)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the rows that drain are counted, and each is named by a step in flight."""
+        """Raises AssertionError unless the draining rows are counted right, and a step in flight names each of them."""
         table = self._rows
         draining = [row for row, request in enumerate(table.requests) if request is not None and not table.live[row]]
         assert len(draining) == self.num_draining, "draining rows are miscounted"
@@ -237,7 +244,7 @@ class LifeCycle:
 
 
 def _refused(request_id: int, error: str, error_code: str, retry_after_s: float | None = None) -> Finished:
-    """The finish of a request that was not accepted."""
+    """The `Finished` of a request that was not accepted."""
     return Finished(
         id=request_id, reason=FinishReason.ERROR, error=error, error_code=error_code, retry_after_s=retry_after_s
     )

@@ -1,7 +1,7 @@
-"""Drafts of what follows a request's tokens: what followed the last of them where they came before.
+"""Drafts from n-grams: the tokens that followed the request's last tokens when they occurred before.
 
-Each prediction is compared with the token that comes, drafted or not. So it is known how often a request's drafts would
-be right before the first is paid for, and a request that does not repeat itself drafts nothing.
+Each prediction is compared with the token that comes, whether a step verified it or not. So the acceptance rate is
+known before the first draft is paid for, and a request that does not repeat itself has no drafts.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from collections.abc import Sequence
 
 from worker.protocol import Int32Array
 
-# Earlier places of the last tokens that are compared, the latest first.
+# Largest number of earlier occurrences that are compared, latest first.
 _MAX_TRIED = 8
-# A new observation's share of a rate.
+# Weight of a new observation in a rate.
 _WEIGHT = 0.2
 _FIRST_RATES = (0.4, 0.8)
-# A rate of 1 would never see a reason to draft less.
+# Bound of a rate, because at 1 the drafter would never have a reason to draft less.
 _MOST = 0.98
 
 
 def learned(rate: float, is_right: bool) -> float:
-    """The share of predictions that are right, after one more."""
+    """The acceptance rate after one more observation."""
     return min(rate + _WEIGHT * (is_right - rate), _MOST)
 
 
 class NgramHistory:
-    """One request's tokens, and where each few in a row of them came before.
+    """One request's tokens, with an index of its n-grams.
 
     Args:
-        least: fewest last tokens that must have come before.
-        most: last tokens that are compared; of several places the one with the most in common is taken.
+        least: smallest number of last tokens that must have occurred before.
+        most: largest number of last tokens that are compared. Of several occurrences, the longest match is used.
     """
 
     __slots__ = ("_before", "_ends", "_is_going", "_least", "_most", "_rates", "_source", "_tokens")
@@ -39,30 +39,30 @@ class NgramHistory:
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
         self._tokens = array("i")
-        self._ends: dict[bytes, int] = {}  # by the `least` tokens that end there: the last such place
-        self._before = array("i")  # by place: the place before it with the same last tokens; -1: none
-        self._source = -1  # the place of the token that is predicted to come again now
+        self._ends: dict[bytes, int] = {}  # by n-gram of `least` tokens: position of its last occurrence
+        self._before = array("i")  # by position: the previous position with the same n-gram; -1 if there is none
+        self._source = -1  # position of the token that is predicted next
         self._is_going = False  # whether the token before it came as predicted
-        # The share of predictions that were right: after a match was found, and after a right one.
+        # Acceptance rates: after a new match, and after a right prediction.
         self._rates = list(_FIRST_RATES)
 
     num_drafts = sys.maxsize
-    """Tokens that are predicted at a time."""
+    """Number of tokens that are predicted at a time."""
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     @property
     def chances(self) -> tuple[float, float] | None:
-        """How likely the next token is the predicted one, and each one after it if those before were; None: nothing
-        is predicted."""
+        """Probability that the next token is as predicted, and of each further one given the ones before. None if
+        nothing is predicted."""
         return None if self._source < 0 else (self._rates[self._is_going], self._rates[True])
 
     def take(self, tokens: Int32Array, *, is_whole: bool) -> None:
-        """Goes on by `tokens`.
+        """Appends `tokens`.
 
         Args:
-            is_whole: more are not known. Else nothing is predicted.
+            is_whole: whether these are all tokens known so far. If False, nothing is predicted yet.
         """
         known, before, ends, least = self._tokens, self._before, self._ends, self._least
         for token in tokens.tolist():
@@ -80,7 +80,8 @@ class NgramHistory:
             self._source, self._is_going = self._find() + 1 or -1, False
 
     def drafts(self, count: int) -> Sequence[int]:
-        """The `count` tokens that are predicted; what is being repeated may reach into them."""
+        """The `count` predicted tokens. If the source reaches the end of the sequence, it continues with the predicted
+        tokens."""
         known, source = self._tokens, self._source
         period = len(known) - source
         return [known[source + index % period] for index in range(count)]
@@ -92,7 +93,7 @@ class NgramHistory:
         self._is_going = is_right
 
     def _find(self) -> int:
-        """The earlier place whose last tokens have the most in common with those at the end; -1: none has enough."""
+        """The earlier position whose last tokens match the sequence's end best. -1 if no match is long enough."""
         known, before, most = self._tokens, self._before, self._most
         end = len(known) - 1
         longest, found, place = 0, -1, before[end] if before else -1

@@ -1,13 +1,13 @@
-"""The pages of the KV pool: who owns each, the page table of every row, and places in the window pool.
+"""The pages of the KV pool: the owner of each page, the page table of every row, and window pages.
 
-A page is free, private to a row, in the prefix cache, and free again. It may enter the cache as soon as the step that
-computes it is launched: ranks run frames in order on one stream, so a later frame reads what an earlier one wrote; if a
-step fails, the generation ends, and the cache forgets at least what that step was to compute. The caller publishes
-after the frame is built, so no row reads a page that the same frame writes. For the same reason a place in the window
-pool is free as soon as the step that last reads it is launched.
+A page is free, then private to a row, then in the prefix cache, then free again. It may enter the cache as soon as the
+step that computes it is launched: ranks run frames in order on one stream, so a later frame reads what an earlier one
+wrote. If a step fails, the generation ends, and the cache drops at least the pages which that step was to compute. The
+caller publishes pages after the frame is built, so no row reads a page that the same frame writes. For the same reason,
+a window page is free as soon as the step that last reads it is launched.
 
-When two rows compute the same prefix at once, the first puts its pages into the cache; the second keeps its private
-copies until it ends (its table stays valid) and frees them then. Ownership is kept per page, so such a copy is never
+If two rows compute the same prefix at once, the first one puts its pages into the cache. The second one uses its
+private copies until it ends (its table stays valid), then frees them. Ownership is stored per page, so a copy is never
 mistaken for the cached page.
 """
 
@@ -35,23 +35,22 @@ _NO_CHANGES = np.empty((0, 2), np.int32)
 
 
 class PageAllocator:
-    """The free pages, and the owners of the others: a stack of free page ids and one owner per page. Every operation
-    costs the pages it names, not the pool.
+    """A stack of free page ids, and one owner per page.
 
-    The order is last in, first out: the same calls give the same pages, and a page freed too early is soon reused,
-    so a test sees it.
+    Each operation costs O(number of pages that it names). The order is last in, first out: the same calls give the same
+    pages, and a page freed too early is soon reused, so that a test notices.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        # Page 1 on top: a fresh pool is handed out in ascending order.
+        # Page 1 is on top, so a new pool hands out pages in ascending order.
         self._stack = np.arange(num_pages, 0, -1, dtype=np.int32)
         self.num_free = num_pages
         self.owners = np.full(num_pages + 1, FREE, np.int32)
-        """[num_pages + 1] FREE, CACHED or a row, by page id. Written here alone; page 0 belongs to nobody."""
+        """[num_pages + 1]: FREE, CACHED or a row, by page id. Only this class writes it. Page 0 has no owner."""
 
     def allocate(self, owners: Int32Array | int, count: int) -> Int32Array:
-        """Takes `count` pages for one owner, or for `owners[i]` each. Raises EngineError when fewer are free."""
+        """Takes `count` pages for one owner, or for `owners[i]` each. Raises EngineError if fewer are free."""
         if count > self.num_free:
             raise EngineError(f"asked for {count} pages, {self.num_free} are free")
         self.num_free -= count
@@ -65,14 +64,14 @@ class PageAllocator:
         self.owners[pages] = owners
 
     def free(self, pages: Int32Array) -> None:
-        """Takes pages back. Raises EngineError when one of them is free already."""
+        """Frees pages. Raises EngineError if one of them is free already."""
         self._check_owned(pages)
         self.owners[pages] = FREE
         self._stack[self.num_free : self.num_free + len(pages)] = pages[::-1]
         self.num_free += len(pages)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless free stack and owners say the same."""
+        """Raises AssertionError unless the stack and the owners agree."""
         free = np.sort(self._stack[: self.num_free])
         expected = np.flatnonzero(self.owners[1:] == FREE) + 1
         assert np.array_equal(free, expected), "free stack and page owners disagree"
@@ -83,20 +82,21 @@ class PageAllocator:
 
 
 class WindowPages:
-    """The pages with a place in the window pool: the pool of the layers whose queries see the last few tokens only.
+    """The window pages: which pages have one in the pool of the layers with a sliding window.
 
-    Page ids, page tables and the prefix cache know nothing of it. A page is *resident* while it has a page of the
-    window pool beside the one that all other layers keep. It must be while it is in the window of a row, that is, while
-    a token that the row has yet to compute sees it. What has left the windows of all rows goes on without its place: at
-    once if no other row can ever find it, else when places run short, the ones that left first before the others.
+    Page ids, page tables and the prefix cache are independent of it. A page is *resident* while it has a window page.
+    It must be resident while it is in the window of a row, that is, while a token that the row has yet to compute sees
+    it.
 
-    A cached prefix whose last window is not resident is computed again, into pages of the row's own. Where such a copy
-    has left the row's window its place goes to the cached page, so that others find the prefix again.
+    A page outside all windows loses its window page: at once if no other row can ever find the page, else when window
+    pages run short, in the order in which the pages left the last window. A cached prefix whose last window is not
+    resident is computed again, into private pages of the row. When such a copy leaves the row's window, its window page
+    goes to the cached page, so that other rows find the prefix again.
 
     Args:
         limits: with a window.
-        table: [num_rows, max_pages] the pages of every row.
-        owners: [num_pages + 1] of each page: FREE, CACHED or a row.
+        table: [num_rows, max_pages]: pages of every row.
+        owners: [num_pages + 1]: FREE, CACHED or a row, by page.
     """
 
     def __init__(self, limits: SchedulerLimits, table: Int32Array, owners: Int32Array) -> None:
@@ -104,24 +104,25 @@ class WindowPages:
         self._page_size = limits.page_size
         self._window = limits.window
         self.most_row_pages = limits.max_window_pages_per_row
-        """The most places that a row takes at any time."""
+        """Largest number of window pages that a row uses at any time."""
         self._table = table
         self._owners = owners
         self._first = np.zeros(len(table), np.int32)  # index of the first page in each row's window
-        self._allocator = PageAllocator(limits.num_window_pages)  # its owners are pages
-        self._window_page_of = np.zeros(len(owners), np.int32)  # by page; 0: not resident
+        self._allocator = PageAllocator(limits.num_window_pages)  # its owners are page ids
+        self._window_page_of = np.zeros(len(owners), np.int32)  # by page; 0 if not resident
         self._num_users = np.zeros(len(owners), np.int32)
         self._originals = np.zeros(len(owners), np.int32)  # the cached page with the same tokens as a row's copy
-        self._idle: OrderedDict[int, None] = OrderedDict()  # resident, in no window; those that left first come first
+        # Resident pages outside all windows, in the order in which they left
+        self._idle: OrderedDict[int, None] = OrderedDict()
         self._placed: list[Int32Array] = []
 
     @property
     def num_available(self) -> int:
-        """Places that are free or can be taken from pages in no window."""
+        """Window pages that are free or can be taken from pages outside all windows."""
         return self._allocator.num_free + len(self._idle)
 
     def place(self, pages: Int32Array) -> None:
-        """Makes pages resident that rows have just got; `num_available` are at least as many."""
+        """Makes a row's new pages resident. `num_available` must be at least their number."""
         short = len(pages) - self._allocator.num_free
         if short > 0:
             self._vacate(np.array([self._idle.popitem(last=False)[0] for _ in range(short)], np.int32))
@@ -131,7 +132,7 @@ class WindowPages:
         self._placed.append(pages)
 
     def num_usable(self, num_computed_pages: int, found: Int32Array) -> int:
-        """How many of the cached pages `found` behind a row's own a row can go on after: its window must be resident.
+        """Number of the cached pages `found` after which a row can continue, because its window is resident there.
 
         The row has computed its own pages and no more, and those in its window are resident.
         """
@@ -141,7 +142,8 @@ class WindowPages:
         return int(usable[-1]) + 1 if len(usable) else 0
 
     def adopt(self, row: int, num_own: int, num_pages: int) -> None:
-        """The row got usable cached pages behind `num_own` of its own, `num_pages` in all, and goes on after them."""
+        """Adopts usable cached pages after `num_own` of the row's own, `num_pages` in total. The row continues after
+        them."""
         first, pages = int(self._first_seen(num_pages * self._page_size)), self._table[row]
         self._leave(pages[self._first[row] : min(first, num_own)])
         entered = pages[max(first, num_own) : num_pages]
@@ -151,7 +153,7 @@ class WindowPages:
         self._first[row] = first
 
     def advance(self, rows: Int32Array, num_computed: Int32Array) -> None:
-        """Moves the windows of distinct `rows` on: the next token of each has at least position `num_computed`."""
+        """Advances the windows of distinct `rows`: the next token of each has at least position `num_computed`."""
         first = self._first_seen(num_computed)
         counts = first - self._first[rows]
         moved = counts > 0
@@ -163,24 +165,24 @@ class WindowPages:
         self._leave(self._table[np.repeat(rows, counts), index])
 
     def pair(self, copies: Int32Array, originals: Int32Array) -> None:
-        """The first of a row's private pages `copies` hold what the cached pages `originals` hold, which the row locks
-        as long as it has the copies."""
+        """Records that a row's private pages `copies` hold the same tokens as the cached pages `originals`, which the
+        row keeps locked while it has the copies."""
         self._originals[copies[: len(originals)]] = originals
 
     def release(self, row: int, num_pages: int) -> None:
-        """The row gives its `num_pages` pages up."""
+        """The row returns its `num_pages` pages."""
         self._leave(self._table[row, self._first[row] : num_pages])
         self._first[row] = 0
 
     def forget(self, pages: Int32Array) -> None:
-        """Pages in no window are free."""
+        """Frees the window pages of `pages`, which are outside all windows."""
         pages = pages[self._window_page_of[pages] > 0]
         for page in pages.tolist():
             self._idle.pop(page, None)
         self._vacate(pages)
 
     def take_changes(self) -> Int32Array:
-        """[n, 2] of (page, place), for what has become resident since the last call, each page once."""
+        """[n, 2] of (page, window page) for pages that became resident since the last call, each page once."""
         if not self._placed:
             return _NO_CHANGES
         pages = np.unique(np.concatenate(self._placed))
@@ -189,10 +191,10 @@ class WindowPages:
         return np.stack((pages, self._window_page_of[pages]), axis=1)
 
     def check_integrity(self, num_pages: Int32Array) -> None:
-        """Raises AssertionError unless every place has one page, and windows, users and idle pages agree.
+        """Raises AssertionError unless every window page has one page, and windows, users and idle pages agree.
 
         Args:
-            num_pages: [num_rows] of each row.
+            num_pages: [num_rows]: pages of each row.
         """
         self._allocator.check_integrity()
         resident = np.flatnonzero(self._window_page_of)
@@ -214,7 +216,7 @@ class WindowPages:
         return np.maximum(position - (self._window - 1), 0) // self._page_size
 
     def _leave(self, pages: Int32Array) -> None:
-        """Pages leave a window each."""
+        """Removes `pages` from one window each."""
         np.subtract.at(self._num_users, pages, 1)
         pages = np.unique(pages[self._num_users[pages] == 0])
         is_cached = self._owners[pages] == CACHED
@@ -225,7 +227,7 @@ class WindowPages:
         self._vacate(pages[self._window_page_of[pages] > 0])
 
     def _transfer_window_pages(self, copies: Int32Array) -> None:
-        """Gives the places of copies in no window to their originals that have none."""
+        """Gives the window pages of copies outside all windows to their originals that have none."""
         originals, first = np.unique(self._originals[copies], return_index=True)
         lacks_window_page = (originals > 0) & (self._window_page_of[originals] == 0)
         originals, copies = originals[lacks_window_page], copies[first[lacks_window_page]]
@@ -241,7 +243,7 @@ class WindowPages:
 
 
 class Prefix(NamedTuple):
-    """A path of the prefix cache: the node it ends at, and the pages that are new to the row."""
+    """A path in the prefix cache: the node at its end, and the pages that are new to the row."""
 
     end: Node
     pages: Int32Array
@@ -254,7 +256,7 @@ class RowPages:
         self.begin(limits)
 
     def begin(self, limits: SchedulerLimits) -> None:
-        """Begins anew with the pools of `limits`: every page is free."""
+        """Starts with empty pools of the sizes in `limits`."""
         num_rows = limits.max_num_seqs + 1
         self._page_size = limits.page_size
         self._caching = limits.enable_prefix_caching
@@ -263,15 +265,15 @@ class RowPages:
         self._table = np.zeros((num_rows, limits.max_pages_per_row), np.int32)
         self._num_pages = np.zeros(num_rows, np.int32)
         self._weights_version = 0
-        self._num_published = np.zeros(num_rows, np.int32)  # leading pages of the row that are known to the cache
-        self._nodes = [self.cache.root] * num_rows  # the end of those pages, locked
+        self._num_published = np.zeros(num_rows, np.int32)  # number of the row's leading pages that are in the cache
+        self._nodes = [self.cache.root] * num_rows  # the locked node at the end of those pages
         self._window: WindowPages | None = None
         if limits.num_window_pages is not None:
             self._window = WindowPages(limits, self._table, self.allocator.owners)
 
     @property
     def num_available(self) -> int:
-        """Pages that are free or can be evicted."""
+        """Number of pages that are free or can be evicted."""
         return self.allocator.num_free + self.cache.num_evictable_pages
 
     @property
@@ -280,7 +282,8 @@ class RowPages:
         return np.flatnonzero(self.allocator.owners == CACHED).astype(np.int32)
 
     def has_room(self, num_missing: Sequence[int], num_more: int = 0) -> bool:
-        """Whether rows with prompts that lack `num_missing` pages each can have them, and others `num_more` pages."""
+        """Whether rows with prompts that lack `num_missing` pages each can get them, in addition to `num_more` pages
+        for others."""
         if sum(num_missing) + num_more > self.num_available:
             return False
         if (window := self._window) is None:
@@ -291,11 +294,12 @@ class RowPages:
         return int(self._num_pages[row])
 
     def capacity(self, rows: Int32Array) -> Int32Array:
-        """[len(rows)] tokens that the pages of each hold."""
+        """[len(rows)]: number of tokens for which each row has pages."""
         return self._num_pages[rows] * np.int32(self._page_size)
 
     def grow_rows(self, rows: Int32Array, num_tokens: Int32Array) -> Int32Array | None:
-        """Gives each of `rows` pages for `num_tokens` tokens in all; returns the deltas, or None, with nothing done."""
+        """Gives each of `rows` pages for `num_tokens` tokens in total. Returns the deltas, or None if there are too few
+        pages; then nothing has changed."""
         have = self._num_pages[rows]
         needy = num_tokens > have * self._page_size
         rows, have = rows[needy], have[needy]
@@ -316,25 +320,25 @@ class RowPages:
         return np.stack((rows, have, pages), axis=1, dtype=np.int32)
 
     def grow(self, row: int, num_tokens: int) -> Int32Array | None:
-        """Does what `grow_rows` does, of one row."""
+        """Like `grow_rows`, for one row."""
         return self.grow_rows(np.array((row,), np.int32), np.array((num_tokens,), np.int32))
 
     def open(self, row: int, salt: bytes) -> None:
-        """Begins a row without pages, which shares pages only with rows of the same salt and weights version. Ended by
-        `release`."""
+        """Starts a row without pages. It shares pages only with rows of the same salt and weights version. `release`
+        ends it."""
         self._nodes[row] = self.cache.lock_root(
             b"%d:%b" % (self._weights_version, salt) if self._weights_version else salt
         )
 
     def begin_weights_version(self) -> None:
-        """Frees every page that no row uses. The rows opened from now on find nothing of what the others have."""
+        """Frees every page that no row uses. Rows opened from now on share nothing with older rows."""
         self.flush()
         self._weights_version += 1
 
     def find_prefix(self, row: int, tokens: Int32Array) -> Prefix:
-        """Cached pages that go on where the row's own end, with whole pages of `tokens`. Changes nothing.
+        """Finds cached pages that continue the row's own pages with whole pages of `tokens`. Changes nothing.
 
-        `tokens` follow what the row has computed. Nothing is found unless all its pages are known to the cache.
+        `tokens` follow the row's computed tokens. Nothing is found unless all of the row's pages are in the cache.
         """
         if not self._caching or self._num_published[row] != self._num_pages[row]:
             return self.no_prefix(row)
@@ -346,11 +350,11 @@ class RowPages:
         return Prefix(end, pages)
 
     def no_prefix(self, row: int) -> Prefix:
-        """The end of the row's own pages that are known to the cache, and nothing more."""
+        """The end of the row's own pages in the cache, without further pages."""
         return Prefix(self._nodes[row], _NO_PAGES)
 
     def adopt_prefix(self, row: int, prefix: Prefix) -> Int32Array:
-        """Appends what `find_prefix` has just found for the row, locked; returns the deltas."""
+        """Appends the pages that `find_prefix` has just found to the row, and locks them. Returns the deltas."""
         if not len(prefix.pages):
             return _NO_DELTAS
         self.cache.lock(prefix.end)
@@ -369,9 +373,10 @@ class RowPages:
         return deltas
 
     def next_page_key(self, row: int, prefix: Prefix, tokens: Int32Array) -> tuple[Node, bytes] | None:
-        """A key that two rows share when all up to the end of `prefix` and the page of `tokens` after it are alike.
+        """A key that two rows share if everything up to the end of `prefix` and the next page of `tokens` is equal.
+        None if no page after `prefix` could be shared.
 
-        `tokens` are those not computed once `prefix` is adopted. None where no page after them could be shared.
+        `tokens` are those that are not computed once `prefix` is adopted.
         """
         num_pages = int(self._num_pages[row])
         if not self._caching or len(tokens) < self._page_size or self._num_published[row] != num_pages:
@@ -379,7 +384,8 @@ class RowPages:
         return prefix.end, tokens[: self._page_size].tobytes()
 
     def publish(self, row: int, tokens: Int32Array, num_tokens: int) -> None:
-        """Makes the whole pages of the row's first `num_tokens` tokens, all computed, known to the cache."""
+        """Puts the whole pages of the row's first `num_tokens` tokens into the cache. All of these tokens are
+        computed."""
         first, last = int(self._num_published[row]), num_tokens // self._page_size
         if not self._caching or last <= first:
             return
@@ -392,21 +398,21 @@ class RowPages:
         self._num_published[row] = last
 
     def advance_windows(self, rows: Int32Array, num_computed: Int32Array) -> None:
-        """The next token of each of distinct `rows` has at least position `num_computed`: pages before its window are
-        in it no more. To be called when the step before is built."""
+        """Advances the windows of distinct `rows`, whose next tokens have at least position `num_computed`. Call this
+        when the step before is built."""
         if self._window is not None:
             self._window.advance(rows, num_computed)
 
     def add_window_changes(self, builder: FrameBuilder) -> None:
-        """Adds [n, 2] of (page, page of the window pool) that ranks do not know yet."""
+        """Adds the changes of window pages that ranks do not know yet: [n, 2] of (page, window page)."""
         if self._window is not None and len(changes := self._window.take_changes()):
             builder.add(window_pages=changes)
 
     def release(self, row: int, *, forget: bool = False) -> None:
-        """Takes all pages from the row: its private ones are free, those of the cache can be evicted.
+        """Takes all pages from the row: private ones become free, and cached ones can be evicted.
 
         Args:
-            forget: evict them now, but for those that others use or have gone on from.
+            forget: evict them now, except pages that other rows use or continue.
         """
         if self._window is not None:
             self._window.release(row, int(self._num_pages[row]))
@@ -420,13 +426,16 @@ class RowPages:
         self._num_published[row] = 0
 
     def pages_from(self, row: int, num_tokens: int) -> Int32Array:
-        """The row's pages that hold tokens after its first `num_tokens`."""
+        """The row's pages for tokens after its first `num_tokens`."""
         return self._table[row, num_tokens // self._page_size : self._num_pages[row]].copy()
 
     def lose(self, runs: Sequence[Int32Array]) -> None:
-        """Frees the pages of all `runs`, which the ranks may not have computed, and those that go on from them; no row
-        has any. With a window pool all are lost: a place may hold what was computed for another page with the same
-        tokens."""
+        """Frees the pages of all `runs`, which the ranks may not have computed, and cached pages that continue them. No
+        row may hold pages.
+
+        With a window pool, all pages are freed: a window page may hold what was computed for another page with the same
+        tokens.
+        """
         if self._window is None:
             self._free(self.cache.forget_from(np.concatenate([_NO_PAGES, *runs])))
         else:
@@ -460,7 +469,7 @@ class RowPages:
             )
 
     def _make_room(self, count: int) -> bool:
-        """Evicts until `count` pages are free. False, with nothing evicted, if that cannot be."""
+        """Evicts pages until `count` are free. Returns False, without evicting, if that is impossible."""
         if count > self.num_available or (self._window is not None and count > self._window.num_available):
             return False
         short = count - self.allocator.num_free
@@ -469,7 +478,7 @@ class RowPages:
         return True
 
     def _free(self, pages: Int32Array) -> None:
-        """Frees pages that the cache has given up."""
+        """Frees pages that the cache has returned."""
         if self._window is not None:
             self._window.forget(pages)
         self.allocator.free(pages)
