@@ -307,11 +307,11 @@ def _control(worker: Any, model: ModelConfig, model_path: Path, controls: Any) -
         try:
             asked = controls.recv()
             if asked is None:
-                controls.send(worker.take_staged())
+                controls.send(worker.shard.take_staged())
                 worker.shard.drop_staged()
                 continue
             revision, on_host = asked
-            with patch("worker.weights.staged_weights._free_bytes", return_value=0 if on_host else 1 << 50):
+            with patch("worker.weights.host_memory._free_bytes", return_value=0 if on_host else 1 << 50):
                 controls.send(worker.shard.stage(model, model_path, revision) is on_host)
         except EOFError:
             return
