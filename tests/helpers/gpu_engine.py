@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from cluster.messages.engine import FinishReason, GenerateRequest, SamplingParams, SchedulerStats
-from cluster.scheduling.limits import max_item_tokens
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.limits import SchedulerLimits, max_item_tokens
+from cluster.scheduling.scheduler import Scheduler
 from configs.kv_pages import WindowPool, pool_bytes
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
