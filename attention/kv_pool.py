@@ -13,7 +13,7 @@ import torch
 
 from attention.layer import AttentionLayer
 from configs.errors import EngineError
-from parallel.kept_memory import room_for
+from parallel.persistent_memory import room_for
 
 FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0

@@ -41,7 +41,8 @@ from benchmarks.frames import ScheduledFrames
 from benchmarks.ranks import TIMEOUT_S, start_worker
 from benchmarks.report import ROOT, circumstances
 from cluster.messages.engine import GenerateRequest, SamplingParams
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.scheduler import Scheduler
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config
 from configs.read_config import read_model_config

@@ -22,7 +22,8 @@ import numpy as np
 
 from benchmarks.report import table
 from cluster.messages.engine import GenerateRequest, SamplingParams
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.scheduler import Scheduler
 from worker.protocol import RowFlag, StepFrame, StepResult
 
 _PAGE_SIZE = 64

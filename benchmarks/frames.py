@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.scheduler import Scheduler
 from worker.protocol import FrameKind, StepFrame
 
 

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.messages.engine import GenerateRequest, SamplingParams
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.scheduler import Scheduler
 from worker.protocol import RowFlag, StepFrame, StepResult
 
 _PARTS = ("next_step", "encode", "decode", "retire")

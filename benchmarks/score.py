@@ -24,8 +24,7 @@ from benchmarks.frames import ScheduledFrames
 from benchmarks.report import ROOT, circumstances
 from cluster.messages.engine import GenerateRequest, SamplingParams
 from cluster.native.score import grouped
-from cluster.scheduling.limits import max_item_tokens
-from cluster.scheduling.scheduler import SchedulerLimits
+from cluster.scheduling.limits import SchedulerLimits, max_item_tokens
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config
 from configs.read_config import read_model_config

@@ -46,8 +46,9 @@ from benchmarks.report import ROOT, circumstances, table
 from cluster.messages.engine import GenerateRequest, SamplingParams
 from cluster.ranks.step_channel import StepChannel
 from cluster.scheduling.drafter import Drafter
+from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.ngrams import NgramHistory
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.scheduler import Scheduler
 from cluster.text.tokenizer import Tokenizer
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config

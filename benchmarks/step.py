@@ -27,7 +27,7 @@ from benchmarks.frames import ScheduledFrames
 from benchmarks.ranks import start_worker
 from benchmarks.report import ROOT, circumstances
 from cluster.messages.engine import GenerateRequest, SamplingParams
-from cluster.scheduling.scheduler import SchedulerLimits
+from cluster.scheduling.limits import SchedulerLimits
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config
 from configs.read_config import read_model_config

@@ -62,10 +62,8 @@ class LatentSizes:
         return is_wide and shape.num_heads <= self.most_heads
 
     def __str__(self) -> str:
-        return (
-            f"at most {self.most_heads} heads on a rank, latents of {listed(self.latent_dims)} elements and rotated "
-            f"keys of whole {self.rope_unit}s"
-        )
+        heads, dims, unit = self.most_heads, listed(self.latent_dims), self.rope_unit
+        return f"at most {heads} heads on a rank, latents of {dims} elements and rotated keys of whole {unit}s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,7 +291,8 @@ def check_backend(name: str, needs: AttentionNeeds, setting: str) -> None:
 
 def listed(values: Iterable[int]) -> str:
     """The values in ascending order, in words: 1, 2 or 4."""
-    return ", ".join(map(str, sorted(values)))[::-1].replace(" ,", " ro ", 1)[::-1]
+    *others, last = map(str, sorted(values))
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _shown(capabilities: Iterable[tuple[int, int]], dot: str = ".") -> str:

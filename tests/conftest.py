@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from cluster.text.tokenizer import Tokenizer
-    from parallel.kept_memory import Keeper
+    from parallel.persistent_memory import Keeper
     from tests.helpers.rank_processes import Ranks
     from tests.helpers.scripted_engine import Run
 
@@ -168,7 +168,7 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture
 def keeper() -> Iterator[Keeper]:
     """A node's keeper of the memory of its ranks."""
-    from parallel.kept_memory import Keeper
+    from parallel.persistent_memory import Keeper
 
     keeper = Keeper()
     yield keeper

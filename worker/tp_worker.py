@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attention.kept_kv import take_kv
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.persistent_kv import take_kv
 from attention.registry import create_backend
 from configs.errors import ConfigError, EngineError
 from configs.kv_pages import PageBytes
@@ -24,8 +23,8 @@ from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
 from parallel.collectives.fused_sum import PeerSizes
 from parallel.collectives.group import TensorParallelGroup
-from parallel.kept_memory import KeptMemory, kv_block
 from parallel.numerics.arithmetic import most_nodes
+from parallel.persistent_memory import PersistentMemory, kv_block
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from worker.device.memory import DeviceMemory, await_idle, free_bytes, profile_cuda
@@ -64,7 +63,7 @@ class TPWorker:
         model_path: a directory on this node.
         plan: made for `group.size` ranks.
         group: where the all-reduces run; closed by its owner, not by this.
-        kept: memory for what outlives this process. None: nothing does.
+        persistent: memory for what outlives this process. None: nothing does.
     """
 
     def __init__(
@@ -75,22 +74,19 @@ class TPWorker:
         model_path: Path,
         plan: ShardPlan,
         group: TensorParallelGroup,
-        kept: KeptMemory | None = None,
+        persistent: PersistentMemory | None = None,
     ) -> None:
         if config.dtype not in DTYPES or config.attention.prefill_backend is None:
             raise ConfigError(f"dtype={config.dtype} and attention must be resolved before a worker starts")
         if plan.tp_size != group.size:
             raise ConfigError(f"a plan for tensor_parallel_size={plan.tp_size} does not fit {group.size} ranks")
-        self.shard = Shard(config, model, model_path, plan, group, kept)
+        self.shard = Shard(config, model, model_path, plan, group, persistent)
         """The rank's weights."""
         self._config = config
         self._model = model
         self._group = group
-        self._kept = kept
         self._device = group.device
         self._plan = plan
-        # Held while a step is launched. Rank 0 may have its result while another rank still launches the rest of it.
-        self._launching = threading.Lock()
         self._runner: ModelRunner | None = None
         self._kv: list[torch.Tensor] = []  # the pool's memory, which a device that computes must not lose
 
@@ -103,17 +99,6 @@ class TPWorker:
     def vocab_size(self) -> int:
         """The size of the model's vocabulary."""
         return self._model.vocab_size
-
-    def take_staged(self) -> None:
-        """Has the shard's staged weights serve from the next step on. On another thread, between two steps: rank 0 has
-        the last one's result. Raises as `Shard.take_staged` does."""
-        with self._launching:
-            self.shard.take_staged()
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether weights and KV outlive this process."""
-        return self._kept is not None
 
     def kv_page_bytes(self) -> PageBytes:
         """Bytes of one KV page on this rank, K and V."""
@@ -180,11 +165,11 @@ class TPWorker:
         check_length(self._model, max_model_len)
         self.close()
         self._kv.clear()
-        self.shard.bring()
+        self.shard.load_to_device()
         with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
             allocate: Callable[[int, int], torch.Tensor] | None = None
-            if self._kept is not None:
-                block = self._kept.again if keeps_kv else self._kept.new
+            if (persistent := self.shard.persistent) is not None:
+                block = persistent.existing if keeps_kv else persistent.new
 
                 def allocate(layer_id: int, num_bytes: int) -> torch.Tensor:
                     self._kv.append(block(kv_block(layer_id), num_bytes))
@@ -206,21 +191,21 @@ class TPWorker:
             gc.freeze()
 
     @torch.inference_mode()
-    def take_kv(self, layer_ids: Sequence[int], pages: npt.NDArray[np.int32], kept: Sequence[KeptMemory]) -> None:
+    def take_kv(self, layer_ids: Sequence[int], pages: npt.NDArray[np.int32], left: Sequence[PersistentMemory]) -> None:
         """Copies what this rank has of `pages` of some layers from pools that ranks of another number left; between
         `allocate` and the first step.
 
         Args:
-            kept: what each of those ranks left. Their pools have as many pages.
+            left: what each of those ranks left. Their pools have as many pages.
 
         Raises:
             EngineError: they left no such layers.
         """
         assert self._runner is not None, "KV is taken before allocate()"
-        others = ShardPlan.create(self._model, len(kept), exact=self._config.is_exact)
+        others = ShardPlan.create(self._model, len(left), exact=self._config.is_exact)
         taken = torch.from_numpy(pages).long().to(self._device)
         for layer_id in layer_ids:
-            take_kv(self._runner.token_to_kv_pool, layer_id, taken, self._plan, self._group.rank, others, kept)
+            take_kv(self._runner.token_to_kv_pool, layer_id, taken, self._plan, self._group.rank, others, left)
 
     @torch.inference_mode()
     def check_steps(self, num_pages: int, max_model_len: int) -> None:
@@ -261,7 +246,7 @@ class TPWorker:
         """Captures one CUDA graph that `allocate` left out, on every rank; returns how many are left."""
         if self._runner is None:
             raise EngineError("a capture before allocate()")
-        with self._launching:
+        with self.shard.in_use:
             return self._runner.capture_next()
 
     def run(self, frames: FrameSource, send: Callable[[bytes], None] | None) -> None:
@@ -294,7 +279,7 @@ class TPWorker:
                 generation, step = frame.generation, frame.step
                 if frame.kind is FrameKind.CLOSE:
                     return
-                with self._launching:
+                with self.shard.in_use:
                     launched = self.launch(frame)
                 if send is not None:
                     pending.append(launched)
@@ -349,35 +334,8 @@ class TPWorker:
         allocate: Callable[[int, int], torch.Tensor] | None = None,
     ) -> ModelRunner:
         scheduler, attention = self._config.scheduler, self._config.attention
+        max_rows, page_size = resolved(scheduler.max_num_seqs), self._config.kv_cache.page_size
         flops = StepCost.of(self._plan, self.shard.dtype.itemsize).flops_per_token / self._group.size
-        req_to_token_pool, token_to_kv_pool = self._pools(num_pages, max_model_len, num_window_pages, allocate)
-        return ModelRunner(
-            self.shard.decoder,
-            create_backend(
-                resolved(attention.prefill_backend),
-                resolved(attention.decode_backend),
-                token_to_kv_pool,
-                exact=self.shard.arithmetic.choose(fast=False, exact=True),
-            ),
-            req_to_token_pool,
-            token_to_kv_pool,
-            Sampler(self._plan, self._group, resolved(scheduler.max_num_seqs) + 1),
-            self._group,
-            self._limits(max_model_len),
-            max_rows=resolved(scheduler.max_num_seqs),
-            max_tokens=resolved(scheduler.max_num_batched_tokens),
-            max_sampled=self._config.speculation.max_sampled(resolved(scheduler.max_num_seqs)),
-            max_graph_tokens=launch_bound_tokens(flops / len(self._model.all_layers)),
-        )
-
-    def _pools(
-        self,
-        num_pages: int,
-        max_model_len: int,
-        num_window_pages: int | None,
-        allocate: Callable[[int, int], torch.Tensor] | None,
-    ) -> tuple[ReqToTokenPool, TokenToKVPool]:
-        page_size = self._config.kv_cache.page_size
         token_to_kv_pool = TokenToKVPool(
             self.shard.decoder.attention_layers,
             num_pages=num_pages,
@@ -388,21 +346,30 @@ class TPWorker:
             num_window_pages=num_window_pages,
             allocate=allocate,
         )
-        num_rows = self._limits(max_model_len).num_rows - 1
         self.shard.decoder.set_max_positions(max_model_len)
         num_placed_pages = None if num_window_pages is None else num_pages
-        req_to_token_pool = ReqToTokenPool(
-            num_rows, -(-max_model_len // page_size), self._device, num_placed_pages=num_placed_pages
-        )
-        return req_to_token_pool, token_to_kv_pool
-
-    def _limits(self, max_model_len: int) -> FrameLimits:
-        num_rows = resolved(self._config.scheduler.max_num_seqs) + 1
-        return FrameLimits(
-            num_rows=num_rows,
-            vocab_size=self._model.vocab_size,
-            max_model_len=max_model_len,
-            max_samples=1 + self._config.speculation.num_drafts,
+        return ModelRunner(
+            self.shard.decoder,
+            create_backend(
+                resolved(attention.prefill_backend),
+                resolved(attention.decode_backend),
+                token_to_kv_pool,
+                exact=self.shard.arithmetic.choose(fast=False, exact=True),
+            ),
+            ReqToTokenPool(max_rows, -(-max_model_len // page_size), self._device, num_placed_pages=num_placed_pages),
+            token_to_kv_pool,
+            Sampler(self._plan, self._group, max_rows + 1),
+            self._group,
+            FrameLimits(
+                num_rows=max_rows + 1,
+                vocab_size=self._model.vocab_size,
+                max_model_len=max_model_len,
+                max_samples=1 + self._config.speculation.num_drafts,
+            ),
+            max_rows=max_rows,
+            max_tokens=resolved(scheduler.max_num_batched_tokens),
+            max_sampled=self._config.speculation.max_sampled(max_rows),
+            max_graph_tokens=launch_bound_tokens(flops / len(self._model.all_layers)),
         )
 
 

@@ -208,7 +208,7 @@ class CoordinatorActor:
         """Frees the memory of the ranks' devices until `wake_up`: KV is lost, weights go to the node's memory, requests
         are taken and wait. Returns the seconds it took. Raises ConfigError where it cannot be had."""
         with self._one_change() as coordinator:
-            if not coordinator.ranks.is_kept:
+            if not coordinator.ranks.is_persistent:
                 raise ConfigError(
                     "ranks on several nodes, and GPUs whose memory does not outlive a process, cannot sleep"
                 )

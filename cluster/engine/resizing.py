@@ -147,7 +147,7 @@ def _load(new: RankGroup, old: RankGroup) -> None:
     if new.fetches:
         new.fetch()
     if on_gpus:
-        if old.is_kept and needed < _HOST_SHARE * free:
+        if old.is_persistent and needed < _HOST_SHARE * free:
             new.prepare()
         return
     memory = new.load()

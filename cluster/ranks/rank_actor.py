@@ -108,7 +108,7 @@ class RankLoad:
     """Memory of the rank's device that the KV pool may take; on CPU the node's, shared by its ranks."""
     step_bytes: int
     """Memory of its device that steps need."""
-    is_kept: bool
+    is_persistent: bool
     """Whether its weights and KV outlive its process."""
     seconds: float
     platform: str
@@ -182,7 +182,7 @@ class RankActor:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared
 
         from parallel.collectives.group import TensorParallelGroup
-        from parallel.kept_memory import KeptMemory
+        from parallel.persistent_memory import PersistentMemory
         from worker.device.memory import await_room
         from worker.step.preparing import mark_compilations
         from worker.tp_worker import TPWorker, peer_sizes
@@ -216,16 +216,16 @@ class RankActor:
             spin_us=parallel.spin_us,
             sizes=peer_sizes(config, model, plan),
         )
-        kept = KeptMemory(self._spec.keeper, rank, device) if one_node else None
-        if kept is not None:
-            kept.write_down_crashes()
+        persistent = PersistentMemory(self._spec.keeper, rank, device) if one_node else None
+        if persistent is not None:
+            persistent.write_down_crashes()
         self._worker = TPWorker(
             config=config,
             model=model,
             model_path=Path(self._spec.model_path),
             plan=plan,
             group=self._group,
-            kept=kept if kept is not None and kept.is_possible else None,
+            persistent=persistent if persistent is not None and persistent.is_possible else None,
         )
         return room_bytes
 
@@ -244,21 +244,19 @@ class RankActor:
         return self._loaded(self._ready().profile(), seconds)
 
     def prepare(self) -> None:
-        """Loads the model's kernels and this rank's shard onto the device beside other ranks; the shard into the host's
-        memory until `bring`, where the device has no room for it."""
+        """Loads the model's kernels and this rank's shard onto the device beside other ranks. If it has no room for the
+        shard, that waits in the host's memory until `load_to_device`."""
         from worker.warm_up import warm_up
 
-        worker = self._ready()
-        warm_up(self._spec.config, self._spec.model, worker.device)
-        self._progress = 0.0
-        worker.shard.load(self._on_progress, self._spec.weights, beside=True)
+        warm_up(self._spec.config, self._spec.model, self._ready().device)
+        self.read_weights(beside=True)
 
-    def bring(self, step_bytes: int) -> RankLoad:
-        """Brings the shard of `prepare` to the device. Returns what is left for the KV pool besides `step_bytes`."""
+    def load_to_device(self, step_bytes: int) -> RankLoad:
+        """Moves the shard of `prepare` to the device. Returns what is left for the KV pool besides `step_bytes`."""
         from worker.device.memory import DeviceMemory, free_bytes
 
         began, worker = time.monotonic(), self._ready()
-        worker.shard.bring()
+        worker.shard.load_to_device()
         memory = DeviceMemory(free_bytes(worker.device), activation_bytes=step_bytes)
         return self._loaded(memory, time.monotonic() - began)
 
@@ -270,19 +268,21 @@ class RankActor:
             kv_page_bytes=worker.kv_page_bytes(),
             free_bytes=memory.usable_bytes,
             step_bytes=memory.step_bytes,
-            is_kept=worker.is_kept,
+            is_persistent=worker.shard.persistent is not None,
             seconds=seconds,
             platform=platform_of(worker.device),
         )
 
-    def put_away(self) -> None:
-        """Moves the weights to the node's memory; `allocate` brings them back."""
-        self._ready().shard.put_away()
+    def move_to_host(self) -> None:
+        """Moves the weights to the node's memory; `allocate` loads them to the device again."""
+        self._ready().shard.move_to_host()
 
-    def read_weights(self) -> None:
-        """Loads this rank's shard alone, where the size of the KV pool is known; no other rank takes part."""
+    def read_weights(self, beside: bool = False) -> None:
+        """Loads this rank's shard alone, where the size of the KV pool is known; no other rank takes part. `beside` is
+        `Shard.load`'s."""
         self._progress = 0.0
-        self._ready().shard.load(self._on_progress, self._spec.weights, must_find=self._spec.is_in_memory)
+        must_find = self._spec.is_in_memory
+        self._ready().shard.load(self._on_progress, self._spec.weights, must_find=must_find, beside=beside)
 
     def measure(self) -> Peaks:
         """Measures what this rank's device can do; all ranks at the same time, since they may share it."""
@@ -302,11 +302,11 @@ class RankActor:
 
     def take_kv(self, keeper: str, num_ranks: int, layer_ids: Sequence[int], pages: npt.NDArray[np.int32]) -> None:
         """Copies this rank's part of what `num_ranks` others left with their `keeper`: as `TPWorker.take_kv` has it."""
-        from parallel.kept_memory import KeptMemory
+        from parallel.persistent_memory import PersistentMemory
 
         worker = self._ready()
-        kept = [KeptMemory(keeper, rank, worker.device) for rank in range(num_ranks)]
-        worker.take_kv(layer_ids, pages, kept)
+        left = [PersistentMemory(keeper, rank, worker.device) for rank in range(num_ranks)]
+        worker.take_kv(layer_ids, pages, left)
 
     def attach_ring(self, frames_address: str, results_address: str) -> None:
         """Connects to the shared-memory step channel of this node; rank 0 also to the results."""
@@ -363,7 +363,7 @@ class RankActor:
     @ray.method(concurrency_group="ctl")
     def take_staged(self) -> None:
         """Has those weights serve from the next step on, between two steps."""
-        self._ready().take_staged()
+        self._ready().shard.take_staged()
 
     @ray.method(concurrency_group="ctl")
     def drop_staged(self) -> None:

@@ -35,7 +35,7 @@ from configs.kv_pages import dtype_bytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
 from parallel.channel.ring import FrameReader, FrameWriter
-from parallel.kept_memory import WEIGHTS, Keeper, kv_block
+from parallel.persistent_memory import WEIGHTS, Keeper, kv_block
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from worker.protocol import Int32Array
@@ -55,7 +55,7 @@ _PROGRESS_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class KeptKV:
+class PersistentKV:
     """KV of ranks that have left, or died."""
 
     keeper: Keeper
@@ -176,16 +176,16 @@ class RankGroup:
         return self._pool
 
     @property
-    def is_kept(self) -> bool:
+    def is_persistent(self) -> bool:
         """Whether weights and KV of a rank outlive its process. Known after `load`."""
-        return self._memory is not None and all(load.is_kept for load in self._memory.loads)
+        return self._memory is not None and all(load.is_persistent for load in self._memory.loads)
 
     @property
     def reason_never(self) -> str | None:
         """Why these ranks are not replaced whatever happens to them; None: they may be. Known after `load`."""
         if self._closing.is_set():
             return "its ranks have ended"
-        if self.starter.is_in_memory and not self.is_kept:
+        if self.starter.is_in_memory and not self.is_persistent:
             return "its weights came from memory, so no new rank can read them; a change to weights of a path ends that"
         return recovery.reason_never(self.config, one_node=self.one_node)
 
@@ -278,7 +278,7 @@ class RankGroup:
         assert old._memory is not None, "it has loaded"
         # Nobody waits for a step to be measured: fewer ranks need no more for it together than those did.
         step_bytes = max(load.step_bytes for load in old._memory.loads) * max(old.size, self.size) // self.size
-        return self._loaded(self._on(self._ranks, "bring", step_bytes))
+        return self._loaded(self._on(self._ranks, "load_to_device", step_bytes))
 
     def _join(self, generation: int) -> list[int]:
         assert self._meeting is not None, "the ranks meet before they join"
@@ -295,20 +295,20 @@ class RankGroup:
         on_failure: Callable[[LockstepError], None],
         *,
         at_once: bool = False,
-        kept: KeptKV | None = None,
+        kv: PersistentKV | None = None,
     ) -> None:
         """Allocates the KV pools, connects the channel and puts every rank into its step loop.
 
         Args:
             at_once: requests wait: see `TPWorker.allocate`.
-            kept: KV that the ranks go on with: of the pools that they had, or of those that others had.
+            kv: KV that the ranks go on with: of the pools that they had, or of those that others had.
             on_failure: called from a thread when a rank's loop ends, unless the group was closed or its ranks replaced.
         """
         self._pool, self._on_failure = pool, on_failure
-        is_own = kept is not None and kept.keeper is self._keeper
+        is_own = kv is not None and kv.keeper is self._keeper
         self._on(self._ranks, "allocate", pool, at_once, is_own)
-        if kept is not None and not is_own:
-            self._take_kv(kept)
+        if kv is not None and not is_own:
+            self._take_kv(kv)
         channel = self._channel = self._connect(pool.max_message_bytes)
         self.frames, self.results = channel.frames, channel.results
         self._runs = {rank.index: rank.actor.run.remote() for rank in self._ranks}
@@ -327,17 +327,17 @@ class RankGroup:
         if self.reason_never is None:
             self._spares.fill([] if self.config.device == "cpu" else self.devices)
 
-    def _take_kv(self, kept: KeptKV) -> None:
+    def _take_kv(self, kv: PersistentKV) -> None:
         """Has the ranks take what others left, whose memory is given up as they go along."""
         for first in range(0, len(self.model.all_layers), _LAYERS_AT_ONCE):
             layer_ids = range(len(self.model.all_layers))[first : first + _LAYERS_AT_ONCE]
-            self._on(self._ranks, "take_kv", kept.keeper.address, kept.num_ranks, layer_ids, kept.pages)
+            self._on(self._ranks, "take_kv", kv.keeper.address, kv.num_ranks, layer_ids, kv.pages)
             for layer_id in layer_ids:
-                kept.keeper.drop(name=kv_block(layer_id))
+                kv.keeper.drop(name=kv_block(layer_id))
 
     def takes_kv(self, old: RankGroup) -> bool:
         """Whether these ranks, in the place of `old`, can go on with the KV that those have."""
-        return self.is_kept and old.is_kept and old.pool.num_window_pages is None
+        return self.is_persistent and old.is_persistent and old.pool.num_window_pages is None
 
     def keeps_kv(self, failure: LockstepError) -> bool:
         """Whether the KV of the steps that have ended outlives `failure`. Nobody trusts what a rank wrote that failed
@@ -345,7 +345,7 @@ class RankGroup:
         crashes = {rank.index: words for rank in self._ranks if (words := self._keeper.crash(rank.index))}
         for index, words in crashes.items():
             logger.error("rank %d crashed:\n%s", index, words)
-        return self.is_kept and not crashes and isinstance(failure, RankLostError | StepHungError)
+        return self.is_persistent and not crashes and isinstance(failure, RankLostError | StepHungError)
 
     def replace_ranks(
         self, generation: int, how: LockstepError | RankGroup, kept_pages: Int32Array | None = None
@@ -367,11 +367,11 @@ class RankGroup:
         """
         began = time.monotonic()
         assert self._on_failure is not None, "run comes first"
-        kept = None if kept_pages is None else KeptKV(self._keeper, self.size, kept_pages)
+        kv = None if kept_pages is None else PersistentKV(self._keeper, self.size, kept_pages)
         if isinstance(how, RankGroup):
-            how._take_over(self, kept)
+            how._take_over(self, kv)
             return how
-        replaced = self._stop(how, keeps_kv=kept is not None)
+        replaced = self._stop(how, keeps_kv=kv is not None)
         stopped = time.monotonic()
         self._start_again(replaced)
         try:
@@ -389,10 +389,10 @@ class RankGroup:
         for rank in replaced:
             rank.has_weights, rank.num_failed = True, 0
         loaded = time.monotonic()
-        for rank in replaced if kept is not None else ():
+        for rank in replaced if kv is not None else ():
             if not rank.await_end(_LEAVE_TIMEOUT_S):
                 raise EngineError(f"rank {rank.index}'s process does not end, which may write to the KV pool it had")
-        self.run(self.pool, self._on_failure, at_once=True, kept=kept)
+        self.run(self.pool, self._on_failure, at_once=True, kv=kv)
         logger.warning(
             "rank %s replaced (pid %s) in generation %d: the others left after %.2f s, start %.2f s, weights %.2f s, "
             "tables and channel %.2f s",
@@ -423,13 +423,13 @@ class RankGroup:
         `replace_ranks` has them come back. Whichever rank cannot is replaced then."""
         lost = self._stop(EngineError("the engine sleeps"))
         try:
-            self._on([rank for rank in self._ranks if rank not in lost], "put_away")
+            self._on([rank for rank in self._ranks if rank not in lost], "move_to_host")
         finally:
             # Not all: how a rank crashes is still written down.
             for name in WEIGHTS:
                 self._keeper.drop(name=name)
 
-    def _take_over(self, old: RankGroup, kept: KeptKV | None) -> None:
+    def _take_over(self, old: RankGroup, kv: PersistentKV | None) -> None:
         """Runs in the place of `old`, whose ranks keep their weights alone. On GPUs the weights come to the device
         only now, where the pools of `old` were, and the pool has fewer pages where there is no room for as many."""
         assert old._on_failure is not None, "it has run"
@@ -437,7 +437,7 @@ class RankGroup:
         if old.lost:
             old.close("fewer ranks take over")
         else:
-            old._stop(EngineError("other ranks take over"), keeps_kv=kept is not None)
+            old._stop(EngineError("other ranks take over"), keeps_kv=kv is not None)
         stopped = time.monotonic()
         try:
             if not self._ranks:
@@ -447,7 +447,7 @@ class RankGroup:
                 for rank, before in zip(self._ranks, old._ranks, strict=False):
                     rank.room_bytes = max(rank.room_bytes, before.room_bytes)
             loaded = time.monotonic()
-            self.run(pool, old._on_failure, at_once=True, kept=kept)
+            self.run(pool, old._on_failure, at_once=True, kv=kv)
         except LockstepError as error:
             self.close(str(error))
             raise

@@ -33,8 +33,6 @@ from cluster.scheduling.step_results import Launched, StepTokens, prompt_logprob
 from configs.errors import EngineError
 from worker.protocol import Int32Array, StepFrame, StepResult
 
-__all__ = ["Scheduler", "SchedulerLimits"]
-
 # A client that waits for so long gets a row from a client that holds more than its share.
 _PATIENCE_S = 0.02
 # Shares are looked at no more often: that costs a walk over the rows.

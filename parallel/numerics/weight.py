@@ -98,7 +98,6 @@ class Fp8Weight:
         return row_groups(self._weight)
 
     def _product(self, x: torch.Tensor | Fp8Rows, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
-        # A CPU install has no Triton.
         from parallel.numerics.kernels.fp8_gemm import cublas_is_faster, fp8_gemm, scaled_mm
 
         if self._by_cublas and dtype is torch.bfloat16 and cublas_is_faster(len(x), len(self._weight)):

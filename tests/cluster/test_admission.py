@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.messages.engine import Finished, GenerateRequest, SamplingParams
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.scheduler import Scheduler
 from configs.schema import SchedulerConfig
 from tests.helpers.fake_engine import LIMITS, Engine, prompt_of
 

@@ -15,8 +15,8 @@ import pytest
 from cluster.http.context import Role
 from cluster.http.keys import KeyRing
 from cluster.messages.engine import GenerateRequest, SamplingParams, Terms
+from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.request import Request
-from cluster.scheduling.scheduler import SchedulerLimits
 from cluster.scheduling.shares import Shares
 from tests.cluster.test_auth import Keys
 from tests.helpers.fake_engine import LIMITS, VOCAB, Engine, prompt_of

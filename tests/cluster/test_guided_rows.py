@@ -12,7 +12,8 @@ import pytest
 
 from cluster.messages.engine import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput
 from cluster.scheduling import limits as limits_module
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.scheduler import Scheduler
 from configs.errors import GuideError, OverloadedError, RequestError
 from tests.helpers import fake_engine
 from tests.helpers.fake_engine import EOS

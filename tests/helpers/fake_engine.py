@@ -28,7 +28,8 @@ from cluster.messages.engine import (
     Terms,
     TokenLogprobs,
 )
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.scheduler import Scheduler
 from configs.errors import GuideError
 from worker.frame_checks import FrameLimits, check_frame
 from worker.protocol import RowFlag, StepFrame, StepResult, UInt32Array, mask_words

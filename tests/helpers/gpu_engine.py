@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from cluster.messages.engine import FinishReason, GenerateRequest, SamplingParams, SchedulerStats
-from cluster.scheduling.limits import max_item_tokens
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.limits import SchedulerLimits, max_item_tokens
+from cluster.scheduling.scheduler import Scheduler
 from configs.kv_pages import WindowPool, pool_bytes
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
@@ -307,11 +307,11 @@ def _control(worker: Any, model: ModelConfig, model_path: Path, controls: Any) -
         try:
             asked = controls.recv()
             if asked is None:
-                controls.send(worker.take_staged())
+                controls.send(worker.shard.take_staged())
                 worker.shard.drop_staged()
                 continue
             revision, on_host = asked
-            with patch("worker.weights.staged_weights._free_bytes", return_value=0 if on_host else 1 << 50):
+            with patch("worker.weights.host_memory._free_bytes", return_value=0 if on_host else 1 << 50):
                 controls.send(worker.shard.stage(model, model_path, revision) is on_host)
         except EOFError:
             return

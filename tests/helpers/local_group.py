@@ -22,8 +22,9 @@ from cluster.messages.engine import (
     TokenLogprobs,
 )
 from cluster.requests.engine_client import WholePromptLogprobs
+from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.request import Guide
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.scheduler import Scheduler
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head

@@ -39,8 +39,8 @@ from worker.layers.mlp import MLP
 from worker.layers.norm import RMSNorm
 from worker.weights.checkpoint import Checkpoint
 from worker.weights.dummy_weights import DummyCheckpoint
+from worker.weights.host_memory import tensors
 from worker.weights.quantised_weights import QuantisedCheckpoint
-from worker.weights.staged_weights import tensors
 
 ROWS = WeightScales(1, 0, "_scale")
 MATRIX = WeightScales(0, 0, "_scale")

@@ -31,7 +31,7 @@ from cluster.ranks.recovery import Recovery, reason_never
 from cluster.serve.running_engine import RunningEngine
 from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError
 from configs.load import parse_engine_config
-from parallel.kept_memory import KeptMemory
+from parallel.persistent_memory import PersistentMemory
 from tests.helpers.odd_ranks import use_ranks
 from tests.helpers.served_group import ServedGroup, Streamed, served_group
 from tests.helpers.streams import chunks_of, next_chunk
@@ -169,7 +169,7 @@ def test_weights_that_something_wrote_to_are_read_again(ray_cluster: None, tiny_
         async with running(tiny_path, recovery={"max_rebuilds": 2}) as engine:
             expected, _ = await answer(engine)
             pids = (await status(engine))["pids"]
-            kept = KeptMemory(keeper_of(engine.facts.pid), 1, torch.device("cpu")).find("layer 0")
+            kept = PersistentMemory(keeper_of(engine.facts.pid), 1, torch.device("cpu")).find("layer 0")
             assert kept is not None
             kept.memory[0] ^= 1
             os.kill(pids[1], signal.SIGKILL)

@@ -44,7 +44,8 @@ from tests.whole.test_failure import running, write_tiny
 from tests.whole.test_recovery import LONG, PROMPT, answer, answer_struck
 from worker.models.decoder import Decoder
 from worker.weights.dummy_weights import DummyCheckpoint
-from worker.weights.staged_weights import StagedWeights, bytes_of, storages
+from worker.weights.host_memory import by_memory, bytes_of
+from worker.weights.weight_memory import WeightMemory
 
 CPU = torch.device("cpu")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,32 +84,38 @@ def family_decoder(model: ModelConfig, size: int, rank: int, *, exact: bool, dty
     return Decoder(model, plan, group, arithmetic=arithmetic, dtype=dtype, device=CPU)
 
 
+def _memory(decoder: Decoder) -> list[torch.UntypedStorage]:
+    return [held[0].untyped_storage() for held in by_memory(decoder)]
+
+
 def _bits(decoder: Decoder) -> list[bytes]:
-    return [bytes_of(storage).numpy().tobytes() for storage in storages(decoder)]
+    return [bytes_of(memory).numpy().tobytes() for memory in _memory(decoder)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("size", "exact", "dtype"), [(1, False, torch.bfloat16), (2, True, torch.float32)])
+@pytest.mark.parametrize(
+    ("size", "exact", "dtype", "on_host"), [(1, False, torch.bfloat16, True), (2, True, torch.float32, False)]
+)
 def test_each_weight_of_each_family_becomes_the_new_one(
-    tmp_path: Path, family: str, size: int, exact: bool, dtype: torch.dtype
+    tmp_path: Path, family: str, size: int, exact: bool, dtype: torch.dtype, on_host: bool
 ) -> None:
     model = family_model(tmp_path, family)
     exact = exact and family != "latents"  # there are none in exact numerics
     for rank in range(size):
         live, staged, cold = (family_decoder(model, size, rank, exact=exact, dtype=dtype) for _ in range(3))
-        first, second = DummyCheckpoint(model), DummyCheckpoint(model, "second")
-        live.load(first)
+        second = DummyCheckpoint(model, "second")
+        weights = WeightMemory(live)
+        weights.load(DummyCheckpoint(model))
         cold.load(second)
-        before, addresses = _bits(live), [storage.data_ptr() for storage in storages(live)]
-        new = StagedWeights(live, staged, DummyCheckpoint(model, "second"), first.bytes_loaded)
+        before, addresses = _bits(live), [memory.data_ptr() for memory in _memory(live)]
+        new = weights.stage(staged, DummyCheckpoint(model, "second"), "", on_host=on_host)
         assert _bits(live) == before, "live weights changed before they were to"
-        new.take_over()
+        weights.take(new)
         assert _bits(live) == _bits(cold)
         assert _bits(live) != before
-        assert [storage.data_ptr() for storage in storages(live)] == addresses
+        assert [memory.data_ptr() for memory in _memory(live)] == addresses
         # None of the weights is somewhere that is not looked at.
-        found = {storage._cdata: storage.nbytes() for storage in storages(live)}
-        assert sum(found.values()) >= second.bytes_loaded
+        assert sum(memory.nbytes() for memory in _memory(live)) >= second.bytes_loaded
 
 
 def _other(path: Path, out: Path, factor: float = 1.25) -> Path:
@@ -165,7 +172,7 @@ def test_ranks_that_serve_answer_as_a_start_with_the_new_weights_would(
         assert not worker.shard.stage(model, checkpoint), "a CPU has but one memory"
     assert _tokens(group) == before
     for worker in group.workers.values():
-        worker.take_staged()
+        worker.shard.take_staged()
     assert _tokens(group) == expected
     group.close()
 
@@ -205,7 +212,9 @@ def _change(engine: TinyEngine, path: Path, running: Any, generation: int = 1) -
     """Has the one rank of `engine` serve with the checkpoint at `path`."""
     [worker] = engine.coordinator.ranks._group.workers.values()  # type: ignore[attr-defined]  # fake ranks
     worker.shard.stage(read_model_config(path), path, None)
-    return engine.coordinator.change(WeightChange(Weights("new", "print"), running, generation, worker.take_staged))
+    return engine.coordinator.change(
+        WeightChange(Weights("new", "print"), running, generation, worker.shard.take_staged)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -371,10 +380,11 @@ def test_what_the_model_is_may_not_change(small_path: Path, tmp_path: Path) -> N
 def test_staged_weights_go_as_soon_as_nobody_has_them(tmp_path: Path, family: str) -> None:
     model = family_model(tmp_path, family)
     live, staged = (family_decoder(model, 1, 0, exact=False, dtype=torch.float32) for _ in range(2))
-    live.load(DummyCheckpoint(model))
+    weights = WeightMemory(live)
+    weights.load(DummyCheckpoint(model))
     gone = weakref.ref(staged)
-    new = StagedWeights(live, staged, DummyCheckpoint(model, "second"), 0)
-    new.take_over()
+    new = weights.stage(staged, DummyCheckpoint(model, "second"), "", on_host=False)
+    weights.take(new)
     gc.disable()
     try:
         del staged, new

@@ -36,8 +36,8 @@ from worker.tp_worker import TPWorker
 from worker.weights import dummy_weights, uniform
 from worker.weights.checkpoint import AnyCheckpoint, Checkpoint, expected_shapes
 from worker.weights.dummy_weights import DummyCheckpoint
+from worker.weights.host_memory import tensors
 from worker.weights.quantised_weights import QuantisedCheckpoint
-from worker.weights.staged_weights import tensors
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -38,8 +38,8 @@ from worker.layers.experts import CudaExperts
 from worker.layers.step import Padding
 from worker.weights.checkpoint import Checkpoint
 from worker.weights.dummy_weights import DummyCheckpoint
+from worker.weights.host_memory import tensors
 from worker.weights.quantised_weights import QuantisedCheckpoint
-from worker.weights.staged_weights import tensors
 
 SHAPES = Path(__file__).resolve().parents[2] / "benchmarks/models"
 SIZES = {

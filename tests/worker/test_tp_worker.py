@@ -23,7 +23,6 @@ import torch
 from safetensors.torch import save_file
 
 import worker.tp_worker
-import worker.weights.shard
 from attention import registry
 from attention.step_shape import StepShape
 from configs.errors import ConfigError, EngineError, OutOfMemoryError
@@ -54,6 +53,7 @@ from worker.step.model_runner import ModelRunner
 from worker.tp_worker import TPWorker
 from worker.weights.checkpoint import expected_shapes
 from worker.weights.shard import naming_the_rank
+from worker.weights.weight_memory import WeightMemory
 
 PAGE_SIZE = 8
 MODEL = dense_model(num_hidden_layers=2, vocab_size=300)
@@ -587,15 +587,15 @@ def test_a_shard_for_which_the_node_has_no_memory_is_refused_with_what_helps() -
 def test_other_weights_for_which_the_node_has_no_memory_leave_those_that_serve(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: object) -> NoReturn:
+    def full(*args: object, **_: object) -> NoReturn:
         raise MemoryError
 
     rank, frames = _worker(tiny_path, MODEL), Frames()
-    monkeypatch.setattr(worker.weights.shard, "StagedWeights", full)
+    monkeypatch.setattr(WeightMemory, "stage", full)
     with pytest.raises(OutOfMemoryError, match="rank 0 on cpu failed in staging other weights: MemoryError"):
         rank.shard.stage(MODEL, tiny_path, None)
     with pytest.raises(EngineError):
-        rank.take_staged()
+        rank.shard.take_staged()
     assert len(rank.launch(StepFrame.decode(frames.step([(1, [3, 4], True)]))).result().tokens) == 1
 
 

@@ -1,9 +1,10 @@
-"""The weights of one rank: from files, from what an earlier process of it left, or from memory; and others in their
-place while it serves."""
+"""The weights of one rank, whose memory a Shard owns: what loads them, from files, from memory or from what an earlier
+process of the rank left, what moves them between host and device, and what has others take their place."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,15 +19,15 @@ from configs.model_config import ModelConfig
 from configs.read_draft_head import draft_head_path
 from configs.schema import EngineConfig
 from parallel.collectives.group import TensorParallelGroup
-from parallel.kept_memory import KeptMemory
 from parallel.numerics.arithmetic import FAST, ExactArithmetic
+from parallel.persistent_memory import PersistentMemory
 from parallel.plan import ShardPlan
 from worker.models.decoder import Decoder
 from worker.weights.checkpoint import AnyCheckpoint, Checkpoint
 from worker.weights.dummy_weights import DummyCheckpoint
-from worker.weights.kept_weights import KeptWeights, note_of
+from worker.weights.host_memory import has_room, own_stream
 from worker.weights.quantised_weights import QuantisedCheckpoint
-from worker.weights.staged_weights import StagedWeights, has_room, own_stream
+from worker.weights.weight_memory import WeightMemory
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Shard:
         model_path: Path,
         plan: ShardPlan,
         group: TensorParallelGroup,
-        kept: KeptMemory | None,
+        persistent: PersistentMemory | None,
     ) -> None:
         self._config = config
         self._model = model
@@ -61,9 +62,12 @@ class Shard:
         """The layers that they are in."""
         self.num_bytes = 0
         """Bytes of them, once they are loaded."""
-        self._kept_weights = None if kept is None else KeptWeights(self.decoder, kept)
-        self._staged: StagedWeights | None = None
-        self._staged_note = ""  # for the staged weights, once they serve
+        self.persistent = persistent
+        """Memory for what outlives this process. None: weights and KV die with it."""
+        self.in_use = threading.Lock()
+        """Held while a step is launched, which reads the weights, and while others are copied over them."""
+        self._weights = WeightMemory(self.decoder, persistent)
+        self._staged: WeightMemory | None = None
         self._staging: object = None  # an id of the weights that are being read or staged
 
     @torch.inference_mode()
@@ -75,14 +79,15 @@ class Shard:
         must_find: bool = False,
         beside: bool = False,
     ) -> None:
-        """Reads the weights, unless it outlived another process of the rank.
+        """Reads the weights from the checkpoint, unless persistent memory still holds them from an earlier process of
+        this rank.
 
         Args:
             on_progress: gets the share done, 0 to 1.
             identity: tells the weights from others.
-            must_find: nobody can read them.
-            beside: other ranks serve on the device. Where it has no room for them, they wait in the host's memory until
-                `bring`.
+            must_find: raise if persistent memory does not hold the weights, because no checkpoint has them.
+            beside: other ranks serve on the device. If it has no room for the weights too, they wait in the host's
+                memory until `load_to_device`.
 
         Raises:
             CheckpointError: the files are not what they should be.
@@ -96,55 +101,49 @@ class Shard:
             naming_the_rank(self._group.rank, self._device, "loading the weights"),
             self._open(self._model, self._model_path, self._config.revision) as checkpoint,
         ):
-            num_found = 0 if self._kept_weights is None else self._kept_weights.find(checkpoint, identity, on_progress)
-            if not num_found:
+            is_found = self._weights.find(checkpoint, identity, on_progress)
+            if not is_found:
                 if must_find:
                     raise EngineError(f"nothing is left of rank {self._group.rank}'s weights, which came from memory")
-                if self._kept_weights is None:
-                    self.decoder.load(checkpoint, on_progress)
-                elif beside and not has_room(self._device, self._plan.weight_bytes(self._group.rank, self._config)):
-                    self._kept_weights.load_on_host(checkpoint, identity, on_progress)
-                else:
-                    self._kept_weights.load(checkpoint, identity, on_progress)
+                num_bytes = self._plan.weight_bytes(self._group.rank, self._config)
+                waits = beside and self.persistent is not None and not has_room(self._device, num_bytes)
+                self._weights.load(checkpoint, identity, on_progress, on_host=waits)
             if DTYPES[self._config.kv_dtype] is FP8:
                 self.decoder.set_kv_scales(checkpoint.kv_scales())
-            self.num_bytes = num_found or checkpoint.bytes_loaded
-        if self._device.type == "cuda":
-            # The allocator still has the memory in which the last part lay before it was kept: of 8B's embedding and
-            # LM head 2.3 GiB, by reckoning.
-            torch.cuda.empty_cache()
+            self.num_bytes = self._weights.num_bytes
+        # The allocator still has the memory in which the last part lay before it moved to persistent memory: of 8B's
+        # embedding and LM head 2.3 GiB, by reckoning.
+        torch.cuda.empty_cache()
         _log.info(
             "rank %d: %.2f GiB of weights %s in %.1f s",
             self._group.rank,
             self.num_bytes / (1 << 30),
-            "found" if num_found else "read",
+            "found" if is_found else "read",
             time.monotonic() - began,
         )
 
     @torch.inference_mode()
-    def bring(self) -> None:
-        """Brings the weights, if they wait on the host, to the device.
+    def load_to_device(self) -> None:
+        """Moves the weights to the device if they wait on the host.
 
         Raises:
             OutOfMemoryError: the device has no room for them.
             EngineError: the device failed.
         """
-        if self._kept_weights is not None:
-            with naming_the_rank(self._group.rank, self._device, "bringing the weights"):
-                self._kept_weights.bring()
+        with naming_the_rank(self._group.rank, self._device, "bringing the weights"):
+            self._weights.load_to_device()
 
     @torch.inference_mode()
-    def put_away(self) -> None:
-        """Moves the weights to the host's memory, until `bring`; nothing is left that computes with them.
+    def move_to_host(self) -> None:
+        """Moves the weights to the host's memory, until `load_to_device`; nothing is left that computes with them.
 
         Raises:
             OutOfMemoryError: the host has no room for them. The process has to be ended.
         """
-        assert self._kept_weights is not None, "they are not kept"
+        assert self.persistent is not None, "weights go back to persistent memory alone"
         with naming_the_rank(self._group.rank, self._device, "putting the weights away"):
-            self._kept_weights.put_away()
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._weights.move_to_host()
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def stage(
@@ -182,37 +181,33 @@ class Shard:
                 other.set_kv_scales(source.kv_scales())
             if other.attention_layers != self.decoder.attention_layers:
                 raise ConfigError("the factors of keys and values in FP8 differ from those that serve; start anew")
-            staged = StagedWeights(self.decoder, other, source, self.num_bytes)
-            note = "" if self._kept_weights is None else note_of(identity, self.num_bytes, staged.memory)
+            on_host = not has_room(self._device, self.num_bytes)
+            staged = self._weights.stage(other, source, identity, on_host=on_host)
         if self._staging is wanted:
-            self._staged, self._staged_note = staged, note
+            self._staged = staged
         else:
-            staged.forget()
-        return staged.is_on_host
+            staged.on_host.clear()
+        return on_host
 
     @torch.inference_mode()
     def take_staged(self) -> None:
-        """Has the staged weights serve; no step is in flight.
+        """Has the staged weights serve from the next step on. On another thread, between two steps: rank 0 has the last
+        one's result, and another rank may still launch the rest of that step.
 
         Raises:
             EngineError: there are none, or the device failed. The process has to be ended.
         """
-        with naming_the_rank(self._group.rank, self._device, "exchanging weights"):
+        with self.in_use, naming_the_rank(self._group.rank, self._device, "exchanging weights"):
             if self._staged is None:
                 raise EngineError(f"rank {self._group.rank} has no other weights")
-            if self._kept_weights is not None:
-                self._kept_weights.describe("")
-            self._staged.take_over()
-            if self._kept_weights is not None:
-                self._kept_weights.describe(self._staged_note)
+            self._weights.take(self._staged)
 
     def drop_staged(self) -> None:
         """Frees the memory of the staged weights, or has none be staged by the `stage` that is under way."""
         staged, self._staged, self._staging = self._staged, None, None
         if staged is not None:
-            staged.forget()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+            staged.on_host.clear()
+        torch.cuda.empty_cache()
 
     def _new_decoder(self) -> Decoder:
         """A decoder of the model's shape, not loaded."""

@@ -132,14 +132,14 @@ class Keeper:
 
 
 class Found(NamedTuple):
-    """A block that was kept."""
+    """A block that the keeper holds."""
 
     memory: torch.Tensor
     """[num_bytes] uint8."""
     note: str
 
 
-class KeptMemory:
+class PersistentMemory:
     """The blocks of one rank, whichever process it is.
 
     Args:
@@ -171,15 +171,15 @@ class KeptMemory:
         finally:
             os.close(fds[0])
 
-    def again(self, name: str, num_bytes: int) -> torch.Tensor:
-        """The block of that name [num_bytes] uint8, with what it held. Raises EngineError where there is none."""
+    def existing(self, name: str, num_bytes: int) -> torch.Tensor:
+        """The block of that name [num_bytes] uint8, with what it holds. Raises EngineError where there is none."""
         found = self.find(name)
         if found is None or len(found.memory) != num_bytes:
             raise EngineError(f"rank {self._rank} has no {name} of {num_bytes} bytes left from before")
         return found.memory
 
     def new(self, name: str, num_bytes: int) -> torch.Tensor:
-        """A new block of zeros [num_bytes] uint8, which is kept from now on in the place of one of the same name."""
+        """A new block of zeros [num_bytes] uint8, which the keeper holds in the place of one of that name."""
         fd = self._descriptor(num_bytes)
         try:
             memory = self._mapped(fd, num_bytes)
@@ -192,13 +192,13 @@ class KeptMemory:
 
     def write_down_crashes(self) -> None:
         """Has this process write where it was when a signal ends it that comes of what it did, SIGSEGV or SIGABRT, to a
-        file that is kept. Of SIGKILL it writes nothing."""
+        file that the keeper holds. Of SIGKILL it writes nothing."""
         fd = os.memfd_create("lockstep-crash", os.MFD_CLOEXEC)  # open as long as the process
         faulthandler.enable(fd)
         self._call(_Block(self._rank, _CRASH), [fd])
 
-    def describe(self, name: str, note: str) -> None:
-        """Gives a block that is kept another note."""
+    def write_note(self, name: str, note: str) -> None:
+        """Writes another note beside a block that the keeper holds."""
         self._call(_Block(self._rank, name, note=note))
 
     def _descriptor(self, num_bytes: int) -> int:

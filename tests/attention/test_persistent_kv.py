@@ -7,21 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.kept_kv import take_kv
 from attention.kv_pool import FP8, TokenToKVPool
+from attention.persistent_kv import take_kv
 from configs.layers import Axis
 from configs.model_config import ModelConfig
-from parallel.kept_memory import Keeper, KeptMemory, kv_block
+from parallel.persistent_memory import Keeper, PersistentMemory, kv_block
 from parallel.plan import ShardPlan
 from tests.whole.test_weight_change import CPU, family_decoder, family_model
 
 NUM_PAGES, PAGE_SIZE = 5, 4
 
 
-def pool_of(model: ModelConfig, size: int, rank: int, dtype: torch.dtype, kept: KeptMemory | None) -> TokenToKVPool:
-    """The pool of one rank, in kept memory if there is any."""
+def pool_of(
+    model: ModelConfig, size: int, rank: int, dtype: torch.dtype, memory: PersistentMemory | None
+) -> TokenToKVPool:
+    """The pool of one rank, in persistent memory if there is any."""
     layers = family_decoder(model, size, rank, exact=False, dtype=torch.float32).attention_layers
-    new = None if kept is None else lambda layer_id, num_bytes: kept.new(kv_block(layer_id), num_bytes)
+    new = None if memory is None else lambda layer_id, num_bytes: memory.new(kv_block(layer_id), num_bytes)
     return TokenToKVPool(layers, num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=dtype, device=CPU, allocate=new)
 
 
@@ -41,7 +43,7 @@ def test_every_rank_has_its_heads_of_the_pages_that_are_wanted(
 ) -> None:
     model = family_model(tmp_path, family)
     plan, others = ShardPlan.create(model, after), ShardPlan.create(model, before)
-    kept = [KeptMemory(keeper.address, rank, CPU) for rank in range(before)]
+    left = [PersistentMemory(keeper.address, rank, CPU) for rank in range(before)]
     random = torch.Generator().manual_seed(0)
     heads = {
         layer_id: torch.randint(0, 120, (NUM_PAGES + 1, PAGE_SIZE, 64, 512), dtype=torch.uint8, generator=random)
@@ -56,7 +58,7 @@ def test_every_rank_has_its_heads_of_the_pages_that_are_wanted(
         return of_heads.view((*tensor.shape[:-1], width)) if span is None else of_heads
 
     for rank in range(before):
-        pool = pool_of(model, before, rank, dtype, kept[rank])
+        pool = pool_of(model, before, rank, dtype, left[rank])
         for layer_id in heads:
             for tensor in pool.pages(layer_id):
                 tensor.view(torch.uint8)[:] = of(layer_id, others, rank, tensor)
@@ -66,7 +68,7 @@ def test_every_rank_has_its_heads_of_the_pages_that_are_wanted(
         for layer_id in heads:
             for tensor in pool.pages(layer_id):
                 tensor.view(torch.uint8).zero_()
-            take_kv(pool, layer_id, pages, plan, rank, others, kept)
+            take_kv(pool, layer_id, pages, plan, rank, others, left)
             for tensor in pool.pages(layer_id):
                 assert torch.equal(tensor.view(torch.uint8)[pages], of(layer_id, plan, rank, tensor)[pages])
                 assert not tensor.view(torch.uint8)[[1, 4]].any()

@@ -13,8 +13,8 @@ from configs.errors import ConfigError, EngineError
 from configs.model_config import ModelConfig
 from configs.quantization import FP8_BLOCKS
 from configs.schema import EngineConfig
-from parallel.kept_memory import Keeper, KeptMemory
 from parallel.numerics.arithmetic import LayerContext
+from parallel.persistent_memory import Keeper, PersistentMemory
 from parallel.plan import ShardPlan
 from tests.helpers.dense_model import dense_model
 from tests.whole.test_weight_change import CPU, FAMILIES, family_decoder, family_model
@@ -22,16 +22,17 @@ from tests.worker.test_mxfp4_weights import four_bit_model
 from worker.layers.experts import CudaExperts
 from worker.models import decoder_layer
 from worker.models.decoder import Decoder
+from worker.weights import weight_memory
 from worker.weights.dummy_weights import DummyCheckpoint
-from worker.weights.kept_weights import KeptWeights, note_of
+from worker.weights.host_memory import tensors
 from worker.weights.quantised_weights import QuantisedCheckpoint
-from worker.weights.staged_weights import StagedWeights, tensors
+from worker.weights.weight_memory import WeightMemory
 
 
 @pytest.fixture
-def kept() -> Iterator[KeptMemory]:
+def persistent() -> Iterator[PersistentMemory]:
     keeper = Keeper()
-    yield KeptMemory(keeper.address, 1, CPU)
+    yield PersistentMemory(keeper.address, 1, CPU)
     keeper.close()
 
 
@@ -50,23 +51,24 @@ def addresses(decoder: Decoder) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("exact", [False, True])
 @torch.inference_mode()
-def test_weights_that_are_kept_are_those_that_were_read(
-    tmp_path: Path, kept: KeptMemory, family: str, exact: bool
+def test_weights_in_persistent_memory_are_those_that_were_read(
+    tmp_path: Path, persistent: PersistentMemory, family: str, exact: bool
 ) -> None:
     model = family_model(tmp_path, family)
     exact = exact and family != "latents"  # there are none in exact numerics
     plain, first, next_one = (new_decoder(model, exact=exact) for _ in range(3))
     plain.load(DummyCheckpoint(model))
     shares: list[float] = []
-    weights = KeptWeights(next_one, kept)
-    assert not weights.find(DummyCheckpoint(model), "a"), "nothing is kept yet"
-    KeptWeights(first, kept).load(source := DummyCheckpoint(model), "a", shares.append)
+    weights = WeightMemory(next_one, persistent)
+    assert not weights.find(DummyCheckpoint(model), "a"), "nothing is there yet"
+    WeightMemory(first, persistent).load(source := DummyCheckpoint(model), "a", shares.append)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert bits(first) == bits(plain)
     assert len(set(addresses(first))) == len(first.layers) + 1, "a tensor was left behind"
     assert not weights.find(DummyCheckpoint(model), "b")
-    assert weights.find(DummyCheckpoint(model), "a") == source.bytes_loaded
+    assert weights.find(DummyCheckpoint(model), "a")
+    assert weights.num_bytes == source.bytes_loaded
     assert bits(next_one) == bits(plain)
     tensors(first)[0].view(-1).view(torch.uint8)[0] ^= 1
     assert bits(next_one) == bits(first) != bits(plain), "both use one memory"
@@ -74,108 +76,121 @@ def test_weights_that_are_kept_are_those_that_were_read(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_weights_that_waited_on_the_host_are_kept_like_others(tmp_path: Path, kept: KeptMemory, family: str) -> None:
+def test_weights_that_waited_on_the_host_become_persistent_like_others(
+    tmp_path: Path, persistent: PersistentMemory, family: str
+) -> None:
     model = family_model(tmp_path, family)
     plain, first, next_one = (new_decoder(model) for _ in range(3))
     plain.load(DummyCheckpoint(model))
-    weights = KeptWeights(first, kept)
-    weights.load_on_host(source := DummyCheckpoint(model), "a")
+    weights = WeightMemory(first, persistent)
+    weights.load(source := DummyCheckpoint(model), "a", on_host=True)
     assert not any(it.untyped_storage().nbytes() for it in tensors(first)), "the device has them"
-    assert not KeptWeights(next_one, kept).find(DummyCheckpoint(model), "a"), "they wait"
-    weights.bring()
+    assert not WeightMemory(next_one, persistent).find(DummyCheckpoint(model), "a"), "they wait"
+    weights.load_to_device()
     assert bits(first) == bits(plain)
     assert len(set(addresses(first))) == len(first.layers) + 1, "a tensor was left behind"
-    assert KeptWeights(next_one, kept).find(DummyCheckpoint(model), "a") == source.bytes_loaded
+    assert (found := WeightMemory(next_one, persistent)).find(DummyCheckpoint(model), "a")
+    assert found.num_bytes == source.bytes_loaded
     assert bits(next_one) == bits(plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_weights_that_were_put_away_come_back_as_they_were(tmp_path: Path, kept: KeptMemory, family: str) -> None:
+def test_weights_that_were_moved_to_the_host_come_back_as_they_were(
+    tmp_path: Path, persistent: PersistentMemory, family: str
+) -> None:
     model = family_model(tmp_path, family)
     decoder, next_one = (new_decoder(model) for _ in range(2))
-    weights = KeptWeights(decoder, kept)
+    weights = WeightMemory(decoder, persistent)
     weights.load(source := DummyCheckpoint(model), "a")
     before = bits(decoder)
     for _ in range(2):
-        weights.put_away()
+        weights.move_to_host()
         assert not any(it.untyped_storage().nbytes() for it in tensors(decoder)), "the device has them"
-        weights.bring()
+        weights.load_to_device()
         assert bits(decoder) == before
-    assert KeptWeights(next_one, kept).find(DummyCheckpoint(model), "a") == source.bytes_loaded
+    assert (found := WeightMemory(next_one, persistent)).find(DummyCheckpoint(model), "a")
+    assert found.num_bytes == source.bytes_loaded
     assert bits(next_one) == before
 
 
 @torch.inference_mode()
-def test_weights_that_are_not_as_they_were_are_not_used(tmp_path: Path, kept: KeptMemory) -> None:
+def test_weights_that_are_not_as_they_were_are_not_used(tmp_path: Path, persistent: PersistentMemory) -> None:
     model = family_model(tmp_path, "tied")
     first, next_one = (new_decoder(model) for _ in range(2))
-    KeptWeights(first, kept).load(DummyCheckpoint(model), "a")
+    WeightMemory(first, persistent).load(DummyCheckpoint(model), "a")
     tensors(first)[-1].view(-1).view(torch.uint8)[0] ^= 1
     with pytest.raises(EngineError, match="not as they were"):
-        KeptWeights(next_one, kept).find(DummyCheckpoint(model), "a")
+        WeightMemory(next_one, persistent).find(DummyCheckpoint(model), "a")
 
 
 @pytest.mark.parametrize("family", ["tied", "experts"])
 @torch.inference_mode()
-def test_weights_that_were_exchanged_are_kept_in_the_place_of_the_old(
-    tmp_path: Path, kept: KeptMemory, family: str
+def test_weights_that_were_exchanged_are_persistent_in_the_place_of_the_old(
+    tmp_path: Path, persistent: PersistentMemory, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     model = family_model(tmp_path, family)
+
+    def failed(*_: object) -> None:
+        raise RuntimeError
+
     live, staged, next_one = (new_decoder(model) for _ in range(3))
-    weights = KeptWeights(live, kept)
-    weights.load(source := DummyCheckpoint(model), "a")
-    new = StagedWeights(live, staged, DummyCheckpoint(model, "b"), source.bytes_loaded)
-    weights.describe("")
-    assert not KeptWeights(next_one, kept).find(DummyCheckpoint(model), "a"), "they are half old and half new"
-    new.take_over()
-    weights.describe(note_of("b", source.bytes_loaded, new.memory))
-    assert KeptWeights(next_one, kept).find(DummyCheckpoint(model), "b")
+    weights = WeightMemory(live, persistent)
+    weights.load(DummyCheckpoint(model), "a")
+    new = weights.stage(staged, DummyCheckpoint(model, "b"), "b", on_host=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(weight_memory, "copy", failed)
+        with pytest.raises(RuntimeError):
+            weights.take(new)
+    assert not WeightMemory(next_one, persistent).find(DummyCheckpoint(model), "a"), "they are half old and half new"
+    weights.take(new)
+    assert WeightMemory(next_one, persistent).find(DummyCheckpoint(model), "b")
     assert bits(next_one) == bits(staged)
 
 
 @torch.inference_mode()
-def test_weights_in_fp8_are_kept_exchanged_and_counted(kept: KeptMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_fp8_are_persistent_exchanged_and_counted(
+    persistent: PersistentMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(LayerContext, "keeps_fp8", True)
     sizes = {"hidden_size": 960, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 20}
     others = {"tie_word_embeddings": False, "dtype": "bfloat16", "weight_scales": FP8_BLOCKS}
     model = dense_model(**sizes, **others, num_hidden_layers=2, intermediate_size=448)
     first, staged, next_one = (new_decoder(model) for _ in range(3))
-    weights = KeptWeights(first, kept)
+    weights = WeightMemory(first, persistent)
     weights.load(source := QuantisedCheckpoint(DummyCheckpoint(model), model), "a")
     config = EngineConfig(model="m", device="cuda", dtype="bfloat16", quantization="fp8")
     assert source.bytes_loaded == pytest.approx(ShardPlan.create(model, 2).weight_bytes(1, config), rel=0.01)
-    weights.put_away()
-    weights.bring()
-    new = StagedWeights(first, staged, QuantisedCheckpoint(DummyCheckpoint(model, "b"), model), source.bytes_loaded)
-    new.take_over()
-    weights.describe(note_of("b", source.bytes_loaded, new.memory))
-    assert KeptWeights(next_one, kept).find(source, "b") == source.bytes_loaded
+    weights.move_to_host()
+    weights.load_to_device()
+    other = QuantisedCheckpoint(DummyCheckpoint(model, "b"), model)
+    weights.take(weights.stage(staged, other, "b", on_host=False))
+    assert (found := WeightMemory(next_one, persistent)).find(source, "b")
+    assert found.num_bytes == source.bytes_loaded
     assert bits(next_one) == bits(staged)
     with pytest.raises(ConfigError, match="FP8"):
-        StagedWeights(first, new_decoder(model), DummyCheckpoint(model), 0)
+        weights.stage(new_decoder(model), DummyCheckpoint(model), "c", on_host=False)
 
 
 @torch.inference_mode()
-def test_experts_in_four_bits_are_kept_exchanged_and_counted(
-    tmp_path: Path, kept: KeptMemory, monkeypatch: pytest.MonkeyPatch
+def test_experts_in_four_bits_are_persistent_exchanged_and_counted(
+    tmp_path: Path, persistent: PersistentMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LayerContext, "keeps_mxfp4", True)
     # Ranks on CPU hold what those on GPUs do.
     monkeypatch.setitem(decoder_layer._FEED_FORWARDS, BiasedMixture, CudaExperts)
     model, plain = four_bit_model(tmp_path), four_bit_model(tmp_path, quantization_config=None)
     first, staged, next_one = (new_decoder(model) for _ in range(3))
-    weights = KeptWeights(first, kept)
+    weights = WeightMemory(first, persistent)
     weights.load(source := DummyCheckpoint(model), "a")
     assert torch.int16 in {it.dtype for it in tensors(first)}
     config = EngineConfig(model="m", device="cuda", dtype="bfloat16", numerics="fast")
     assert source.bytes_loaded == pytest.approx(ShardPlan.create(model, 2).weight_bytes(1, config), rel=0.01)
-    weights.put_away()
-    weights.bring()
-    new = StagedWeights(first, staged, DummyCheckpoint(model, "b"), source.bytes_loaded)
-    new.take_over()
-    weights.describe(note_of("b", source.bytes_loaded, new.memory))
-    assert KeptWeights(next_one, kept).find(source, "b") == source.bytes_loaded
-    assert bits(next_one) == bits(staged)
+    weights.move_to_host()
+    weights.load_to_device()
+    weights.take(weights.stage(staged, DummyCheckpoint(model, "b"), "b", on_host=True))
+    assert (found := WeightMemory(next_one, persistent)).find(source, "b")
+    assert found.num_bytes == source.bytes_loaded
+    assert bits(next_one) == bits(first)
     with pytest.raises(ConfigError, match="MXFP4"):
-        StagedWeights(first, new_decoder(plain), DummyCheckpoint(plain), 0)
+        weights.stage(new_decoder(plain), DummyCheckpoint(plain), "c", on_host=False)

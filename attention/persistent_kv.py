@@ -11,7 +11,7 @@ import torch
 from attention.kv_pool import TokenToKVPool, kv_tensors
 from attention.layer import LatentLayer
 from configs.layers import Axis
-from parallel.kept_memory import KeptMemory, kv_block
+from parallel.persistent_memory import PersistentMemory, kv_block
 from parallel.plan import ShardPlan, Span
 
 
@@ -22,19 +22,19 @@ def take_kv(
     plan: ShardPlan,
     rank: int,
     others: ShardPlan,
-    kept: Sequence[KeptMemory],
+    left: Sequence[PersistentMemory],
 ) -> None:
     """Copies `pages` [num_pages] int64 of a layer into the pool of `rank`, whose heads are those of `plan`.
 
     Args:
         others: the plan of the ranks that wrote them, to pools with as many pages.
-        kept: what each of those ranks left.
+        left: what each of those ranks left.
 
     Raises:
         EngineError: they left no such layer.
     """
     own = _heads(plan, layer_id, rank)
-    for other, memory in enumerate(kept):
+    for other, memory in enumerate(left):
         theirs = _heads(others, layer_id, other)
         first, last = max(own.start, theirs.start), min(own.stop, theirs.stop)
         if first >= last:
@@ -42,9 +42,9 @@ def take_kv(
         layer = pool.layers[layer_id]
         if not isinstance(layer, LatentLayer):
             layer = dataclasses.replace(layer, tp_k_head_num=theirs.size)
-        find = functools.partial(memory.again, kv_block(layer_id))
-        left = kv_tensors(layer, pool.num_pages, pool.page_size, pool.dtype, find)
-        for into, out_of in zip(pool.pages(layer_id), left, strict=True):
+        find = functools.partial(memory.existing, kv_block(layer_id))
+        written = kv_tensors(layer, pool.num_pages, pool.page_size, pool.dtype, find)
+        for into, out_of in zip(pool.pages(layer_id), written, strict=True):
             heads = _by_head(out_of)[pages, :, first - theirs.start : last - theirs.start]
             _by_head(into)[pages, :, first - own.start : last - own.start] = heads
 

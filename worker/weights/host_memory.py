@@ -1,0 +1,134 @@
+"""The memory of tensors as bytes, and memory of the host that it waits in."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from parallel.collectives.group import TensorParallelGroup
+from parallel.numerics.arithmetic import Arithmetic
+from worker.layers.rotary import RotaryEmbedding
+
+_NO_WEIGHTS = (TensorParallelGroup, Arithmetic, RotaryEmbedding)
+"""Parts of a decoder that its weights have no part in, and that may have tensors."""
+_PIECE_BYTES = 16 << 20
+"""Host memory that is pinned at once: the driver keeps steps from being launched meanwhile."""
+_GIVE_BACK_EVERY_S = 0.05
+_SPARE_BYTES = 2 << 30
+"""Device memory that weights beside those that serve leave to everything else."""
+
+
+class HostMemory:
+    """Memory of tensors that waits on the host. Their own memory is empty meanwhile, and each keeps its place in it."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, list[torch.Tensor]] = {}  # by the memory that they come from
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
+    def move(self, part: object) -> None:
+        """Moves the memory of all tensors of `part` that have some to the host, pinned if it is a GPU's."""
+        for held in by_memory(part):
+            memory = held[0].untyped_storage()
+            if not memory.nbytes():
+                continue
+            is_pinned = memory.device.type == "cuda"
+            pieces = [
+                torch.empty(len(piece), dtype=torch.uint8, pin_memory=is_pinned).copy_(piece)
+                for piece in torch.split(bytes_of(memory), _PIECE_BYTES)
+            ]
+            if not memory.resizable():  # a persistent block cannot be emptied, but memory in its place can
+                memory = torch.empty_like(bytes_of(memory)).untyped_storage()
+                for it in held:
+                    it.set_(memory, it.storage_offset(), it.shape, it.stride())
+            memory.resize_(0)
+            self._pieces[memory._cdata] = pieces
+
+    def pieces_of(self, memory: torch.UntypedStorage) -> list[torch.Tensor]:
+        """The memory as vectors of bytes, one after the other, wherever they are."""
+        return self._pieces.get(memory._cdata) or [bytes_of(memory)]
+
+    def clear(self) -> None:
+        """Forgets what is on the host. A thread gives pinned pieces back one by one and slowly, since each stops steps
+        for a millisecond or two."""
+        pieces = [piece for pieces in self._pieces.values() for piece in pieces]
+        self._pieces.clear()
+        if pieces and pieces[0].is_pinned():
+            threading.Thread(target=_give_back, args=(pieces,), name="give back", daemon=True).start()
+
+
+def _give_back(pieces: list[torch.Tensor]) -> None:
+    # torch keeps pinned memory that nobody uses for those who come, unless it is told to free it.
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache  # public from 2.12 on
+    while pieces:
+        time.sleep(_GIVE_BACK_EVERY_S)
+        pieces.pop()
+        empty()
+
+
+def copy(pieces: Iterable[torch.Tensor], into: torch.Tensor) -> None:
+    """Copies vectors of bytes one after the other into another; from pinned memory without a wait."""
+    for piece in pieces:
+        into[: len(piece)].copy_(piece, non_blocking=True)
+        into = into[len(piece) :]
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Gives this thread a stream of its own on a GPU, all of it done at the end, so that steps go on beside it."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+        stream.synchronize()
+
+
+def tensors(part: object, seen: set[int] | None = None) -> list[torch.Tensor]:
+    """Each tensor that `part` holds, itself or through what it holds, once. Parts that are made alike have theirs in
+    the same order.
+
+    Args:
+        seen: ids of what is left out; grows.
+    """
+    seen = set() if seen is None else seen
+    if isinstance(part, list | tuple | dict):
+        return [it for each in (part.values() if isinstance(part, dict) else part) for it in tensors(each, seen)]
+    if id(part) in seen or isinstance(part, _NO_WEIGHTS):
+        return []
+    if isinstance(part, torch.Tensor):
+        seen.add(id(part))
+        return [part]
+    if not type(part).__module__.startswith(("attention.", "parallel.", "worker.")):
+        return []
+    seen.add(id(part))
+    return tensors(part.__getstate__(), seen)  # its attributes, in __dict__ or in slots
+
+
+def by_memory(part: object) -> list[list[torch.Tensor]]:
+    """The tensors that `part` holds, those that lie in one memory together."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for it in tensors(part):
+        found.setdefault(it.untyped_storage()._cdata, []).append(it)
+    return list(found.values())
+
+
+def has_room(device: torch.device, num_bytes: int) -> bool:
+    """Whether the device has room for weights beside those that serve."""
+    return device.type == "cpu" or _free_bytes(device) >= num_bytes
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Device memory that such weights may take."""
+    return torch.cuda.mem_get_info(device)[0] - _SPARE_BYTES
+
+
+def bytes_of(memory: torch.UntypedStorage) -> torch.Tensor:
+    """The memory as a vector of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
