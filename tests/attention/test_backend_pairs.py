@@ -21,8 +21,8 @@ from attention.triton_backend import TritonBackend
 from cluster.messages.engine import SamplingParams
 from configs.attention import BACKENDS
 from configs.schema import AttentionConfig
+from tests.helpers.families import save
 from tests.helpers.local_group import Limits, LocalGroup
-from tests.whole.test_models import save
 
 NAMES = ("torch_native", "triton")
 

@@ -25,9 +25,10 @@ from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from tests.helpers.batches import batch_of
+from tests.helpers.families import FAMILIES, Case, random_case
+from tests.helpers.family_checks import Rank, random_tokens
 from tests.helpers.paged_case import PagedCase
 from tests.helpers.rank_threads import on_ranks
-from tests.whole.test_models import Case, Rank, build, save
 from tests.worker.test_kernels import NUM_SLOTS, Heads
 from worker.kernels.rope import latent_norm_rope_store
 from worker.models.decoder import Decoder
@@ -226,10 +227,8 @@ def test_queries_that_fp16_does_not_hold_give_finite_answers() -> None:
 
 @pytest.fixture(scope="module", params=["llama", "mistral_window"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    hf, model = build(request.param)
-    path = tmp_path_factory.mktemp(request.param)
-    save(hf, path)
-    return Case(hf, path, model)
+    family = FAMILIES[request.param]
+    return random_case(family.model_type, family.config, tmp_path_factory.mktemp(request.param), factor=1.0)
 
 
 def _with(path: Path, name: str, value: torch.Tensor, tmp_path: Path) -> Path:
@@ -244,7 +243,7 @@ def _with(path: Path, name: str, value: torch.Tensor, tmp_path: Path) -> Path:
 
 def _logits(case: Case, kv_dtype: torch.dtype | None, tp_size: int = 1) -> list[torch.Tensor]:
     """Of a prompt; of the same prompt in chunks and token by token."""
-    ids = torch.randint(0, 320, (37,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = random_tokens(1)
 
     def body(group: TensorParallelGroup) -> list[torch.Tensor]:
         rank = Rank.create(case, group, kv_dtype=kv_dtype)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from tests.whole.test_models import Case
+from tests.helpers.families import Case
 
 _NAMES = {"layers.0.mtp_block.": "", "layers.0.post_norm.": "shared_head.norm.", "layers.0.": ""}
 

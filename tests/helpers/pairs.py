@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def pairs(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Cases of one value of each parameter; always the same ones."""
-    sizes = [len(it) for it in values]
-    places = itertools.combinations(range(len(values)), 2)
-    wanted = {(i, a, j, b) for i, j in places for a in range(sizes[i]) for b in range(sizes[j])}
+def pairs(*values: Sequence[Any], allowed: Callable[..., bool] = lambda *_: True) -> list[tuple[Any, ...]]:
+    """Cases of one value of each parameter that are `allowed`; always the same ones. Where several would do, those of
+    the first values."""
+    wanted = dict[tuple[Any, ...], None]()
+    having = defaultdict[tuple[Any, ...], list[tuple[int, ...]]](list)
+    for case in itertools.product(*(range(len(it)) for it in values)):
+        if allowed(*(it[i] for i, it in zip(case, values, strict=True))):
+            for pair in itertools.combinations(enumerate(case), 2):
+                wanted[pair] = None
+                having[pair].append(case)
     cases = []
     while wanted:
-        i, a, j, b = min(wanted)
-        chosen = {i: a, j: b}
-        for k in set(range(len(values))) - {i, j}:
-            new = [
-                sum((*min((k, c), it), *max((k, c), it)) in wanted for it in chosen.items()) for c in range(sizes[k])
-            ]
-            chosen[k] = new.index(max(new))
-        wanted -= {first + second for first, second in itertools.combinations(sorted(chosen.items()), 2)}
-        cases.append(tuple(it[chosen[k]] for k, it in enumerate(values)))
+        best = max(
+            having[next(iter(wanted))],
+            key=lambda case: sum(pair in wanted for pair in itertools.combinations(enumerate(case), 2)),
+        )
+        for pair in itertools.combinations(enumerate(best), 2):
+            wanted.pop(pair, None)
+        cases.append(tuple(it[i] for i, it in zip(best, values, strict=True)))
     return cases

@@ -32,8 +32,9 @@ from parallel.numerics.weight import ChainWeight, Fp8Weight, NodeWeight
 from parallel.plan import LayerShard, Span, blocks_of
 from tests.helpers.chain_dot import use_chain_dot
 from tests.helpers.dense_model import dense_model
+from tests.helpers.families import Case
+from tests.helpers.family_checks import Rank
 from tests.helpers.rank_threads import on_ranks
-from tests.whole.test_models import Case, Rank
 from worker.kernels.moe import mixture
 from worker.layers.mlp import MLP
 from worker.layers.norm import RMSNorm

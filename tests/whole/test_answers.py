@@ -1,11 +1,10 @@
-"""The answers: greedy tokens equal those of transformers in fp32, however they are computed. SmolLM2's are here too.
+"""SmolLM2's answers: greedy tokens equal those of transformers in fp32. tests/whole/test_exact.py has a small model's.
 
 Ranks are threads of this process and the scheduler is called directly: the same code as behind Ray, without Ray.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +41,16 @@ LENGTHS += [96, 100, 127, 128, 129, 150, 200, 255, 300, 400, 513, 600]
 Answer = tuple[list[int], list[int]]
 
 
-def assert_greedy(logits: Logits, answers: list[Answer]) -> None:
-    """Checks that answers to prompts are transformers' greedy ones in fp32.
+def assert_greedy(logits: Logits, answers: list[Answer], num_tokens: int = NUM_NEW_TOKENS) -> None:
+    """Checks that answers to prompts are transformers' greedy ones in fp32, `num_tokens` each.
 
     One pass over prompt and answer says what transformers would choose after each prefix of the answer: with every
     token its first choice, the answer is the one it would generate.
     """
     for prompt, answer in answers:
-        assert len(answer) == NUM_NEW_TOKENS
+        assert len(answer) == num_tokens
         expected = logits(prompt + answer[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
         assert answer == expected, f"the answer to {len(prompt)} tokens"
-
-
-@pytest.fixture(scope="module")
-def group(request: pytest.FixtureRequest, small_path: Path) -> Iterator[LocalGroup]:
-    group = LocalGroup(small_path, request.param, Limits().num_pages)
-    yield group
-    group.close()
 
 
 def _check_every_way(group: LocalGroup, logits: Logits, lengths: list[int], few_pages: int) -> None:
@@ -76,20 +68,6 @@ def _check_every_way(group: LocalGroup, logits: Logits, lengths: list[int], few_
     preempted, stats = generate(group, prompts, Limits(num_pages=few_pages), at_once=True)
     assert stats.total_preemptions > 0
     assert preempted == answers
-
-
-# More ranks than KV heads too.
-@pytest.mark.parametrize(
-    "group",
-    [1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (5, 9))],
-    indirect=True,
-    ids=lambda size: f"tp{size}",
-)
-def test_answers_equal_transformers_in_chunks_from_the_cache_and_after_preemption(
-    group: LocalGroup, small_logits: Logits
-) -> None:
-    # Six requests end at 634 tokens in 42 pages: 40 pages force one of them out on the way.
-    _check_every_way(group, small_logits, SHORT_LENGTHS, 40)
 
 
 @pytest.mark.parametrize(

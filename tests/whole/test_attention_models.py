@@ -20,13 +20,11 @@ from attention.kv_pool import FP8
 from configs.attention import BACKENDS, Feature
 from configs.errors import ConfigError
 from parallel.collectives.group import TensorParallelGroup
-from tests.helpers.family_checks import random_case
+from tests.helpers.families import FAMILIES, GROUPED, Case, random_case
+from tests.helpers.family_checks import Rank, random_tokens
 from tests.helpers.paged_case import NewTokens, both_ways, tree
-from tests.whole import test_families, test_latent_models
-from tests.whole.test_models import Case, Rank
 
 PAGE_SIZE = 16
-NUM_TOKENS = 37
 CACHED, NEW = 19, 7
 """Tokens of a row before those that see one another by a mask, and these."""
 
@@ -42,11 +40,11 @@ class Cell(NamedTuple):
 
 
 def _family(model_type: str, **changes: Any) -> Cell:
-    return Cell(model_type, {**test_families.MODELS[model_type], **changes})
+    return Cell(model_type, {**FAMILIES[model_type].config, **changes})
 
 
-LATENT = Cell("deepseek_v2", {**test_latent_models.SIZES, **test_latent_models.MODELS["lite"]})
-# Windows, chunks and scores' caps that prompts of NUM_TOKENS reach.
+LATENT = Cell("deepseek_v2", FAMILIES["lite"].config)
+# Windows, chunks and scores' caps that prompts of 37 tokens reach.
 CELLS: dict[Feature | None, dict[str, Cell]] = {
     None: {"pages of 1": Cell(page_size=1), "pages of 64": Cell(page_size=64)},
     Feature.WINDOW: {"window": _family("gemma3_text")},
@@ -92,13 +90,9 @@ def cases() -> dict[tuple[str, str], Case]:
 def _case(cell: Cell, device: str, path: Path, cases: dict[tuple[str, str], Case]) -> Case:
     if (key := (device, cell.model_type)) not in cases:
         on_gpu = {"cpu": {}, "cuda": LATENT_ON_GPU if cell.model_type == "deepseek_v2" else ON_GPU}[device]
-        sizes = {**test_families.SIZES, **cell.config, "num_hidden_layers": 2, **on_gpu}
+        sizes = {**GROUPED, **cell.config, "num_hidden_layers": 2, **on_gpu}
         cases[key] = random_case(cell.model_type, sizes, path)
     return cases[key]
-
-
-def _tokens(seed: int, count: int = NUM_TOKENS) -> list[int]:
-    return torch.randint(0, 320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @torch.inference_mode()
@@ -107,7 +101,7 @@ def _logits(case: Case, cell: Cell, backend: str, device: str) -> torch.Tensor:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     group, sizes = TensorParallelGroup.single(device), {"backend": backend, "page_size": cell.page_size}
     rank = Rank.create(case, group, dtype, cell.kv_dtype, **sizes)
-    first, second = _tokens(1), _tokens(2)
+    first, second = random_tokens(1), random_tokens(2)
     if cell.mask is not None:
         rank.logits([(1, 0, first[:CACHED]), (2, 0, second[:CACHED])])
         # A decode beside them.
@@ -123,7 +117,7 @@ def _logits(case: Case, cell: Cell, backend: str, device: str) -> torch.Tensor:
 @torch.inference_mode()
 def _expected(case: Case, cell: Cell) -> torch.Tensor:
     """The same by transformers."""
-    first, second = _tokens(1), _tokens(2)
+    first, second = random_tokens(1), random_tokens(2)
     if cell.mask is None:
         return torch.cat([case.hf(torch.tensor([tokens])).logits[0] for tokens in (first, second)])
     new: NewTokens = cell.mask(CACHED, NEW)

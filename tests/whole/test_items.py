@@ -23,8 +23,8 @@ from configs.errors import EngineError
 from configs.model_config import ModelConfig
 from configs.schema import AttentionConfig, EngineConfig, SchedulerConfig
 from tests.helpers.fake_engine import LIMITS, VOCAB, Engine, prompt_of
+from tests.helpers.families import save
 from tests.helpers.local_group import PAGE_SIZE, Limits, LocalGroup
-from tests.whole.test_models import save
 from worker.frame_checks import FrameLimits, check_frame
 from worker.protocol import ITEM_DTYPE, MAX_ITEMS, MAX_ROW_REQUESTED, RowFlag, StepFrame, StepResult
 from worker.step.scoring import Items

@@ -24,11 +24,10 @@ from configs.schema import AttentionConfig, EngineConfig, SpeculationConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from tests.helpers import mtp
+from tests.helpers.families import Case, case_of
 from tests.helpers.local_group import Limits, LocalGroup
 from tests.helpers.rerun_graphs import PagedBackend, RerunGraphs
-from tests.whole import test_latent_models, test_moe_models
 from tests.whole.test_eagle3 import Known, Trained, check_answers, check_drafts
-from tests.whole.test_models import Case
 from worker.weights.checkpoint import Checkpoint
 
 SEVEN = SpeculationConfig(method="mtp", num_speculative_tokens=7)
@@ -49,7 +48,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(path: Path) -> Trained:
-    return trained_on(test_moe_models.case_of("glm4_moe", path))
+    return trained_on(case_of("glm4_moe", path))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +75,7 @@ def test_ranks_draft_what_the_layer_of_transformers_does_over_latents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSeek-V3's, whose numerics cannot be exact."""
-    trained = trained_on(test_latent_models.case_of("v3", tmp_path))
+    trained = trained_on(case_of("v3", tmp_path))
     group = LocalGroup(tmp_path, 2, Limits().num_pages, speculation=SEVEN)
     check_drafts(group, trained, monkeypatch)
     group.close()
@@ -119,7 +118,7 @@ def test_a_model_without_such_a_layer_is_refused(small_path: Path) -> None:
 
 
 def test_a_checkpoint_that_lacks_its_layer_or_has_more_than_is_known_is_refused(tmp_path: Path) -> None:
-    case = test_moe_models.case_of("glm4_moe", tmp_path)
+    case = case_of("glm4_moe", tmp_path)
     with pytest.raises(CheckpointError, match=r"missing tensors: model\.layers\.3\.eh_proj\.weight"):
         check_checkpoint(config_of(tmp_path), serves_text=False)
     head = mtp.Head(case)
@@ -133,7 +132,7 @@ def test_a_checkpoint_that_lacks_its_layer_or_has_more_than_is_known_is_refused(
 
 def test_a_layer_in_fp8_is_read_with_its_scales(tmp_path: Path) -> None:
     """DeepSeek-V3's is published so, but for `eh_proj` and the router."""
-    case = test_latent_models.case_of("v3", tmp_path)
+    case = case_of("v3", tmp_path)
     mtp.Head(case).write(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}

@@ -27,7 +27,7 @@ from cluster.scheduling.row_table import RowTable
 from configs.schema import NO_SPECULATION, AttentionConfig, SpeculationConfig
 from tests.cluster.test_scheduler import run_random_load
 from tests.helpers.fake_engine import LIMITS, VOCAB, Engine, prompt_of, reference
-from tests.helpers.family_checks import random_case
+from tests.helpers.families import random_case
 from tests.helpers.local_group import Answers, Limits, LocalGroup
 from tests.helpers.rerun_graphs import PagedBackend, RerunGraphs
 from worker.protocol import Int32Array, UInt32Array

@@ -9,6 +9,7 @@ import json
 import signal
 import time
 import weakref
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -35,11 +36,12 @@ from configs.schema import EngineConfig, SpeculationConfig
 from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, ExactArithmetic
 from parallel.plan import ShardPlan
+from tests.helpers.families import FAMILIES as MODELS
+from tests.helpers.families import GROUPED
 from tests.helpers.local_group import Limits, LocalGroup
 from tests.helpers.odd_ranks import use_ranks
 from tests.helpers.streams import next_chunk
 from tests.helpers.tiny_engine import MODEL, TinyEngine, tiny_engine, write_tiny_checkpoint
-from tests.whole import test_families, test_latent_models, test_moe_models
 from tests.whole.test_failure import running, write_tiny
 from tests.whole.test_recovery import LONG, PROMPT, answer, answer_struck
 from worker.models.decoder import Decoder
@@ -48,16 +50,16 @@ from worker.weights.host_memory import by_memory, bytes_of
 from worker.weights.weight_memory import WeightMemory
 
 CPU = torch.device("cpu")
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "tied": ("llama", {**test_families.SIZES, "tie_word_embeddings": True}),
-    "untied_with_biases": ("qwen2", {**test_families.SIZES, "tie_word_embeddings": False}),
-    "head_norms": ("qwen3", {**test_families.SIZES, "vocab_size": 333}),
-    "norm_offsets": ("gemma3_text", {**test_families.SIZES, **test_families.MODELS["gemma3_text"]}),
-    "sinks": ("gpt_oss", {**test_families.SIZES, **test_families.MODELS["gpt_oss"]}),
-    "experts": ("qwen2_moe", {**test_moe_models.SIZES, **test_moe_models.MODELS["qwen2_moe"][1]}),
-    "latents": ("deepseek_v2", {**test_latent_models.SIZES, **test_latent_models.MODELS["lite"]}),
-    "draft_head": ("llama", {**test_families.SIZES}),
-    "mtp": ("glm4_moe", {**test_moe_models.SIZES, **test_moe_models.MODELS["glm4_moe"][1]}),
+FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "tied": ("llama", {**GROUPED, "tie_word_embeddings": True}),
+    "untied_with_biases": ("qwen2", {**GROUPED, "tie_word_embeddings": False}),
+    "head_norms": ("qwen3", {**GROUPED, "vocab_size": 333}),
+    "norm_offsets": ("gemma3_text", MODELS["gemma3_text"].config),
+    "sinks": ("gpt_oss", MODELS["gpt_oss"].config),
+    "experts": ("qwen2_moe", MODELS["qwen2_moe"].config),
+    "latents": ("deepseek_v2", MODELS["lite"].config),
+    "draft_head": ("llama", GROUPED),
+    "mtp": ("glm4_moe", MODELS["glm4_moe"].config),
 }
 
 

@@ -16,9 +16,9 @@ from cluster.messages.engine import SamplingParams
 from configs.errors import EngineError
 from configs.schema import AttentionConfig, SpeculationConfig
 from tests.helpers import eagle3
+from tests.helpers.families import save
 from tests.helpers.local_group import Answers, Limits, LocalGroup
 from tests.helpers.rerun_graphs import PagedBackend, RerunGraphs
-from tests.whole.test_models import save
 from worker.protocol import RowFlag, StepFrame
 
 WINDOW = 40

@@ -22,9 +22,9 @@ from cluster.messages.engine import SamplingParams
 from cluster.scheduling.drafter import StepTimes
 from configs.schema import AttentionConfig, SpeculationConfig
 from tests.helpers import eagle3, mtp
+from tests.helpers.families import case_of
 from tests.helpers.local_group import Limits, LocalGroup
 from tests.helpers.rerun_graphs import PagedBackend, RerunGraphs
-from tests.whole import test_moe_models
 from tests.whole.test_window_answers import NUM_WINDOW_PAGES, Model, limits, model
 from worker.protocol import StepResult
 from worker.step.step_inputs import StepInputs
@@ -173,6 +173,6 @@ def test_graphs_draft_what_eager_passes_do_beside_windows(
 def test_graphs_of_mtp_draft_what_eager_passes_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int, num_drafts: int
 ) -> None:
-    mtp.Head(test_moe_models.case_of("glm4_moe", tmp_path)).write(tmp_path)
+    mtp.Head(case_of("glm4_moe", tmp_path)).write(tmp_path)
     speculation = SpeculationConfig(method="mtp", num_speculative_tokens=num_drafts)
     check(tmp_path, tp_size, Limits(num_pages=96, speculation=speculation), monkeypatch)

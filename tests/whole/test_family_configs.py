@@ -1,0 +1,345 @@
+"""What config.json of every family says, beside the numbers that all families have: transformers is the reference."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from configs.biased_mixture import BiasedMixture
+from configs.errors import CheckpointError
+from configs.families import FAMILIES as MODEL_TYPES
+from configs.latent_attention import LatentAttention
+from configs.layers import DenseMLP, GroupedQueryAttention, MixtureOfExperts
+from configs.model_config import ModelConfig
+from configs.read_config import read_model_config
+from configs.rope import RopeConfig
+from tests.conftest import ROOT
+from tests.helpers.families import EXPERTS, FAMILIES, GROUPED, LATENTS
+from worker.layers.rotary import inverse_frequencies
+from worker.weights.checkpoint import expected_shapes
+
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 96},
+    "mixtral": {"num_local_experts": 8},
+    "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 160},
+}
+BASES: dict[str, Mapping[str, Any]] = {
+    **{name: {**EXPERTS, **own} for name, own in WITH_EXPERTS.items()},
+    "deepseek_v2": LATENTS,
+    "deepseek_v3": FAMILIES["v3"].config,
+}
+"""Numbers of families that do not have those of GROUPED."""
+
+
+def _read(directory: Path, model_type: str, **changes: Any) -> ModelConfig:
+    """The model of a config with `changes`; `...` leaves a key out."""
+    config = {"model_type": model_type, **BASES.get(model_type, GROUPED), **changes}
+    (directory / "config.json").write_text(json.dumps({key: it for key, it in config.items() if it is not ...}))
+    return read_model_config(directory)
+
+
+def _attention(model: ModelConfig, layer: int = 0) -> GroupedQueryAttention:
+    mixer = model.layers[layer].mixer
+    assert isinstance(mixer, GroupedQueryAttention)
+    return mixer
+
+
+def _mixture(model: ModelConfig, layer: int = 0) -> MixtureOfExperts:
+    feed_forward = model.layers[layer].feed_forward
+    assert isinstance(feed_forward, MixtureOfExperts)
+    return feed_forward
+
+
+def test_the_guide_has_a_row_for_every_family() -> None:
+    cells = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (ROOT / "docs/guides/models.md").read_text(), re.MULTILINE)
+    rows = [name for cell in cells for name in re.findall(r"\w+", cell)]
+    assert sorted(rows) == sorted(["model_type", *MODEL_TYPES])  # with the table's head
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "gpt_oss"])
+def test_what_a_config_of_plain_heads_leaves_out_is_as_transformers_has_it(tmp_path: Path, model_type: str) -> None:
+    left_out = dict.fromkeys(("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"), ...)
+    # As many heads as the family has KV heads by default, and layers for one whole turn of the windows.
+    counts = {
+        key: value
+        for key, value in FAMILIES[model_type].config.items()
+        if key.startswith("num_") and key not in GROUPED
+    }
+    ours = _read(tmp_path, model_type, num_attention_heads=8, num_hidden_layers=7, **counts, **left_out)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    attention = _attention(ours)
+    for name in left_out:
+        assert getattr(ours if hasattr(ours, name) else attention, name) == getattr(theirs, name), name
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    mlp = ours.layers[0].feed_forward
+    if isinstance(mlp, DenseMLP):
+        assert mlp.hidden_act == theirs.hidden_activation
+    if isinstance(mlp, BiasedMixture):
+        assert (mlp.limit, mlp.alpha) == (theirs.swiglu_limit, theirs.swiglu_alpha)
+    windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+    assert [layer.mixer.window for layer in ours.layers] == windows
+    scalar = getattr(theirs, "query_pre_attn_scalar", None)
+    assert attention.scale == (None if scalar is None else scalar**-0.5)
+    assert attention.o_bias == theirs.attention_bias
+    assert ours.final_logit_softcap == getattr(theirs, "final_logit_softcapping", None)
+    assert attention.softcap == getattr(theirs, "attn_logit_softcapping", None)
+    for layer, kind in zip(ours.layers, theirs.layer_types, strict=True):
+        rope = theirs.rope_parameters.get(kind, theirs.rope_parameters)
+        said = {"rope_theta": layer.mixer.rope.theta, "rope_type": layer.mixer.rope.scaling_type}
+        assert {**dict(layer.mixer.rope.scaling), **said} == rope
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "glm", "glm4"])
+def test_what_a_config_of_heads_that_turn_in_part_leaves_out_is_as_transformers_has_it(
+    tmp_path: Path, model_type: str
+) -> None:
+    left_out = dict.fromkeys(("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"), ...)
+    ours = _read(tmp_path, model_type, num_attention_heads=8, pad_token_id=0, **left_out)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        hf = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert expected_shapes(ours) == {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+    for name in ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert _attention(ours).rotary_dim == 2 * len(hf.model.rotary_emb.inv_freq)
+    assert _attention(ours).rope.theta == theirs.rope_parameters["rope_theta"]
+
+
+def test_what_a_config_of_llama_4_leaves_out_is_as_transformers_has_it(tmp_path: Path) -> None:
+    left_out = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
+    ours = _read(tmp_path, "llama4_text", num_attention_heads=8, num_hidden_layers=8, pad_token_id=0,
+                 interleave_moe_layer_step=2, **dict.fromkeys(left_out, ...))  # fmt: skip
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        hf = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert expected_shapes(ours) == {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+    assert (ours.rms_norm_eps, ours.max_context) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
+    for i, layer in enumerate(hf.model.layers):
+        attention, rope = _attention(ours, i), _attention(ours, i).rope
+        assert rope.theta == theirs.rope_parameters["rope_theta"]
+        assert attention.rotary_dim == (theirs.head_dim if layer.self_attn.use_rope else 0)
+        assert attention.qk_norm == hasattr(layer.self_attn, "qk_norm")
+        is_chunked = theirs.layer_types[i] == "chunked_attention"
+        assert attention.chunk == (theirs.attention_chunk_size if is_chunked else None)
+        assert rope.temperature == (None if layer.self_attn.use_rope else (theirs.attn_scale, theirs.floor_scale))
+
+
+@pytest.mark.parametrize("model_type", WITH_EXPERTS)
+def test_what_a_config_of_experts_leaves_out_is_as_transformers_has_it(tmp_path: Path, model_type: str) -> None:
+    left_out = dict.fromkeys(("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"), ...)
+    ours = _read(tmp_path, model_type, num_attention_heads=16, **left_out)
+    given = {key: value for key, value in BASES[model_type].items() if key not in left_out}
+    theirs = transformers.AutoConfig.for_model(model_type, **{**given, "num_attention_heads": 16})
+    kv_heads = {axis.num_groups for layer in ours.layers for axis in layer.mixer.axes if hasattr(axis, "num_groups")}
+    assert kv_heads == {theirs.num_key_value_heads}
+    assert ours.layers[0].mixer.rotary_dim == 64 // 16
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.layers[0].mixer.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert {layer.mixer.window for layer in ours.layers} == {None}
+    assert _mixture(ours).norm_topk_prob == getattr(theirs, "norm_topk_prob", True)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe"])
+def test_layers_without_experts_are_those_that_transformers_makes_dense(tmp_path: Path, model_type: str) -> None:
+    for options in ({"mlp_only_layers": [0, 2]}, {"decoder_sparse_step": 3}, {"num_experts": 0}):
+        model = _read(tmp_path, model_type, num_hidden_layers=6, **options)
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        with torch.device("meta"):
+            hf = transformers.AutoModelForCausalLM.from_config(config)
+        dense = [not hasattr(layer.mlp, "experts") for layer in hf.model.layers]
+        assert [isinstance(layer.feed_forward, DenseMLP) for layer in model.layers] == dense
+
+
+def test_what_a_config_of_latents_leaves_out_is_as_transformers_has_it(tmp_path: Path) -> None:
+    left_out = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rms_norm_eps",
+                "first_k_dense_replace", "num_key_value_heads")  # fmt: skip
+    model = _read(tmp_path, "deepseek_v2", **dict.fromkeys(left_out, ...))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    attention, experts = model.layers[-1].mixer, _mixture(model, -1)
+    assert isinstance(attention, LatentAttention)
+    for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        assert getattr(attention, key) == getattr(theirs, key), key
+    assert attention.scale == (128 + 64) ** -0.5
+    assert model.rms_norm_eps == theirs.rms_norm_eps
+    assert attention.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert (experts.weight_scale, experts.num_groups) == (theirs.routed_scaling_factor, 1)
+    assert all(isinstance(layer.feed_forward, MixtureOfExperts) for layer in model.layers)
+    without = _read(tmp_path, "deepseek_v2", q_lora_rank=None).layers[-1].mixer
+    assert isinstance(without, LatentAttention)
+    assert without.q_lora_rank is None
+
+
+def test_a_longrope_is_short_where_no_sequence_may_be_longer_than_it_was_first_trained_for(tmp_path: Path) -> None:
+    config = transformers.Phi3Config(**{**FAMILIES["phi3"].config, "original_max_position_embeddings": 512})
+    config.save_pretrained(tmp_path)
+    theirs = transformers.models.phi3.modeling_phi3.Phi3RotaryEmbedding(config)
+    for max_model_len, longest in ((512, 512), (513, 2048), (None, 2048)):
+        model = read_model_config(tmp_path, max_model_len)
+        assert model.max_context == longest
+        ours, factor = inverse_frequencies(model.layers[0].mixer.rope, model.layers[0].mixer.rotary_dim)
+        theirs(torch.empty(1), torch.arange(longest).unsqueeze(0))  # which chooses the frequencies
+        torch.testing.assert_close(ours, theirs.inv_freq, rtol=1e-6, atol=0)
+        assert factor == pytest.approx(theirs.attention_scaling)
+
+
+def test_gemma_3_tells_of_two_rotary_embeddings_as_before_transformers_5_and_since(tmp_path: Path) -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = _read(
+        tmp_path,
+        "gemma3_text",
+        rope_theta=1e5,
+        rope_local_base_freq=2e4,
+        rope_scaling=linear,
+        sliding_window=8,
+        sliding_window_pattern=3,
+    )
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    local, scaled = RopeConfig(theta=2e4), RopeConfig(theta=1e5, scaling_type="linear", scaling=(("factor", 8.0),))
+    assert [layer.mixer.rope for layer in old.layers] == [local, local, scaled]
+    assert [layer.mixer.window for layer in old.layers] == [8, 8, None]
+    theirs.save_pretrained(tmp_path)
+    assert "rope_theta" not in json.loads((tmp_path / "config.json").read_text())
+    assert read_model_config(tmp_path).layers == old.layers
+
+
+def test_null_softcaps_are_none_and_layer_types_say_which_layers_have_windows(tmp_path: Path) -> None:
+    types = ["full_attention", "full_attention", "sliding_attention"]
+    caps = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
+    model = _read(tmp_path, "gemma2", layer_types=types, sliding_window=8, **caps)
+    assert [layer.mixer.window for layer in model.layers] == [None, None, 8]
+    assert (_attention(model).softcap, model.final_logit_softcap) == (None, None)
+
+
+def test_windows_of_experts_families_are_those_of_transformers(tmp_path: Path) -> None:
+    used = {"use_sliding_window": True, "sliding_window": 8}
+    by_type = {**used, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    for model_type, options, windows in (
+        ("qwen3_moe", used, [8, 8, 8]),
+        ("qwen3_moe", {"sliding_window": 8}, [None] * 3),
+        ("mixtral", {"sliding_window": 8}, [8, 8, 8]),
+        ("mixtral", {}, [None] * 3),
+        ("qwen2_moe", by_type, [8, None, 8]),
+        ("qwen2_moe", {"sliding_window": 0}, [None] * 3),
+    ):
+        model = _read(tmp_path, model_type, **options)
+        assert [layer.mixer.window for layer in model.layers] == windows, (model_type, options)
+    with pytest.raises(CheckpointError, match="layer_types must name full_attention or sliding_attention"):
+        _read(tmp_path, "qwen2_moe", **used)
+
+
+def test_layers_of_deepseek_without_experts_are_the_first_and_those_between(tmp_path: Path) -> None:
+    model = _read(tmp_path, "deepseek_v2", num_hidden_layers=8, first_k_dense_replace=3, moe_layer_freq=2)
+    dense = [isinstance(layer.feed_forward, DenseMLP) for layer in model.layers]
+    assert dense == [True, True, True, True, False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("published", "num_parameters"),
+    [
+        ({"model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "vocab_size": 256000}, 2_614_341_888),
+        (
+            {
+                "model_type": "gemma3_text",
+                "hidden_size": 1152,
+                "intermediate_size": 6912,
+                "vocab_size": 262144,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 1,
+            },
+            999_885_952,
+        ),
+        (
+            {
+                "model_type": "gpt_oss",
+                "num_hidden_layers": 24,
+                "hidden_size": 2880,
+                "intermediate_size": 2880,
+                "vocab_size": 201088,
+                "num_attention_heads": 64,
+                "num_local_experts": 32,
+                "num_experts_per_tok": 4,
+            },
+            20_914_757_184,
+        ),
+    ],
+    ids=["gemma-2-2b", "gemma-3-1b", "gpt-oss-20b"],
+)
+def test_published_models_have_so_many_parameters(
+    tmp_path: Path, published: dict[str, Any], num_parameters: int
+) -> None:
+    config = {"num_hidden_layers": 26, "num_attention_heads": 8, **published}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert sum(tensor.elements for tensor in read_model_config(tmp_path).tensors()) == num_parameters
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping=0.0 is not positive"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, r"has a quantization_config \(awq\)"),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok=3 exceeds"),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 2, "swiglu_limit": 0}, "swiglu_limit=0.0 is not"),
+        ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1.0 is not positive"),
+        ("llama4_text", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "type yarn of Llama 4 is not supported"),
+        ("llama4_text", {"no_rope_layers": [1]}, "no_rope_layers or layer_types do not name 3 layers"),
+        ("llama4_text", {"layer_types": ["sliding_attention"] * 3}, "must name chunked_attention or full_attention"),
+        ("llama4_text", {"num_experts_per_tok": 17}, "num_experts_per_tok=17 exceeds num_local_experts=16"),
+        ("llama4_text", {"hidden_act": "gelu"}, "hidden_act=gelu of experts is not supported"),
+        ("qwen3_moe", {"num_experts": ...}, "has no num_experts"),
+        ("qwen3_moe", {"num_experts": -1}, "num_experts=-1 is less than 1"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts=0 is less than 1"),
+        ("qwen3_moe", {"moe_intermediate_size": ...}, "has no moe_intermediate_size"),
+        ("qwen3_moe", {"num_experts_per_tok": ...}, "has no num_experts_per_tok"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds num_experts=8"),
+        ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob='yes' is not true or false"),
+        ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers='1' is"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is less than 1"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act=gelu of experts is not supported; only silu is"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": ...}, "has no shared_expert_intermediate_size"),
+        ("deepseek_v2", {"n_routed_experts": ...}, "has no n_routed_experts"),
+        ("deepseek_v2", {"n_shared_experts": None}, "has no n_shared_experts"),
+        ("deepseek_v2", {"moe_intermediate_size": ...}, "has no moe_intermediate_size"),
+        ("deepseek_v2", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds the experts of 1 of 1 groups"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method=noaux_tc is not supported"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "has no n_group"),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1},
+            "n_group=3 does not divide",
+        ),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 5},
+            "less than topk_group=5",
+        ),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1},
+            "exceeds the experts of 1 of 4",
+        ),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func=sigmoid is not supported; only softmax is"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported; only False is"),
+        ("deepseek_v2", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; only silu is"),
+        ("deepseek_v2", {"moe_layer_freq": 0}, "moe_layer_freq=0 is less than 1"),
+        ("deepseek_v2", {"qk_rope_head_dim": 7}, "is odd"),
+        ("deepseek_v2", {"quantization_config": {"quant_method": "gptq"}}, "has a quantization_config"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func=softmax is not .* only sigmoid is"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method=greedy is not .* only noaux_tc is"),
+        ("deepseek_v3", {"n_group": 8, "topk_group": 3}, "n_group=8 leaves a group fewer than two"),
+        ("deepseek_v3", {"routed_scaling_factor": ...}, "has no routed_scaling_factor"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused(
+    tmp_path: Path, model_type: str, changes: Mapping[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        _read(tmp_path, model_type, **changes)
+    assert str(tmp_path) in str(caught.value)
