@@ -1,7 +1,7 @@
-"""Changes of an engine that serves, each made between two steps: other ranks, other weights, sleep.
+"""Changes to a running engine, each made between two steps: other ranks, other weights, sleep.
 
-A change is loaded beside the steps, by the thread that asks for it. The coordinator's loop then retires the steps in
-flight and calls `take`. Where `take` fails, `after_failure` has what was there before go on.
+The thread that asks for a change loads it while steps run. Then the coordinator's loop retires the steps in flight and
+calls `take`. If `take` fails, `after_failure` restores the old state if possible.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ logger = logging.getLogger(__name__)
 
 
 class Failed(NamedTuple):
-    """The end of a change that failed."""
+    """How a change failed."""
 
     reported: LockstepError
-    """The error that the caller gets who asked for the change."""
+    """The error for the caller that asked for the change."""
     fatal: LockstepError | None = None
-    """Why no ranks are left that run. None: the engine goes on as before."""
+    """The reason why no ranks run any more. None if the engine continues as before."""
 
 
 class Change(Protocol):
-    """One change. The coordinator's loop calls the methods in this order; no step is in flight from `take` on."""
+    """One change. The coordinator's loop calls the methods in this order. No step is in flight from `take` on."""
 
     def is_due(self, scheduler: Scheduler) -> bool:
-        """Whether the change may be made before the next step. False: the loop asks again after that step."""
+        """Whether the change may be made before the next step. If False, the loop asks again after that step."""
 
     def take(self, engine: Coordinator) -> None:
-        """Makes the change, while requests are taken and wait. Raises LockstepError where that failed."""
+        """Makes the change, while new requests are accepted and wait. Raises LockstepError if that failed."""
 
     def after_failure(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Failed:
-        """Goes on with what was there before the change, or says why that cannot be.
+        """Restores the state before the change, or says why that is impossible.
 
         Args:
             failure: what `take` raised.
@@ -52,12 +52,12 @@ class Change(Protocol):
         """
 
     def wait_until_resumed(self, engine: Coordinator) -> None:
-        """Returns when steps may run again. The loop calls it after the change was made and its caller was told; only
-        `Sleep` blocks here."""
+        """Returns when steps may run again. The loop calls this after the change was made and reported; only `Sleep`
+        blocks here."""
 
 
 class OtherRanks:
-    """Other ranks, which are loaded, take the place of those there are, with the KV that they can take over."""
+    """Replaces the ranks by a group that is loaded already, with the KV that it can take over."""
 
     def __init__(self, others: RankGroup) -> None:
         self._others = others
@@ -68,7 +68,7 @@ class OtherRanks:
         return True
 
     def take(self, engine: Coordinator) -> None:
-        """Runs the other ranks in the next generation."""
+        """Starts the other ranks in the next generation."""
         self._keeps_kv = self._others.takes_kv(engine.ranks)
         engine.requeue(keeps_kv=self._keeps_kv)
         logger.info("the ranks are exchanged, %d requests wait", len(engine.scheduler.live_ids()))
@@ -76,10 +76,10 @@ class OtherRanks:
         engine.fit_ranks()
 
     def after_failure(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Failed:
-        """Runs the old ranks again, in one more generation."""
+        """Restarts the old ranks, in one more generation."""
         logger.error("the new ranks do not run; those of before go on", exc_info=failure)
         if self._keeps_kv:
-            engine.requeue()  # the others may have taken some of the KV
+            engine.requeue()  # the other ranks may have taken some of the KV
         try:
             engine.replace_ranks(failure)
         except LockstepError as error:
@@ -93,14 +93,14 @@ class OtherRanks:
 
 @dataclass(frozen=True)
 class WeightChange:
-    """Weights that the ranks have beside those that serve."""
+    """Switches to weights that the ranks have staged beside the current ones."""
 
     weights: Weights
     running: Running
     generation: int
-    """The generation of ranks that staged the weights."""
+    """The generation of the ranks that staged the weights."""
     take_staged: Callable[[], None]
-    """Has the ranks serve with them; raises LockstepError where one cannot, and then all processes have ended."""
+    """Makes the ranks use the staged weights. Raises LockstepError if a rank cannot; then all processes have ended."""
 
     def is_due(self, scheduler: Scheduler) -> bool:
         """With `running` "finish", once no request runs that has begun; new ones wait meanwhile."""
@@ -110,7 +110,7 @@ class WeightChange:
         return True
 
     def take(self, engine: Coordinator) -> None:
-        """Has the ranks serve with the weights."""
+        """Makes the ranks use the staged weights."""
         if self.generation != engine.scheduler.generation:
             raise EngineError("ranks were replaced while the weights were read; try again")
         engine.begin_weights(self.weights, recompute=self.running == "recompute")
@@ -118,8 +118,8 @@ class WeightChange:
         engine.send_report()
 
     def after_failure(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Failed:
-        """The old weights go on serving if no rank tried to take the new ones. Else all ranks have ended, and the loop
-        rebuilds them with the new weights."""
+        """If no rank has tried to use the new weights, the old ones stay in use. Otherwise all ranks have ended, and
+        the loop rebuilds them with the new weights."""
         if self.generation != engine.scheduler.generation:
             engine.scheduler.admit_new()
             return Failed(failure)
@@ -131,19 +131,19 @@ class WeightChange:
 
 
 class Sleep:
-    """A time in which the ranks' devices are free for others."""
+    """Frees the ranks' devices for other programs until `is_over` is set."""
 
     def __init__(self) -> None:
         self.is_over = threading.Event()
         self.woken: Future[float] = Future()
-        """Seconds that the ranks took to come back."""
+        """Result: seconds that the ranks took to return."""
 
     def is_due(self, scheduler: Scheduler) -> bool:
         """Always: running requests wait with all others."""
         return True
 
     def take(self, engine: Coordinator) -> None:
-        """Has the ranks put their weights away."""
+        """Makes the ranks move their weights to the host."""
         engine.requeue()
         error = engine.run_apart(EngineError("closed while it fell asleep"), engine.ranks.sleep).exception()
         if isinstance(error, LockstepError):
@@ -151,12 +151,12 @@ class Sleep:
         engine.life.enter(EngineState.SLEEPING)
 
     def after_failure(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Failed:
-        """The loop will replace the ranks that could not put their weights away."""
+        """The loop will replace ranks that could not move their weights to the host."""
         engine.mark_ranks_failed()
         return Failed(failure, failure)
 
     def wait_until_resumed(self, engine: Coordinator) -> None:
-        """Sleeps until `is_over`, and has the ranks come back; raises LockstepError where they do not."""
+        """Sleeps until `is_over`, then restarts the ranks. Raises LockstepError if they do not start."""
         try:
             seconds = engine.sleep_until(self.is_over)
         except LockstepError as error:

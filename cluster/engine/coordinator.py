@@ -1,9 +1,9 @@
-"""The coordinator: one loop that turns requests into step frames and step results into outputs.
+"""The coordinator: a loop that turns requests into step frames and step results into outputs.
 
-A process of its own, because a busy Python thread beside the HTTP server ruins stream latency. It owns the
-scheduler and the socket to the Engine replica; it knows the ranks only as a writer of frames and a reader of results.
-No Ray and no torch here: the actor around it (cluster/engine/coordinator_actor.py) has the ranks started and watched
-(cluster/ranks/rank_group.py).
+It is a separate process, because a busy Python thread beside the HTTP server makes stream latency worse. It owns the
+scheduler and the socket to the Engine replica. It knows the ranks only as a writer of frames and a reader of results.
+This module uses neither Ray nor torch: the actor around it (cluster/engine/coordinator_actor.py) starts and watches the
+ranks (cluster/ranks/rank_group.py).
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 1.0
-# A dead rank breaks connections, and its peers' deadlines pass with the coordinator's: whoever watches the ranks gets
-# this long to say what happened.
+# Seconds for the watcher of the ranks to name the failed rank. A dead rank also breaks connections and deadlines of
+# other ranks, and those errors may come first.
 _BLAME_S = 2.0
 _FLUSH_S = 1.0
-# A mask takes a tenth of this, a step several times as long.
+# A mask takes a tenth of this, and a step several times this.
 _MASK_WAIT_S = 0.001
-# While a step runs longer than this, or the group is rebuilt, the figures go out all the same.
+# Reports are sent at this interval while a step runs longer, or the group is rebuilt.
 _WATCH_S = 1.0
-# A step that has used up this share of its deadline counts as stuck: what its ranks do is worth a line in the log.
+# A step that has used this share of its deadline counts as stuck, and the ranks' stacks are logged.
 _STUCK_SHARE = 0.25
-# New ranks open files and sockets in this process. Without descriptors for them the engine would end, and all requests.
+# File descriptors that new ranks need in this process. Without them, the engine and all its requests would end.
 _RANKS_DESCRIPTORS = 32
 _DESCRIPTORS_WAIT_S = 30.0
 
@@ -55,15 +55,16 @@ _T = TypeVar("_T")
 
 
 class Coordinator:
-    """Schedules, launches and retires steps until closed or failed.
+    """Schedules, launches and retires steps until it is closed or fails.
 
     Args:
-        scheduler: owns requests, pages and order.
+        scheduler: owns requests, pages and their order.
         ranks: compute the steps.
         step_timeout_s: `parallel.step_timeout_s`.
-        recovery: whether ranks that failed are replaced.
-        liveness: finds steps that hang.
-        fewer: a group, not started, to go on with in place of one whose ranks cannot all be replaced; None: none.
+        recovery: decides whether failed ranks are replaced.
+        liveness: detects steps that hang.
+        fewer: returns a group with fewer ranks, not started, to continue with if some ranks cannot be replaced. None if
+            there is no such group.
     """
 
     def __init__(
@@ -86,56 +87,56 @@ class Coordinator:
         self._fewer = fewer
         self._socket = EngineSocket()
         self._closing = threading.Event()
-        self._ranks_failed = threading.Event()  # `fail` was called
+        self._ranks_failed = threading.Event()  # whether `fail` was called
         self._failure: LockstepError | None = None
         self.is_preparing = True
-        """Whether the ranks may have CUDA graphs left to capture, which they do while there is nothing else."""
-        self._change: tuple[Change, Future[float]] | None = None  # asked for and not made
+        """Whether the ranks may have CUDA graphs left to capture, which they do while the engine is idle."""
+        self._change: tuple[Change, Future[float]] | None = None  # the requested change, until it is made
         self._weights: Weights | None = None
         self.num_rebuilds = 0
-        """How often ranks that failed were replaced."""
+        """Number of times that failed ranks were replaced."""
         self.life = EngineLife()
         """The engine's state: RUNNING from `run` on."""
         self._meter = StepMeter(ranks.cost)
-        # Control threads ask the scheduler for its figures; a step holds the lock only while it computes.
+        # Other threads read the scheduler's figures. A step holds this lock only while it uses the scheduler.
         self._lock = threading.Lock()
 
     @property
     def address(self) -> str:
-        """The address that the Engine replica connects to."""
+        """The address to which the Engine replica connects."""
         return self._socket.address
 
     @property
     def engine_pid(self) -> int | None:
-        """Process id of the Engine, while it is connected."""
+        """Process id of the Engine replica while it is connected."""
         return self._socket.peer_pid
 
     @property
     def failure(self) -> str | None:
-        """Why the engine failed; None while it is healthy."""
+        """The reason why the engine failed. None while it is healthy."""
         return None if self._failure is None else str(self._failure)
 
     @property
     def num_steps(self) -> int:
-        """Steps launched so far."""
+        """Number of steps launched so far."""
         return self._meter.num_steps
 
     def inspect(self, read: Callable[[Scheduler], _T]) -> _T:
-        """Returns `read(scheduler)`, called between two of the loop's own uses; callable from another thread."""
+        """Returns `read(scheduler)`, called while the loop does not use the scheduler. Any thread may call this."""
         with self._lock:
             return read(self.scheduler)
 
     def close(self) -> None:
-        """Makes `run` return after the step in flight; callable from another thread, any number of times."""
+        """Makes `run` return after the step in flight. Any thread may call this, any number of times."""
         self._closing.set()
         self._socket.wake()
 
     def wake(self) -> None:
-        """Makes an idle loop look at the scheduler again, whose guides have a mask; callable from any thread."""
+        """Wakes an idle loop, because a guide has made a mask. Any thread may call this."""
         self._socket.wake()
 
     def fail(self, error: LockstepError) -> None:
-        """Makes `run` end every request with `error` and raise it; callable from another thread. The first counts."""
+        """Makes `run` end every request with `error` and raise it. Any thread may call this; the first call counts."""
         if self._failure is None:
             self._failure = error
         self._ranks_failed.set()
@@ -144,11 +145,11 @@ class Coordinator:
         self._socket.wake()
 
     def change(self, change: Change) -> Future[float]:
-        """Has `change`, which is loaded, made after the steps in flight; callable from another thread. Requests wait
-        meanwhile. One at a time.
+        """Makes `change`, which is loaded already, once the steps in flight are retired. Requests wait meanwhile. Any
+        thread may call this, for one change at a time.
 
         Returns:
-            The pause in seconds; or an error if the change failed and serving went on as before, or if the engine
+            The pause in seconds, or an error if the change failed and the engine continues as before, or if the engine
             ended.
         """
         done: Future[float] = Future()
@@ -157,10 +158,10 @@ class Coordinator:
         return done
 
     def run(self) -> None:
-        """The loop; to be called once. Returns when closed; the socket is gone with it.
+        """Runs the loop, once. Returns when closed; the socket is closed then.
 
         Raises:
-            LockstepError: the engine failed. Every request has been told.
+            LockstepError: the engine failed. Every request has got an error.
         """
         try:
             self._socket.start()
@@ -170,7 +171,8 @@ class Coordinator:
                 failure = self._recover(failure)
                 if failure is None:
                     failure = self._serve()
-        except Exception as error:  # noqa: BLE001 -- whatever ended the loop, the requests must not wait for it
+        # Noqa: BLE001 -- the requests must not wait for a loop that ended, for whatever reason
+        except Exception as error:
             failure = self._root_cause(error)
             self._fail_all(failure)
             raise failure from None
@@ -181,7 +183,7 @@ class Coordinator:
                 self._change[1].set_exception(EngineError("the engine ended"))
 
     def _serve(self) -> LockstepError | None:
-        """Runs steps until closed. Returns the failure if ranks failed and may be replaced, and None if closed; raises
+        """Runs steps until closed. Returns the failure if ranks failed and may be replaced, and None if closed. Raises
         any other error."""
         busy = self.scheduler.has_work  # requests may have waited for a rebuild
         try:
@@ -207,8 +209,8 @@ class Coordinator:
         return None
 
     def _recover(self, failure: LockstepError) -> LockstepError | None:
-        """Has ranks replaced after `failure`; returns why that failed, if it did. Raises `failure` where it is not to
-        be done."""
+        """Replaces ranks after `failure`. Returns the error if that failed. Raises `failure` if ranks must not be
+        replaced."""
         self._failure = failure
         keeps_kv = self.ranks.keeps_kv(failure)
         lost = self.requeue(keeps_kv=keeps_kv)
@@ -229,7 +231,8 @@ class Coordinator:
         return None
 
     def _rebuild(self, failure: LockstepError, kept_pages: Int32Array | None) -> None:
-        """Has the ranks replaced, or fewer ranks go on where some cannot be; raises LockstepError where none run."""
+        """Replaces the ranks, or continues with fewer ranks if some cannot be replaced. Raises LockstepError if no
+        ranks run."""
         try:
             self.replace_ranks(failure, kept_pages)
         except LockstepError as error:
@@ -242,7 +245,7 @@ class Coordinator:
             self.fit_ranks()
 
     def _make(self, change: Change, done: Future[float]) -> None:
-        """Makes a change if it is due; raises what went wrong where no ranks are left that run."""
+        """Makes a change if it is due. Raises its error if no ranks run any more."""
         if not change.is_due(self.scheduler):
             return
         while self.scheduler.num_in_flight:
@@ -263,10 +266,10 @@ class Coordinator:
         done.set_result(time.monotonic() - began)
         change.wait_until_resumed(self)
 
-    # Parts of changes and rebuilds, called on the loop's thread
+    # Parts of changes and rebuilds, called on the loop's thread.
 
     def requeue(self, *, keeps_kv: bool = False) -> frozenset[tuple[int, int]]:
-        """Begins a generation in which all requests wait. Returns what the steps in flight were about."""
+        """Starts a generation in which all requests wait. Returns what the steps in flight were computing."""
         self._meter.lost()
         with self._lock:
             return self.scheduler.requeue_all(self.scheduler.generation + 1, keeps_kv=keeps_kv)
@@ -277,8 +280,8 @@ class Coordinator:
             return self.scheduler.cached_pages
 
     def replace_ranks(self, how: LockstepError | RankGroup, kept_pages: Int32Array | None = None) -> None:
-        """Has the ranks replaced as `RankGroup.replace_ranks` does, on another thread, while requests are taken and
-        wait. Raises LockstepError where no ranks run then."""
+        """Runs `RankGroup.replace_ranks` on another thread, while new requests are accepted and wait. Raises
+        LockstepError if no ranks run then."""
         self._failure = None
         self._ranks_failed.clear()
         self.life.enter(EngineState.REBUILDING)
@@ -293,20 +296,24 @@ class Coordinator:
         self.life.enter(EngineState.RUNNING)
 
     def fit_ranks(self) -> None:
-        """Adapts hang detection and the number of pages to new ranks, which have not been sent a step yet."""
+        """Adapts hang detection and the number of pages to new ranks, before their first step."""
         self._liveness.begin(min(1.0, self.ranks.size / self._first_size))
         with self._lock:
             self.scheduler.set_num_pages(self.ranks.pool.num_pages, self.ranks.pool.num_window_pages)
 
     def begin_weights(self, weights: Weights, *, recompute: bool) -> None:
-        """Has requests from now on be answered with `weights`, as `Scheduler.change_weights` does."""
+        """Answers requests with `weights` from now on. See `Scheduler.change_weights`."""
         with self._lock:
             self.scheduler.change_weights(recompute=recompute)
         self._weights = weights
 
     def sleep_until(self, is_over: threading.Event) -> float | None:
-        """Takes requests until `is_over`, and has the ranks come back. Returns the seconds that they took; None: the
-        engine was closed meanwhile. Raises LockstepError where the ranks do not come."""
+        """Accepts requests until `is_over`, then restarts the ranks.
+
+        Returns:
+            Seconds that the ranks took, or None if the engine was closed meanwhile. Raises LockstepError if they do not
+            start.
+        """
         while not is_over.is_set():
             if self._closing.is_set():
                 return None
@@ -317,7 +324,7 @@ class Coordinator:
         return time.monotonic() - began
 
     def send_report(self) -> None:
-        """Sends the figures of now to the Engine replica."""
+        """Sends the current figures to the Engine replica."""
         self._socket.send(StepOutput(stats=self._report()))
 
     def mark_ranks_failed(self) -> None:
@@ -325,14 +332,14 @@ class Coordinator:
         self._ranks_failed.set()
 
     def wait_for_watcher(self) -> None:
-        """Waits for the watcher of the ranks' processes to name the failed rank; then counts the error as a failure of
+        """Waits for the watcher of the ranks' processes to name the failed rank. Then counts the error as a failure of
         ranks in any case."""
         self._ranks_failed.wait(_BLAME_S)
         self.mark_ranks_failed()
 
     def run_apart(self, closed: LockstepError, function: Callable[..., _T], *args: object) -> Future[_T]:
-        """Runs a function of the ranks to its end on a thread of its own, while requests are taken and wait. Raises
-        `closed` where this is closed meanwhile."""
+        """Runs a function of the ranks on its own thread, while new requests are accepted and wait. Raises `closed` if
+        the coordinator is closed meanwhile."""
         done: Future[_T] = Future()
         done.add_done_callback(lambda _: self._socket.wake())
         threading.Thread(target=_run_into, args=(done, function, *args), name="rebuild", daemon=True).start()
@@ -344,7 +351,7 @@ class Coordinator:
         return done
 
     def _root_cause(self, error: Exception) -> LockstepError:
-        """The root cause of `error`: the failed rank if one is known, rather than the channel error that it caused."""
+        """The root cause of `error`: the failed rank if it is known, instead of the channel error that followed."""
         if isinstance(error, LockstepError):
             if self._failure is None:
                 self._ranks_failed.wait(_BLAME_S)
@@ -367,13 +374,14 @@ class Coordinator:
                     case FlushCache():
                         self.scheduler.flush_cache()
             if lost:
-                # Nobody is left to read: free what the lost Engine's requests hold.
+                # No one can read the results, so what the lost Engine's requests hold is freed.
                 self.scheduler.abort(self.scheduler.live_ids())
         if refused:
             self._socket.send(StepOutput(finished=refused))
 
     def _advance(self) -> bool:
-        """Launches what may be launched, then retires one step. False: nothing can go on without a message or wake."""
+        """Launches all steps that may be launched, then retires one. Returns False if nothing can continue without a
+        message or a mask."""
         if self.scheduler.num_in_flight and self.scheduler.is_awaiting_masks:
             self._await_masks()
         with self._lock:
@@ -384,7 +392,7 @@ class Coordinator:
         if self.scheduler.num_in_flight:
             self._retire()
             return True
-        # Requests that a change of weights holds back are not stuck: the change will release them.
+        # Requests that wait for a change of weights are not stuck, because the change will release them.
         if self.scheduler.has_work and not self.scheduler.is_awaiting_masks and self._change is None:
             raise EngineError("the scheduler has work but neither launched a step nor has one in flight")
         return False
@@ -397,9 +405,9 @@ class Coordinator:
             self._send(output)
 
     def _await_masks(self) -> None:
-        """Gives guides a moment, so that their rows join the next step; the ranks have one to run meanwhile.
+        """Waits briefly for masks, so that their rows join the next step while the ranks run the current one.
 
-        With two steps in flight a guided row can join every second step; if its mask is late, only every third.
+        With two steps in flight, a guided row can join every second step; if its mask is late, only every third.
         """
         deadline = time.monotonic() + _MASK_WAIT_S
         while (left := deadline - time.monotonic()) > 0:
@@ -409,8 +417,8 @@ class Coordinator:
             self._take_messages(left)
 
     def _capture_graph(self) -> bool:
-        """Has the ranks capture one more CUDA graph if no request is there, and waits for it; returns whether there may
-        be more to capture. A request that comes meanwhile waits for that one."""
+        """Makes the ranks capture one more CUDA graph if there is no request, and waits for it. Returns whether more
+        may be left to capture. A request that arrives meanwhile waits for this one."""
         if self.is_preparing and not self.scheduler.has_work:
             frame = StepFrame(self.scheduler.generation, self.scheduler.last_step, kind=FrameKind.CAPTURE)
             self.ranks.frames.send(frame.encode(), self._step_timeout_s)
@@ -419,7 +427,7 @@ class Coordinator:
         return self.is_preparing and not self.scheduler.has_work
 
     def _rest(self) -> None:
-        """Nothing can go on: reports, unless it is only a mask that is awaited and the last report is young."""
+        """Sends a report, because nothing can continue. If only a mask is missing, sends it only when it is due."""
         if not self.scheduler.has_work:
             self._meter.rest()
         elif not self._meter.is_due():
@@ -427,10 +435,10 @@ class Coordinator:
         self.send_report()
 
     def _receive(self) -> bytes:
-        """The oldest step's result; reports while it is awaited.
+        """The oldest step's result. Sends reports while it waits.
 
         Raises:
-            DeadlineError: it did not come within `parallel.step_timeout_s`, or the ranks hang.
+            DeadlineError: the result did not come within `parallel.step_timeout_s`, or the ranks hang.
         """
         began = reported = time.monotonic()
         stuck_at = began + self._step_timeout_s * _STUCK_SHARE
@@ -453,7 +461,7 @@ class Coordinator:
                 self.fail(hang)
 
     def _send(self, output: StepOutput | None) -> None:
-        """Sends `output`, with a report where one is due."""
+        """Sends `output`, with a report if one is due."""
         if output is None:
             return
         if self._meter.is_due():
@@ -482,7 +490,7 @@ class Coordinator:
         self._socket.flush(_FLUSH_S)
 
     def _leave(self) -> None:
-        """Retires what is in flight, then has the ranks leave."""
+        """Retires the steps in flight, then sends the ranks a CLOSE frame."""
         self.life.enter(EngineState.DRAINING)
         while self.scheduler.num_in_flight:
             self.scheduler.retire(StepResult.decode(self.ranks.results.recv(self._step_timeout_s)))
@@ -491,7 +499,7 @@ class Coordinator:
 
 
 def _run_into(future: Future[_T], function: Callable[..., _T], *args: object) -> None:
-    """Gives `future` what `function` returns or raises. Waits for file descriptors first: `_RANKS_DESCRIPTORS`."""
+    """Sets the result of `function` as `future`'s result. Waits for file descriptors first: `_RANKS_DESCRIPTORS`."""
     deadline = time.monotonic() + _DESCRIPTORS_WAIT_S
     while (left := num_descriptors_left()) < _RANKS_DESCRIPTORS and time.monotonic() < deadline:
         logger.warning("the ranks wait for file descriptors: %d are left (ulimit -n)", left)

@@ -1,4 +1,4 @@
-"""The coordinator's process: starts the ranks, builds the scheduler over what they can hold, and runs the loop."""
+"""The coordinator's process: starts the ranks, creates a scheduler that fits their memory, and runs the loop."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class EngineFacts:
     """Facts about a started group."""
 
     address: str
-    """The coordinator's socket, for `EngineClient.connect`."""
+    """Address of the coordinator's socket, for `EngineClient.connect`."""
     pid: int
-    """The coordinator's process."""
+    """Process id of the coordinator."""
     num_pages: int
     max_model_len: int
     max_item_tokens: int
@@ -60,9 +60,9 @@ class EngineFacts:
     locations: tuple[Location, ...]
     loads: tuple[RankLoad, ...]
     peak_flops: float
-    """Per second, of large matrix products: what all ranks together were measured to do."""
+    """Measured FLOP/s of large matrix products, all ranks together."""
     peak_bandwidth: float
-    """Bytes per second that all ranks together were measured to read and write in memory."""
+    """Measured bytes per second of memory traffic, all ranks together."""
     phase_s: tuple[tuple[str, float], ...]
     """Seconds that each phase of the start took, in order."""
 
@@ -73,14 +73,15 @@ class Progress:
 
     phase: str
     done: tuple[float, ...] = ()
-    """The share of the phase that is done, 0 to 1, by rank. Empty where it is not known."""
+    """Share of the phase that is done, 0 to 1, by rank. Empty if it is not known."""
 
 
 class CoordinatorActor:
-    """Ray's shell around a `Coordinator` and its `RankGroup`."""
+    """The Ray actor around a `Coordinator` and its `RankGroup`."""
 
     def __init__(self, spec: EngineSpec, name: str) -> None:
-        from cluster.structured.guides import RequestGuides  # loads llguidance, which only this process needs
+        # This import loads llguidance, which only this process needs.
+        from cluster.structured.guides import RequestGuides
 
         log_to_stderr(spec.config.observability.log_format, replica=name, rank="coordinator")
         self._spec = spec
@@ -88,7 +89,7 @@ class CoordinatorActor:
         self._phase = "starting"
         self._phase_began = time.monotonic()
         self._phase_s: list[tuple[str, float]] = []
-        self._starting: RankGroup | None = None  # ranks whose start is reported
+        self._starting: RankGroup | None = None  # the ranks whose start is reported
         self._coordinator: Coordinator | None = None
         self._changing = threading.Lock()
         self._sleep: Sleep | None = None
@@ -99,7 +100,7 @@ class CoordinatorActor:
         return "Coordinator"
 
     def start(self, placement_group: PlacementGroup) -> EngineFacts:
-        """Starts the ranks and loads the model; the socket takes connections, `run` serves them."""
+        """Starts the ranks and loads the model. The socket accepts connections from now on, and `run` serves them."""
         spec, config = self._spec, self._spec.config
         self._enter("starting ranks")
         starter = RankStarter(
@@ -161,7 +162,7 @@ class CoordinatorActor:
         self._phase, self._phase_began = phase, now
 
     def run(self) -> None:
-        """Serves until `close`, then ends the ranks. Raises EngineError with the cause when the engine failed."""
+        """Serves until `close`, then ends the ranks. Raises EngineError with the cause if the engine failed."""
         coordinator = self._coordinator
         assert coordinator is not None, "start comes first"
         coordinator.ranks.start_spares()
@@ -176,8 +177,8 @@ class CoordinatorActor:
             self._guides.close()
 
     def _processes(self) -> dict[str, int]:
-        """The processes to be ended where they are stopped, by name: ranks that are replaced then, and the Engine
-        replica, where it is one that Ray Serve replaces."""
+        """The processes to kill if they are stopped, by name: ranks that would be replaced, and the Engine replica if
+        Ray Serve would replace it."""
         assert self._coordinator is not None, "it runs"
         ranks, pid = self._coordinator.ranks, self._coordinator.engine_pid
         found = {f"rank {rank}": of_rank for rank, of_rank in ranks.pids.items() if ranks.reason_never is None}
@@ -185,28 +186,36 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="ctl")
     def set_tokenizer(self, tokenizer: str) -> None:
-        """Makes grammars possible. `tokenizer`: the model's, as the text of a tokenizer.json."""
+        """Enables grammars.
+
+        Args:
+            tokenizer: the model's, as the text of a tokenizer.json.
+        """
         self._guides.set_tokenizer(tokenizer)
 
     @ray.method(concurrency_group="ctl")
     def resize(self, size: int) -> Resized:
-        """Makes `size` ranks of the engine's, while it runs; returns when they do. Raises as `cluster.engine.resizing`
-        has it."""
+        """Changes the number of ranks to `size` while the engine runs, and returns when they run. Errors are those of
+        `cluster.engine.resizing.resize`."""
         with self._one_change() as coordinator:
             return resize(size, self._spec.given, coordinator)
 
     @ray.method(concurrency_group="ctl")
     def update_weights(self, model: str | None = None, **how: Any) -> WeightsChanged | None:
-        """Has the checkpoint `model`, or one in the memory of a trainer, serve in place of the weights there are, while
-        the engine runs; returns when it does. Further arguments and errors are those of `cluster.engine.weight_change`.
-        """
+        """Changes to the weights of checkpoint `model`, or of one in a trainer's memory, while the engine runs. Returns
+        when they are in use. Further arguments and errors are those of
+        `cluster.engine.weight_change.change_weights`."""
         with self._one_change() as coordinator:
             return change_weights(coordinator, self._spec, self._platforms, model, **how)
 
     @ray.method(concurrency_group="ctl")
     def sleep(self) -> float:
-        """Frees the memory of the ranks' devices until `wake_up`: KV is lost, weights go to the node's memory, requests
-        are taken and wait. Returns the seconds it took. Raises ConfigError where it cannot be had."""
+        """Frees the memory of the ranks' devices until `wake_up`. KV is lost, weights move to the host, and requests
+        wait. Returns the seconds it took.
+
+        Raises:
+            ConfigError: this engine cannot sleep.
+        """
         with self._one_change() as coordinator:
             if not coordinator.ranks.is_persistent:
                 raise ConfigError(
@@ -219,7 +228,8 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="ctl")
     def wake_up(self) -> float:
-        """Ends a `sleep`; returns the seconds it took until requests go on. Raises ConfigError where there is none."""
+        """Ends a `sleep`. Returns the seconds until requests continue. Raises ConfigError if the engine does not
+        sleep."""
         with self._one_change(in_sleep=True) as coordinator:
             assert self._sleep is not None, "it sleeps"
             sleep, self._sleep = self._sleep, None
@@ -229,8 +239,11 @@ class CoordinatorActor:
 
     @contextlib.contextmanager
     def _one_change(self, *, in_sleep: bool = False) -> Iterator[Coordinator]:
-        """Gives the coordinator to one change at a time; raises ConfigError where another is under way, or where it
-        sleeps, or does not if `in_sleep`."""
+        """Gives the coordinator to one change at a time.
+
+        Raises:
+            ConfigError: another change is running, or the engine sleeps (with `in_sleep`: does not sleep).
+        """
         if self._coordinator is None:
             raise ConfigError("the engine has not started yet; try again when it has")
         if not self._changing.acquire(blocking=False):
@@ -244,13 +257,14 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="ctl")
     def progress(self) -> Progress:
-        """Progress of the start; answers while `start` runs."""
+        """Progress of the start. Answers while `start` runs."""
         done = self._starting.progress() if self._starting is not None and self._phase in _MEASURED_PHASES else []
         return Progress(self._phase, tuple(done))
 
     @ray.method(concurrency_group="ctl")
     def status(self) -> dict[str, Any]:
-        """Scheduler figures, steps so far and the failure, if any. Raises when the pages do not add up."""
+        """The scheduler's figures, the number of steps, and the failure if there is one. Raises if the pages are
+        inconsistent."""
         coordinator = self._coordinator
         if coordinator is None:
             return {"phase": self._phase, "state": EngineState.STARTING}
@@ -274,7 +288,7 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="ctl")
     def close(self) -> None:
-        """Makes `run` return after the step in flight, the ranks ended. Before `start` is done there is none."""
+        """Makes `run` return after the step in flight and ends the ranks. Without effect before `start` is done."""
         if self._coordinator is not None:
             self._coordinator.close()
 
@@ -282,7 +296,7 @@ class CoordinatorActor:
 def _scheduler_limits(
     spec: EngineSpec, num_pages: int, max_model_len: int, window_pool: WindowPool | None
 ) -> SchedulerLimits:
-    """Limits of a group whose ranks hold `num_pages` pages each."""
+    """The scheduler's limits for a group whose ranks hold `num_pages` pages each."""
     return SchedulerLimits(
         num_pages=num_pages,
         page_size=spec.config.kv_cache.page_size,
@@ -299,7 +313,7 @@ def _scheduler_limits(
 
 
 def _log_pool(num_pages: int, page_size: int, memory: GroupMemory, window_pool: WindowPool | None) -> None:
-    """Every rank holds as many pages as the one with the least room."""
+    """Logs the pool of each rank. All ranks hold the same number of pages, limited by the one with the least memory."""
     for rank, (page, free) in enumerate(zip(memory.bytes_per_page, memory.free_bytes, strict=True)):
         pool = f"{num_pages + 1} pages x {sum(page)} bytes"
         if window_pool is not None:

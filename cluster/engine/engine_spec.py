@@ -1,4 +1,4 @@
-"""The input of an engine's start, which other parts of the engine describe, and change later."""
+"""The input for starting an engine, which other modules use to describe and change it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from configs.schema import EngineConfig
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One tensor-parallel group to be started."""
+    """One tensor-parallel group to start."""
 
     config: EngineConfig
-    """Resolved: nothing is left to be decided but what the ranks' memory decides."""
+    """Resolved, except for what the ranks' memory decides."""
     model: ModelConfig
     model_path: Path
     tokenizer_path: Path
-    """The directory that holds the tokenizer."""
+    """The directory with the tokenizer."""
     given: EngineConfig
-    """The configuration before it was resolved: another size decides anew."""
+    """The configuration before it was resolved. Another number of ranks resolves it again."""

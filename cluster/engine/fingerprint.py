@@ -1,4 +1,4 @@
-"""`system_fingerprint`: what an answer's bits depend on, in a few letters."""
+"""`system_fingerprint`: a short string that identifies everything that an answer's bits depend on."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _SAMPLE_BYTES = 1 << 16
 def system_fingerprint(
     spec: EngineSpec, platforms: Iterable[str], version: str = "", *, in_memory: bool = False
 ) -> str:
-    """Version, and a hash of all that may change an answer.
+    """The version, and a hash of everything that may change an answer.
 
-    Where numerics are exact, that is what the model is, its weights, the types of activations and cache, where the
-    ranks compute and the contract: whoever has the same fingerprint gives the same bits. Else it is the number of ranks
-    and all settings but those of serving, and equal fingerprints promise nothing.
+    With exact numerics that is the model, its weights, the dtypes of activations and cache, the platform, and the
+    contract: equal fingerprints mean equal bits. With fast numerics it is also the number of ranks and all settings
+    except those of serving, and equal fingerprints promise nothing.
 
     Args:
         platforms: `worker.device.platform.platform_of` of each rank.
-        version: of weights that took the place of those of the start.
-        in_memory: no file has them, so that they are known by their version alone.
+        version: version of weights that replaced those of the start, if any.
+        in_memory: whether no file has the weights, so that only `version` identifies them.
     """
     config = spec.config
     if not config.is_exact:
@@ -34,15 +34,13 @@ def system_fingerprint(
     is_dummy = config.load_format == "dummy"
     weights = f"dummy{config.revision or ''}" if is_dummy else version if in_memory else _weights(spec.model_path)
     types = (config.dtype, config.quantization, config.kv_dtype, config.device)
-    where = sorted(set(platforms))  # most often one, whatever the number of ranks
+    where = sorted(set(platforms))  # usually one, for any number of ranks
     return f"lockstep-{VERSION}-exact-{_digest(str(CONTRACT), str(spec.model), weights, *types, *where)}"
 
 
 def _weights(path: Path) -> str:
-    """Sizes of a checkpoint's files, and bytes from beginning, middle and end, which no two trainings share.
-
-    A checkpoint that is not on this node is known by the last part of its path: for the Hub's a commit.
-    """
+    """Sizes of a checkpoint's files, and bytes from their beginning, middle and end, which differ between trainings. A
+    checkpoint that is not on this node is identified by the last part of its path; for the Hub that is a commit."""
     files = sorted(path.glob("*.safetensors"))
     if not files:
         return path.name

@@ -1,4 +1,4 @@
-"""Checks of a model and its tokenizer that need no process of the group."""
+"""Checks of a model and its tokenizer before any process of the group starts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 def check_checkpoint(config: EngineConfig, *, serves_text: bool = True) -> None:
-    """Reads the headers of the model's files, as every rank does, and of their tensors only factors of an FP8 KV cache.
-    Of random weights and of a model on the Hub only the config is read.
+    """Reads the headers of the model's files, as every rank does, and the factors of an FP8 KV cache. For random
+    weights and for a model on the Hub, only the config is read.
 
     Args:
-        serves_text: whether a tokenizer has to be there as well.
+        serves_text: whether a tokenizer is needed.
 
     Raises:
-        CheckpointError: files are missing, truncated, of an unsafe kind or of another model than their config, factors
-            of an FP8 KV cache are none that can be served.
+        CheckpointError: files are missing, truncated or unsafe, do not fit their config, or have unsupported FP8 KV
+            factors.
     """
     path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = read_model_config(path)
@@ -43,10 +43,10 @@ def check_checkpoint(config: EngineConfig, *, serves_text: bool = True) -> None:
 
 
 def check_tokenizer(config: EngineConfig) -> None:
-    """Reads the tokenizer as a replica does, and warns as it does. Random weights may be measured without any.
+    """Loads the tokenizer as a replica does, with the same warnings. Random weights may be served without a tokenizer.
 
     Raises:
-        CheckpointError, ConfigError: there is no tokenizer, or one that cannot be used.
+        CheckpointError, ConfigError: there is no tokenizer, or it cannot be used.
     """
     if config.load_format == "dummy" and config.tokenizer is None:
         return
@@ -55,18 +55,18 @@ def check_tokenizer(config: EngineConfig) -> None:
 
 
 def find_tokenizer(config: EngineConfig, model_path: Path) -> Path:
-    """The directory with the tokenizer of the model at `model_path`. Raises CheckpointError without one."""
+    """The directory with the tokenizer of the model at `model_path`. Raises CheckpointError if there is none."""
     if config.tokenizer is None:
         return model_path
     return resolve_tokenizer_path(config.tokenizer, config.model, config.revision)
 
 
 def read_tokenizer(config: EngineConfig, model: ModelConfig, path: Path) -> Tokenizer:
-    """The tokenizer at `path`; takes tenths of a second, or seconds for the largest vocabularies. Warns when it has
-    tokens that `model` does not.
+    """Loads the tokenizer at `path`. This takes tenths of a second, or seconds for the largest vocabularies. Warns if
+    it has tokens that `model` lacks.
 
     Raises:
-        CheckpointError, ConfigError: there is none that can be used, or `server.chat_template` is none.
+        CheckpointError, ConfigError: the tokenizer or `server.chat_template` is missing or cannot be used.
     """
     tokenizer = Tokenizer.load(path, chat_template=config.server.chat_template)
     if tokenizer.vocab_size > model.vocab_size:

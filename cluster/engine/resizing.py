@@ -1,17 +1,16 @@
-"""Another number of ranks for an engine that serves: its `tensor_parallel_size`, while requests run.
+"""Changes the number of ranks of a running engine, its `tensor_parallel_size`.
 
-The new ranks start and load their shards beside those that serve. Only then do requests wait: until the steps in
-flight have retired, the old ranks have given their KV pools up, and the new ones have theirs, with what each has of the
-pages that are in use. Where that cannot be, what requests had is computed again, as after a rebuild. So whatever fails
-before costs no request anything, and what fails after leaves the old ranks, which still have their weights, to go on.
+The new ranks start and load their shards while the old ones serve. Only then do requests wait: the steps in flight
+retire, the old ranks release their KV pools, and the new ranks allocate theirs and take over the KV of pages in use. If
+they cannot take the KV over, it is computed again, as after a rebuild. A failure before that pause costs the requests
+nothing. After a failure in it, the old ranks, which still have their weights, continue.
 
-The pool keeps its number of pages, and with it every limit that requests were admitted by.
+The pool retains its number of pages and all limits by which requests were admitted.
 
-On GPUs the KV pools of the old ranks may take what there is: the new ranks start beside them, load the kernels, and
-read their shards into the GPU's memory where it has room, else into the node's, from where they come once those pools
-are given up. A new rank shares the GPU of
-the old one of its index until that has gone; more of them take GPUs of the node that are free. The pool has fewer pages
-where there is no room for as many, and `max_model_len` always fits.
+On GPUs, the old ranks' KV pools may fill the memory. The new ranks start beside them, load the kernels, and read their
+shards into the GPU's memory if it has room, else into the host's, from where they are moved once the old pools are
+released. A new rank shares the GPU of the old rank with its index until that rank ends; further ranks use free GPUs of
+the node. The pool gets fewer pages if there is no room, but `max_model_len` always fits.
 """
 
 from __future__ import annotations
@@ -38,28 +37,29 @@ from worker.device.cgroup import available_bytes
 logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
-_HOST_SHARE = 0.5  # weights that wait are pinned, which takes more of a node than to hold them
+# Share of a node's memory that may be pinned for waiting weights; pinning takes more than their size.
+_HOST_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Resized:
-    """The outcome of a resize."""
+    """The result of a resize."""
 
     size: int
-    """Ranks now."""
+    """Number of ranks now."""
     pause_s: float
-    """How long the requests waited."""
+    """Seconds for which requests waited."""
 
 
 def resize(size: int, given: EngineConfig, coordinator: Coordinator) -> Resized:
-    """Has `size` new ranks take the place of those that there are; one resize at a time.
+    """Replaces the ranks by `size` new ones. One resize at a time.
 
     Args:
-        given: the configuration before anything in it was resolved.
+        given: the configuration before it was resolved.
 
     Raises:
-        ConfigError: it cannot be had. The ranks there are go on.
-        EngineError: it failed. They go on as well, unless the engine ends.
+        ConfigError: this size is impossible. The old ranks continue.
+        EngineError: the resize failed. The old ranks continue, unless the engine ends.
     """
     old = coordinator.ranks
     if size == old.size:
@@ -87,7 +87,8 @@ def resize(size: int, given: EngineConfig, coordinator: Coordinator) -> Resized:
 
 
 def fewer(given: EngineConfig, old: RankGroup) -> RankGroup | None:
-    """The group, not started, that goes on where ranks of `old` are lost with their devices; None where none may.
+    """A group with fewer ranks, not started, for when ranks of `old` are lost with their devices. None if no smaller
+    size is allowed or possible.
 
     Args:
         given: as in `resize`.
@@ -103,7 +104,7 @@ def fewer(given: EngineConfig, old: RankGroup) -> RankGroup | None:
 
 
 def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
-    """The configuration for `size` ranks; raises ConfigError where there cannot be so many."""
+    """The configuration for `size` ranks. Raises ConfigError if that is impossible."""
     on_gpus = old.config.device == "cuda"
     if old.starter.is_in_memory:
         raise ConfigError("weights that came from memory cannot be read by new ranks; change to those of a path first")
@@ -115,23 +116,24 @@ def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
             f"placement.cpus_per_rank={given.placement.cpus_per_rank:g} is reserved for {num_bundles} ranks; leave "
             f"it out, or start with tensor_parallel_size={size}"
         )
-    # The value that `auto` has become stays: streams go on in the numerics that they began in.
+    # A decided `auto` stays: streams continue with the numerics with which they began.
     now = old.config
-    kept = {"numerics": now.numerics, "model": now.model, "revision": now.revision}  # other weights may have come
+    # The weights may have been changed since the start
+    kept = {"numerics": now.numerics, "model": now.model, "revision": now.revision}
     changed = given.model_copy(update={"tensor_parallel_size": size, **kept})
     return resolve(changed, old.model, host_facts(gpus=on_gpus)).config
 
 
 def _held(size: int, old: RankGroup) -> tuple[HeldGPU, ...]:
-    """GPUs for the ranks of `size` that the placement group has no bundle for, those of `old` first; raises ConfigError
-    where too few are free."""
+    """GPUs for the ranks of `size` without a bundle in the placement group, those of `old` first. Raises ConfigError if
+    too few are free."""
     count = max(0, size - old.starter.num_bundles) if old.config.device == "cuda" else 0
     held = old.starter.held[:count]
     return held + (hold(old.bundle, count - len(held), CUDA_ENVIRONMENT) if count > len(held) else ())
 
 
 def _load(new: RankGroup, old: RankGroup) -> None:
-    """Starts `new` and loads them, on GPUs as `RankGroup.prepare` does; raises ConfigError where there is no room."""
+    """Starts `new` and loads its shards (on GPUs with `RankGroup.prepare`). Raises ConfigError if there is no room."""
     on_gpus = new.config.device == "cuda"
     if on_gpus:
         check_devices(new, old)
@@ -157,8 +159,8 @@ def _load(new: RankGroup, old: RankGroup) -> None:
 
 
 def check_devices(new: RankGroup, old: RankGroup) -> None:
-    """Raises ConfigError where a GPU that a new rank takes over cannot hold the weights of both ranks, which it has to
-    until the old one goes, and the new rank's keys and values of one sequence of `max_model_len`."""
+    """Raises ConfigError if a GPU cannot hold the weights of its old and its new rank at the same time, plus the new
+    rank's KV of one sequence of `max_model_len`."""
     config, max_model_len = new.config, old.pool.max_model_len
     page_size = config.kv_cache.page_size
     window_pool = None if old.pool.num_window_pages is None else WindowPool.of(config, old.model)
@@ -175,7 +177,7 @@ def check_devices(new: RankGroup, old: RankGroup) -> None:
 
 
 def _check_pool(memory: GroupMemory, new: RankGroup, old: RankGroup) -> None:
-    """Raises ConfigError where the new ranks cannot hold the pages that the old ones do."""
+    """Raises ConfigError if the new ranks cannot hold the old ranks' pages."""
     num_pages, config = old.pool.num_pages, old.config
     window_pool = None if old.pool.num_window_pages is None else WindowPool.of(config, old.model)
     takes = [pool_bytes(num_pages, page, window_pool) for page in memory.bytes_per_page]

@@ -1,8 +1,8 @@
 """The coordinator's end of the unix socket to its Engine replica: length-prefixed msgpack in both directions.
 
-A thread reads, and the step loop takes what it has read: a unix socket holds a few hundred kilobytes, so a reader that
-came by once a step would take many steps for a large message, and everything behind it would wait as long. The loop
-writes by itself and never blocks on it.
+A thread reads, and the step loop takes the messages that were read. A unix socket buffers only a few hundred kilobytes,
+so reading once per step would take many steps for a large message, and delay everything after it. The loop itself
+writes, and never blocks on it.
 """
 
 from __future__ import annotations
@@ -26,24 +26,22 @@ logger = logging.getLogger(__name__)
 
 _RECEIVE_BYTES = 1 << 18
 _MAX_UNTAKEN_BYTES = 64 << 20
-# While no descriptor is left the listener stays readable: without a pause the thread would take a whole core.
+# Without descriptors, the listener stays readable. Without this pause, the thread would take a whole core.
 _ACCEPT_AGAIN_S = 1.0
 
 
 class EngineSocket:
-    """One peer at a time; `start` begins to read what it sends.
-
-    The address is in Linux's abstract namespace: no file to leave behind. Only processes of the same user may connect.
-    """
+    """Accepts one peer at a time. `start` begins to read. The address is in Linux's abstract namespace, so no file
+    remains. Only processes of the same user may connect."""
 
     def __init__(self, *, max_untaken_bytes: int = _MAX_UNTAKEN_BYTES) -> None:
-        """`max_untaken_bytes`: of messages not yet polled; while there are more, the thread reads no further."""
+        """`max_untaken_bytes`: while messages that were not polled exceed this, the thread stops reading."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.address = f"\0lockstep-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener.bind(self.address)
         self._listener.listen(1)
         self._listener.setblocking(False)
-        self._peer: socket.socket | None = None  # set by the thread that accepts, dropped by the loop
+        self._peer: socket.socket | None = None  # set by the accepting thread, cleared by the loop
         self._unsent = bytearray()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineToCoordinator)
@@ -56,27 +54,27 @@ class EngineSocket:
         self._num_untaken_bytes = 0
         self._is_lost = False
         self._closed = False
-        self._taken = threading.Condition()  # guards the four above
+        self._taken = threading.Condition()  # guards the four attributes above
         self._thread = threading.Thread(target=self._receive, name="engine-socket", daemon=True)
 
     def start(self) -> None:
-        """Lets the Engine in; to be called once."""
+        """Starts accepting the Engine replica. Call this once."""
         self._thread.start()
 
     @property
     def peer_pid(self) -> int | None:
-        """Process id of the Engine, while it is connected; callable from another thread."""
-        with contextlib.suppress(OSError):  # it has just gone
+        """Process id of the Engine replica while it is connected. Any thread may read it."""
+        with contextlib.suppress(OSError):  # the peer has just disconnected
             return None if (peer := self._peer) is None else pid_of(peer)
         return None
 
     def wake(self) -> None:
-        """Makes a blocked `poll` return; callable from another thread."""
+        """Makes a blocked `poll` return. Any thread may call this."""
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"\0")
 
     def poll(self, timeout_s: float) -> tuple[list[EngineToCoordinator], bool]:
-        """All messages that have arrived, and whether the peer went away; waits `timeout_s` for something to come."""
+        """Waits up to `timeout_s` for something to arrive. Returns all messages, and whether the peer disconnected."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._wake_reader:
                 self._wake_reader.recv(4096)
@@ -91,20 +89,20 @@ class EngineSocket:
         return messages, lost
 
     def send(self, output: StepOutput) -> None:
-        """Queues one message and writes what the socket takes now."""
+        """Queues one message, and writes as much as the socket accepts now."""
         if self._peer is None:
             return
         self._unsent += pack_frame(self._encoder.encode(output))
         self._write()
 
     def flush(self, timeout_s: float) -> None:
-        """Writes what is queued, unless the peer takes longer than `timeout_s` to read it."""
+        """Writes what is queued, for at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self._unsent and self._peer is not None and (left := deadline - time.monotonic()) > 0:
             self.poll(left)
 
     def close(self) -> None:
-        """Ends the thread and closes every socket; the address is gone with them."""
+        """Ends the thread and closes all sockets and the address."""
         with self._taken:
             self._closed = True
             self._taken.notify()
@@ -117,7 +115,7 @@ class EngineSocket:
                 end.close()
         self._peer = None
 
-    # The loop's side
+    # Methods of the loop's thread.
 
     def _write(self) -> None:
         assert self._peer is not None, "a write without a peer"
@@ -127,7 +125,7 @@ class EngineSocket:
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent.clear()  # the thread sees the loss, and the next poll says so
+            self._unsent.clear()  # the reading thread sees the loss, and the next poll reports it
         is_watched = self._peer in self._selector.get_map()
         if self._unsent and not is_watched:
             self._selector.register(self._peer, selectors.EVENT_WRITE)
@@ -142,7 +140,7 @@ class EngineSocket:
         self._peer.close()
         self._peer = None
 
-    # The thread's side
+    # Methods of the reading thread.
 
     def _receive(self) -> None:
         """Accepts and reads until the socket is closed."""
@@ -169,7 +167,7 @@ class EngineSocket:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 logger.warning("the Engine cannot connect: no file descriptor is left (ulimit -n)")
                 time.sleep(_ACCEPT_AGAIN_S)
-            return None  # the caller may have hung up, or this end is being closed
+            return None  # the caller may have disconnected, or this end is being closed
         if not is_ours(peer) or self._peer is not None:
             logger.warning("refused a connection to the engine socket: another user's, or one too many")
             peer.close()
@@ -179,7 +177,7 @@ class EngineSocket:
         return peer
 
     def _read(self, received: bytearray) -> bool:
-        """Reads on behind `received`, and hands over the messages that are whole. False: the peer is lost."""
+        """Reads more after `received`, and hands complete messages over. Returns False if the peer is lost."""
         assert self._peer is not None, "a read event without a peer"
         try:
             chunk = self._peer.recv(_RECEIVE_BYTES)
@@ -200,7 +198,7 @@ class EngineSocket:
         return bool(chunk)
 
     def _hand_over(self, messages: list[EngineToCoordinator], num_bytes: int) -> None:
-        """Lets the loop take `messages`; waits while it has too many to take."""
+        """Gives `messages` to the loop. Waits while too many are untaken."""
         with self._taken:
             is_first = not self._untaken
             self._untaken += messages

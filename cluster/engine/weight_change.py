@@ -1,7 +1,8 @@
-"""Other weights of the same shape for an engine that serves: read beside the old ones, exchanged between two steps.
+"""Changes the weights of a running engine to others of the same shape. They are staged beside the old ones and taken
+between two steps.
 
-Whatever fails before the exchange costs nothing: the ranks forget what they read. A rank that fails in it leaves a
-group that nobody knows the weights of, so that all are replaced, by ranks with the new ones.
+A failure before they are taken costs nothing: the ranks drop what they read. If a rank fails while taking them, the
+group's weights are unknown, so all ranks are replaced by ranks with the new weights.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from configs.read_config import read_model_config
 
 logger = logging.getLogger(__name__)
 
-_SHOWN_CHARS = 200  # a message shows so many of a difference between models
+_SHOWN_CHARS = 200  # number of differences between two models that a message shows
 _SHOWN_DIFFERENCES = 4
 
 
@@ -44,20 +45,20 @@ def change_weights(
     version: str | None = None,
     running: Running = "continue",
 ) -> WeightsChanged | None:
-    """Has the checkpoint `model`, or that of all `tensors`, serve; one change at a time, and no resize meanwhile.
+    """Changes to the weights of checkpoint `model`, or of all `tensors`. One change at a time, and no resize meanwhile.
 
     Args:
         spec: of the engine's start.
-        platforms: as `system_fingerprint` has them.
+        platforms: as for `system_fingerprint`.
         model: a local directory, or a Hugging Face id, of the same model.
-        tensors: of a checkpoint in memory, by name: each as it is, or as torch.multiprocessing's `reduce_tensor` makes
-            it of one on a GPU of the same node, whose process keeps it until the last call returns.
-        last: False: more tensors follow in another call, and nothing serves yet, for which None is returned.
-        version: None: the last part of the model's name, and the revision.
+        tensors: of a checkpoint in memory, by name. Each is a tensor, or what torch.multiprocessing's `reduce_tensor`
+            makes of a GPU tensor of the same node, whose process must keep it until the last call returns.
+        last: False if more tensors follow in another call. Then nothing changes yet, and the result is None.
+        version: name of the weights. If None, the last part of the model's name, and the revision.
 
     Raises:
-        ConfigError: it cannot be had. The weights there are go on.
-        EngineError: it failed. They go on as well, unless ranks failed in the exchange.
+        ConfigError: the change is impossible. The old weights stay in use.
+        EngineError: it failed. The old weights stay in use, unless ranks failed while taking the new ones.
     """
     ranks, began = coordinator.ranks, time.monotonic()
     generation = coordinator.inspect(lambda scheduler: scheduler.generation)
@@ -90,14 +91,14 @@ def change_weights(
 
 
 def starter_with(now: RankStarter, model: str, revision: str | None) -> RankStarter:
-    """A starter of the same ranks with the weights of another checkpoint, which describes the same model.
+    """A starter of the same ranks with the weights of another checkpoint of the same model.
 
     Raises:
-        ConfigError: it describes another, or there is none.
+        ConfigError: the checkpoint has another model, or does not exist.
     """
     config = now.config.model_copy(update={"model": model, "revision": revision})
     path = resolve_model_path(model, revision, weights=config.has_local_weights)
-    # The types that weights lie in may be others. A head stays, and an MTP layer is as it was.
+    # The dtypes of the weights may differ. The draft head stays, including an MTP layer.
     kept: dict[str, Any] = {"dtype": now.model.dtype, "draft_head": now.model.draft_head}
     found = dataclasses.replace(read_model_config(path, now.model.max_context), **kept)
     scales, has_mxfp4 = now.model.weight_scales, now.model.has_mxfp4
@@ -109,7 +110,7 @@ def starter_with(now: RankStarter, model: str, revision: str | None) -> RankStar
 
 
 def _differences(found: Any, expected: Any, path: str = "") -> Iterator[str]:
-    """The parts of `found` that are not as in `expected`, by dotted paths that begin with `path`."""
+    """The parts of `found` that differ from `expected`, as dotted paths that begin with `path`."""
     if dataclasses.is_dataclass(found) and type(found) is type(expected):
         for it in dataclasses.fields(found):
             yield from _differences(getattr(found, it.name), getattr(expected, it.name), f"{path}.{it.name}".strip("."))

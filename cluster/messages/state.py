@@ -1,7 +1,7 @@
-"""The state of an engine: one word, the same in health, metrics, `status` and on the page.
+"""The state of an engine: one word, the same in health checks, metrics, `status` and on the page.
 
-The coordinator keeps one of its own and reports it; the Engine replica's is what users see: it follows the reports
-while the replica serves, and knows besides when it began to and when it is being stopped.
+The coordinator has a state and reports it. The Engine replica's state is the one that users see: it follows the reports
+while the replica serves, and also covers its start and its stop.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState(StrEnum):
-    """States in the order in which an engine may have them; from each but the last it may die."""
+    """States in the order in which an engine may have them. From each but the last it may become dead."""
 
     STARTING = "starting"
     """No token has been generated yet."""
     RUNNING = "running"
     REBUILDING = "rebuilding"
-    """Ranks are being replaced: no step runs, requests wait and are taken."""
+    """Ranks are being replaced: no step runs, and requests are accepted and wait."""
     SLEEPING = "sleeping"
-    """The devices are free for others: no step runs, requests wait and are taken."""
+    """The devices are free for other programs: no step runs, and requests are accepted and wait."""
     DRAINING = "draining"
-    """It is being stopped: what runs is finished, nothing is taken."""
+    """It is being stopped: running requests are finished, and no new ones are accepted."""
     DEAD = "dead"
-    """The engine has ended for good: only another one can serve."""
+    """The engine has ended for good."""
 
 
 _AFTER = {
@@ -33,26 +33,26 @@ _AFTER = {
     EngineState.RUNNING: {EngineState.REBUILDING, EngineState.SLEEPING, EngineState.DRAINING, EngineState.DEAD},
     EngineState.REBUILDING: {EngineState.RUNNING, EngineState.SLEEPING, EngineState.DRAINING, EngineState.DEAD},
     EngineState.SLEEPING: {EngineState.REBUILDING, EngineState.RUNNING, EngineState.DRAINING, EngineState.DEAD},
-    # Ray Serve may go on with a replica that it seemed to stop.
+    # Ray Serve may continue with a replica that it seemed to stop.
     EngineState.DRAINING: {EngineState.RUNNING, EngineState.DEAD},
     EngineState.DEAD: set[EngineState](),
 }
 
 
 class EngineLife:
-    """The state of one engine. One thread enters; others may read."""
+    """The state of one engine. One thread writes it; others may read it."""
 
     def __init__(self) -> None:
         self._state = EngineState.STARTING
 
     @property
     def state(self) -> EngineState:
-        """The present state."""
+        """The current state."""
         return self._state
 
     def enter(self, state: EngineState) -> None:
-        """Goes on to `state`, or stays where it is already. From where there is no way there it stays, too: what is
-        dead is not revived by a late report."""
+        """Changes to `state`, or does nothing if the engine has this state, or if the change is not allowed: a late
+        report does not revive a dead engine."""
         if state is self._state:
             return
         if state not in _AFTER[self._state]:
@@ -62,7 +62,7 @@ class EngineLife:
         self._state = state
 
     def follow(self, reported: EngineState) -> None:
-        """Takes over what the coordinator reports, while it is this engine's ranks alone that decide."""
+        """Follows the coordinator's report, while the engine's ranks alone decide its state."""
         serving = (EngineState.RUNNING, EngineState.REBUILDING, EngineState.SLEEPING)
         if self._state in serving and reported in serving:
             self.enter(reported)

@@ -1,7 +1,7 @@
-"""The cost of each step, as the coordinator saw it: measured there, sent in records, read in the Engine replica.
+"""The cost of each step: measured by the coordinator, sent in records, read in the Engine replica.
 
-No torch, no Ray: the coordinator's loop runs this for every step, so it keeps to two clock readings, a few sums over
-the rows and one `pack`.
+The coordinator's loop runs this for every step, so a step costs two clock readings, a few sums over the rows and one
+`pack`. It uses neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from worker.protocol import StepFrame
 STEP_DTYPE = np.dtype(
     [
         ("launched_s", "<f8"),  # CLOCK_MONOTONIC of the host
-        ("duration_s", "<f4"),  # from the launch, or from the end of the step before where that was later, to its end
-        ("gap_s", "<f4"),  # how long no step was in flight before it, though there was work: time the ranks waited
+        ("duration_s", "<f4"),  # from the launch, or from the end of the step before if that was later, to its end
+        ("gap_s", "<f4"),  # seconds before it in which no step was in flight although there was work: the ranks waited
         ("num_rows", "<i4"),  # sequences in the step
         ("num_decodes", "<i4"),  # sequences that computed their last token, and no prompt
-        ("num_prefill_tokens", "<i4"),  # prompt tokens it computed
-        ("num_sampled", "<i4"),  # tokens it brought
-        ("flops", "<f4"),  # that the model needs for it, all ranks together
-        ("read_bytes", "<f4"),  # weights, keys and values that it must read, all ranks together
+        ("num_prefill_tokens", "<i4"),  # prompt tokens that it computed
+        ("num_sampled", "<i4"),  # tokens that it produced
+        ("flops", "<f4"),  # FLOPs that the model needs for it, all ranks together
+        ("read_bytes", "<f4"),  # bytes of weights, keys and values that it must read, all ranks together
     ],
     align=False,
 )
@@ -35,27 +35,27 @@ STEP_DTYPE = np.dtype(
 
 _REPORT_INTERVAL_S = 0.1
 _RECORD = struct.Struct("<dffiiiiff")
-# Nobody may be there to read: then the records of the last seconds are enough.
+# If no one reads the records, those of the last seconds are enough.
 _MAX_UNREAD_BYTES = _RECORD.size * 4096
 
 
 class StepMeter:
-    """Times the steps of one coordinator and counts what they cost. One thread."""
+    """Measures the steps of one coordinator and counts their cost. Used by one thread."""
 
     def __init__(self, cost: StepCost, clock: Callable[[], float] = time.monotonic) -> None:
         self.cost = cost
         """The cost of steps launched from now on, all ranks together."""
         self._clock = clock
-        # Launched at; rows, decodes and prompt tokens; FLOPs and bytes.
+        # For each step in flight: launch time; rows, decodes and prompt tokens; FLOPs and bytes.
         self._in_flight: deque[tuple[float, tuple[int, int, int], tuple[float, float]]] = deque()
-        self._last_end: float | None = None  # when a step last ended; None where the engine was idle since
+        self._last_end: float | None = None  # when a step last ended; None if the engine has been idle since
         self._records = bytearray()
         self._reported_at = -_REPORT_INTERVAL_S
         self.num_steps = 0
-        """Steps launched so far."""
+        """Number of steps launched so far."""
 
     def launched(self, frame: StepFrame) -> None:
-        """`frame` has been handed to the ranks."""
+        """Records that `frame` was sent to the ranks."""
         self.num_steps += 1
         num_rows = num_decodes = len(frame.rows)
         if len(frame.token_ids):
@@ -70,12 +70,12 @@ class StepMeter:
 
     @property
     def oldest(self) -> tuple[bool, tuple[float, float]]:
-        """Whether prompts are in the oldest step in flight, and its FLOPs and bytes."""
+        """Whether the oldest step in flight has prompts, and its FLOPs and bytes."""
         _, (*_, num_prefill_tokens), cost = self._in_flight[0]
         return num_prefill_tokens > 0, cost
 
     def retired(self, num_sampled: int) -> float:
-        """The oldest step's result is there, with that many tokens. Returns the seconds that it took."""
+        """Records the result of the oldest step, with this number of tokens. Returns the seconds that the step took."""
         now = self._clock()
         launched, counts, cost = self._in_flight.popleft()
         before = launched if self._last_end is None else self._last_end
@@ -87,12 +87,12 @@ class StepMeter:
         return duration
 
     def lost(self) -> None:
-        """The steps in flight will not retire."""
+        """Drops the steps in flight, which will not retire."""
         self._in_flight.clear()
         self._last_end = None
 
     def rest(self) -> None:
-        """There is nothing to do: the time until the next launch is nobody's delay."""
+        """Records that there is nothing to do, so that the time until the next launch does not count as a delay."""
         self._last_end = None
 
     def is_due(self) -> bool:
@@ -100,7 +100,7 @@ class StepMeter:
         return self._clock() - self._reported_at >= _REPORT_INTERVAL_S
 
     def report(self, scheduler: SchedulerStats, heartbeat_age_s: list[float]) -> EngineStats:
-        """The engine's figures now, with the steps that retired since the last report."""
+        """The engine's current figures, with the steps that retired since the last report."""
         self._reported_at = now = self._clock()
         age = now - self._in_flight[0][0] if self._in_flight else 0.0
         steps = bytes(self._records)

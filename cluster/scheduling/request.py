@@ -1,4 +1,4 @@
-"""One request as the scheduler keeps it, from arrival to finish. Per-step numbers live in the row table instead."""
+"""One request in the scheduler, from arrival to end. Numbers that change per step are in the row table instead."""
 
 from __future__ import annotations
 
@@ -29,62 +29,65 @@ from worker.protocol import (
 
 
 class Guide(Protocol):
-    """Makes one request's answer follow a grammar: tokens in, masks out. Called by one thread; no method blocks.
+    """Makes one request's answer follow a grammar: it receives tokens and returns masks. Used by one thread. No method
+    blocks.
 
-    Implementations compute masks on threads of their own and wake the coordinator when one is there
-    (`Coordinator.wake`); the scheduler asks before each step and goes on with the other requests meanwhile.
+    Implementations compute masks on their own threads, and wake the coordinator when one is done (`Coordinator.wake`).
+    The scheduler polls before each step, and continues with other requests meanwhile.
     """
 
     def accept(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
-        """Takes the tokens sampled since the last call; of a request that is resumed, its whole answer so far.
+        """Receives the tokens sampled since the last call. For a resumed request, these are its whole answer so far.
 
-        `drafts`: perhaps the next ones. What may follow each is wanted.
+        Args:
+            drafts: drafts of the next tokens, for which masks are wanted too.
         """
 
     def poll(self) -> UInt32Array | None:
-        """[mask_words(vocab_size)] of the tokens that may come next, as often as it is asked; None: not there yet.
+        """The mask of the next token [mask_words(vocab_size)], or None if it is not computed yet. May be called again
+        for the same mask.
 
         Raises:
             GuideError: the request must end with this error.
-            OverloadedError: likewise, and its client may try again.
+            OverloadedError: the request must end, and its client may retry.
         """
 
     @property
     def ahead(self) -> Sequence[UInt32Array]:
-        """Once `poll` has a mask: the masks behind the first draft, the first two and so on, as far as they are allowed
-        and something may follow."""
+        """Once `poll` has returned a mask: the masks after the first draft, the first two drafts and so on, while the
+        drafts are allowed and something may follow them."""
 
     @property
     def is_finished(self) -> bool:
-        """The answer, with all tokens accepted, is complete: nothing but end of sequence may follow."""
+        """Whether the answer with all accepted tokens is complete: only end of sequence may follow."""
 
     def close(self) -> None:
-        """The request has ended. Called once, also while a mask is computed."""
+        """Releases the guide, because the request has ended. Called once, possibly while a mask is computed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adjustments:
-    """Changes that a request makes to its row's logits, besides PARAMS_DTYPE: worked out once, when it arrives. Records
-    have no row yet: they become parts of a frame whenever the request is given one."""
+    """Changes to a row's logits that are not in PARAMS_DTYPE. Computed once, when the request arrives. The records have
+    no row yet; they are copied to a frame whenever the request gets a row."""
 
     biases: npt.NDArray[np.void]
-    """BIAS_DTYPE."""
+    """BIAS_DTYPE records."""
     requested: npt.NDArray[np.void]
-    """REQUESTED_DTYPE."""
+    """REQUESTED_DTYPE records."""
     allowed: UInt32Array | None
-    """Mask of `allowed_token_ids`."""
+    """Mask of `allowed_token_ids`, or None."""
     counts_prompt: bool
-    """A repetition penalty, which counts the prompt's tokens too."""
+    """Whether there is a repetition penalty, for which the prompt's tokens are counted too."""
     counts_answer: bool
-    """Any penalty."""
+    """Whether there is any penalty."""
 
     @classmethod
     def create(cls, sampling: SamplingParams, num_prompt_tokens: int, limits: SchedulerLimits) -> Adjustments | None:
-        """The adjustments that `sampling` asks for, or None.
+        """The adjustments that `sampling` needs, or None if it needs none.
 
         Raises:
-            RequestError: a token id is outside the vocabulary, or there are more than a row holds.
-            GuideError: nothing is left to sample.
+            RequestError: a token id is outside the vocabulary, or there are more entries than a row can have.
+            GuideError: no token may be sampled.
         """
         bans = _bans(sampling, num_prompt_tokens, limits)
         counts_prompt = sampling.repetition_penalty != 1.0
@@ -117,13 +120,13 @@ class Adjustments:
         return adjustments
 
     def restricted(self, mask: UInt32Array, position: int) -> UInt32Array:
-        """`mask` without what `allowed_token_ids` leaves out.
+        """`mask` restricted to `allowed_token_ids`.
 
         Args:
             position: of the token to be sampled.
 
         Raises:
-            GuideError: nothing is left to sample.
+            GuideError: no token may be sampled.
         """
         if self.allowed is not None:
             mask = mask & self.allowed
@@ -146,47 +149,48 @@ class Request:
 
     id: int
     tokens: Int32Array
-    """Prompt and tokens emitted before the last preemption. While it runs, the row table is ahead of this."""
+    """The prompt, and the tokens emitted before the last preemption. While the request runs, the row table has more."""
     num_prompt_tokens: int
     max_total_tokens: int
-    """The request ends with LENGTH when prompt and answer are this long."""
+    """The request ends with LENGTH when prompt and answer have this many tokens."""
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     terms: Terms
     place: int = 0
-    """Order among the waiting requests of its client, level and priority; written by FairQueue."""
+    """Order among the waiting requests of its client, level and priority. FairQueue writes it."""
     adjustments: Adjustments | None = None
     guide: Guide | None = None
     history: NgramHistory | DraftHistory | None = None
-    """The tokens that drafts are made from, from its first one on; None: they are not."""
+    """The request's draft history, or None if it has no drafts."""
     mask: UInt32Array | None = None
-    """The first tokens that may follow its admission; a request with a guide has it before it is queued."""
+    """Mask for the first token after admission. A request with a guide has it before it is queued."""
     arrival_s: float = 0.0
-    """Time on the scheduler's clock."""
+    """Deadline on the scheduler's clock."""
     waits_since_s: float = 0.0
-    """When it arrived, or was preempted last."""
+    """When the request arrived, or was last preempted."""
     admission_s: float | None = None
-    """The first one; None: it has only waited so far."""
+    """Time of the first admission. None if it has only waited so far."""
     row: int = 0
-    """0: waiting."""
+    """0 while the request waits."""
     num_cached_tokens: int = 0
-    """Tokens the prefix cache gave it since it was last admitted."""
+    """Number of tokens from the prefix cache since the last admission."""
     has_emitted: bool = False
     next_prompt_logprob: int = 0
-    """Position of the first prompt token whose log probability is wanted and was not sent; past the prompt: none."""
+    """Position of the first prompt token whose log probability is wanted and was not sent. Beyond the prompt if there
+    is none."""
     num_item_tokens: int = 0
     num_preemptions: int = 0
     num_overtaken: int = 0
-    """Requests behind it that were admitted while it lacked pages."""
+    """Number of later requests that were admitted while this one lacked pages."""
 
     @property
     def has_timed_biases(self) -> bool:
-        """Whether a bias of it ends at some position."""
+        """Whether one of its biases ends at some position."""
         return self.adjustments is not None and bool((self.adjustments.biases["until"] < ALWAYS).any())
 
     @classmethod
     def create(cls, request: GenerateRequest, limits: SchedulerLimits, now: float = 0.0) -> Request:
-        """The request as received. Raises RequestError for parameters that no row can have."""
+        """Creates a request from the message. Raises RequestError for parameters that no row can have."""
         prompt = np.frombuffer(request.prompt, np.int32)
         adjustments = Adjustments.create(request.sampling, len(prompt), limits)
         return cls(
@@ -207,12 +211,13 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Log probabilities of its prompt are still to be found: it must compute what the prefix cache may have."""
+        """Whether log probabilities of its prompt are missing. Then it must compute tokens that the prefix cache may
+        have."""
         return self.next_prompt_logprob < self.num_prompt_tokens
 
     @property
     def num_adjustment_bytes(self) -> int:
-        """Upper bound of the bytes of a frame that giving it a row takes, besides its parameters."""
+        """Upper bound of the frame bytes for giving the request a row, besides its parameters."""
         num_bytes = 0
         if self.mask is not None:
             num_bytes += StepFrame.section_bytes(mask=1, mask_word=len(self.mask))
@@ -222,7 +227,7 @@ class Request:
         return num_bytes
 
     def reason_never_fits(self, limits: SchedulerLimits) -> str | None:
-        """Why this request could not even run alone, or None."""
+        """The reason why this request could not run even alone, or None."""
         num_prompt_tokens = len(self.tokens)
         if num_prompt_tokens == 0:
             return "the prompt is empty; send at least one token"
@@ -259,18 +264,18 @@ def check_allows_a_token(mask: UInt32Array) -> None:
 
 
 def _bans(sampling: SamplingParams, num_prompt_tokens: int, limits: SchedulerLimits) -> dict[int, int]:
-    """Token ids that must not be sampled -> the first position at which they may be."""
+    """Token ids that must not be sampled, with the first position at which they may be."""
     bans: dict[int, int] = {}
     if sampling.min_tokens > 0:
         ends = {*limits.eos_token_ids, *sampling.stop_token_ids}
-        # A stop id outside the vocabulary stops nothing.
+        # A stop id outside the vocabulary has no effect.
         bans = dict.fromkeys((i for i in ends if 0 <= i < limits.vocab_size), num_prompt_tokens + sampling.min_tokens)
     bans |= {word[0]: ALWAYS for word in sampling.bad_words if len(word) == 1}
     return bans
 
 
 def mask_of(ids: Sequence[int], vocab_size: int) -> UInt32Array:
-    """[mask_words(vocab_size)] in which the bits of `ids` are set."""
+    """[mask_words(vocab_size)] with the bits of `ids` set."""
     bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
     bits[np.array(ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)

@@ -1,7 +1,7 @@
-"""The numbers of every running request, as one array per number indexed by row, so that a step costs no Python
-per request. `RowPages` keeps the pages.
+"""The numbers of every running request: one array per number, indexed by row, so that a step needs no Python loop over
+requests. `RowPages` holds the pages.
 
-`RowTable` itself writes all columns of a row in `take`, and `live` and `ready` in `end`. Besides it these write:
+`RowTable` itself writes all columns of a row in `take`, and `live` and `ready` in `end`. These write the others:
 
     column          written by
     num_computed    Launcher and PrefillQueue when a step is launched, Chunks for cached pages, StepTokens for drafts
@@ -29,7 +29,7 @@ from worker.protocol import Int32Array
 
 
 class RowTable:
-    """Rows 1 to `max_num_seqs`; row 0 is padding. A row belongs to one request from `take` to `give_back`."""
+    """Rows 1 to `max_num_seqs`. Row 0 is padding. A row belongs to one request from `take` to `give_back`."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         num_rows, self._ranks_draft = limits.max_num_seqs + 1, limits.speculation.is_by_ranks
@@ -37,45 +37,48 @@ class RowTable:
         self.ids = np.zeros(num_rows, np.int64)
         """Request id."""
         self.live = np.zeros(num_rows, np.bool_)
-        """The request has neither ended nor been preempted. A row may be taken and not live: steps name it still."""
+        """Whether the request has neither ended nor been preempted. A row may be taken but not live, while steps in
+        flight name it."""
         self.clients: Counter[str] = Counter()
         """Number of live rows of each client that has any."""
         self.ready = np.zeros(num_rows, np.bool_)
-        """The next step may decode it."""
+        """Whether the next step may decode the row."""
         self.num_known = np.zeros(num_rows, np.int32)
-        """Tokens the host has seen: valid columns of `tokens`."""
+        """Number of tokens that the coordinator knows: the valid columns of `tokens`."""
         self.num_computed = np.zeros(num_rows, np.int32)
-        """Tokens whose KV is there once every launched step has run: position of the next input token. A lower bound:
-        each step in flight counts as if none of its drafts were right."""
+        """Number of tokens whose KV exists once every launched step has run, which is the position of the next input
+        token. A lower bound: it assumes that no draft in flight is right."""
         self.num_unverified = np.zeros(num_rows, np.int32)
-        """Drafts in flight whose verification is not known yet. The row's true position lies between `num_computed` and
+        """Number of drafts in flight that are not verified yet. The row's true position is between `num_computed` and
         `num_computed + num_unverified`."""
         self.num_drafts = np.zeros(num_rows, np.int32)
-        """Drafts that the ranks make of the row in the last step that names it."""
+        """Number of drafts that the ranks make for the row in the last step that names it."""
         self.drafts_on_device = np.zeros(num_rows, np.bool_)
-        """The ranks know where the row is and what its drafts are, and need nothing else that depends on it."""
+        """Whether the ranks track the row's position and drafts themselves, and need nothing else that depends on its
+        tokens."""
         self.num_prefill = np.zeros(num_rows, np.int32)
-        """Tokens to prefill: those known at admission."""
+        """Number of tokens to prefill: those known at admission."""
         self.num_cacheable = np.zeros(num_rows, np.int32)
-        """Leading tokens that the prefix cache may have: items, which see less than all before them, it may not. 0: nor
-        may it keep what it has of the row."""
+        """Number of leading tokens whose pages may enter the prefix cache. Scored items are excluded, because they do
+        not see all tokens before them. 0: none of the row's pages may stay in the cache."""
         self.max_total = np.zeros(num_rows, np.int32)
         """`Request.max_total_tokens`."""
         self.in_flight = np.zeros(num_rows, np.int32)
-        """Launched and not yet retired steps that name the row."""
+        """Number of steps in flight that name the row."""
         self.admission = np.zeros(num_rows, np.int64)
-        """Order of admission, from 1; 0: not taken."""
+        """Order of admission, from 1. 0 if the row is free."""
         self.ends_on_eos = np.zeros(num_rows, np.bool_)
         self.has_stop_ids = np.zeros(num_rows, np.bool_)
         self.guided = np.zeros(num_rows, np.bool_)
-        """The request has a guide: the row is not ready until the guide has seen its last token and made a mask."""
+        """Whether the request has a guide. The row is then not ready until the guide has made a mask for the next
+        token."""
         self.predicted = np.zeros(num_rows, np.bool_)
-        """The request's history predicts its next token."""
+        """Whether the request's history predicts its next token."""
         self.num_guided = 0
-        """Rows taken by such requests."""
-        # Untouched memory is not committed: this costs what the longest sequences of each row have used so far.
+        """Number of rows of requests with a guide."""
+        # Memory is committed only when touched, so this takes as much as the longest sequence of each row so far.
         self.tokens = np.zeros((num_rows, limits.max_model_len), np.int32)
-        """Token ids by position. Prefill reads it, and the prefix cache at the end."""
+        """Token ids by position. Prefill reads them, and the prefix cache reads them at the end."""
         self._free_rows = list(range(limits.max_num_seqs, 0, -1))
         self._num_admissions = 0
 
@@ -84,7 +87,7 @@ class RowTable:
         return len(self.requests) - 1 - len(self._free_rows)
 
     def take(self, request: Request) -> int:
-        """Gives a free row to `request` and returns it."""
+        """Gives a free row to `request` and returns the row."""
         row = self._free_rows.pop()
         num_tokens = len(request.tokens)
         self._num_admissions += 1
@@ -112,12 +115,12 @@ class RowTable:
         return row
 
     def may_end(self, rows: Int32Array) -> npt.NDArray[np.bool_]:
-        """Whether the steps in flight may use up the length of each of `rows`."""
+        """Whether the steps in flight may use up the maximum length of each of `rows`."""
         most: npt.NDArray[np.bool_] = self.num_computed[rows] + self.num_unverified[rows] + 1 >= self.max_total[rows]
         return most
 
     def end(self, row: int) -> None:
-        """The request of a live row ends, or waits again. Steps in flight may name the row still."""
+        """Marks a row as not live: its request ends or waits again. Steps in flight may still name the row."""
         request = self.request(row)
         self.live[row] = self.ready[row] = False
         self.clients[request.terms.client] -= 1
@@ -139,7 +142,7 @@ class RowTable:
         self._free_rows.append(row)
 
     def request(self, row: int) -> Request:
-        """The request that has the row."""
+        """The request in this row."""
         request = self.requests[row]
         assert request is not None, f"row {row} has no request"
         return request

@@ -1,11 +1,12 @@
 """Decides what the next step runs: admission, chunked prefill, paging, preemption, and the end of each request.
 
-Owns the order of requests and, through `RowTable` and `RowPages`, rows and pages. Touches no device and no network:
-frames go out by `next_step`, results come back by `retire`. The same calls give the same frames.
+The scheduler owns the order of requests and, through `RowTable` and `RowPages`, the rows and pages. It uses no device
+and no network: `next_step` returns frames, and `retire` takes results. The same calls give the same frames.
 
-A step is decided when it is launched: finishes by length are known then, and so is everything `retire` needs, in the
-step's snapshot. A finish by token is seen at `retire`, when one more step may be in flight: its token is dropped.
-A row and its pages are reused once the last step that names the row has retired.
+Everything about a step is decided at its launch. Ends by length are known then, and so is everything that `retire`
+needs, which the step's snapshot stores. An end by token (EOS, stop id) is seen in `retire`, when one more step may be
+in flight; that step's token is dropped. A row and its pages are reused once the last step that names the row has
+retired.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from cluster.scheduling.step_results import Launched, StepTokens, prompt_logprob
 from configs.errors import EngineError
 from worker.protocol import Int32Array, StepFrame, StepResult
 
-# A client that waits for so long gets a row from a client that holds more than its share.
+# Seconds after which a waiting client gets a row from a client with more than its share.
 _PATIENCE_S = 0.02
-# Shares are looked at no more often: that costs a walk over the rows.
+# Smallest interval between two checks of the shares, which iterate over the rows.
 _LOOK_EVERY_S = 0.01
 
 
@@ -44,14 +45,14 @@ def _no_guide(request: GenerateRequest) -> None:
 
 
 class Scheduler:
-    """Continuous batching over one engine. One owner, one thread; no method blocks.
+    """Continuous batching for one engine. Used by one thread. No method blocks.
 
     Args:
-        make_guide: a guide for a request that needs one; GuideError refuses the request.
-        clock: seconds, never going back. The same calls at the same times give the same frames.
+        make_guide: creates a guide for a request that needs one. Its GuideError refuses the request.
+        clock: returns monotonic seconds. The same calls at the same times give the same frames.
 
-    Raises EngineError from `add` for an id that is in use, and from `retire` for a result of another than the oldest
-    step in flight.
+    Raises:
+        EngineError: from `add` if an id is in use; from `retire` if a result is not that of the oldest step in flight.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Scheduler:
         self.generation = generation
         self._make_guide = make_guide
         self.last_step = 0
-        """Id of the step launched last; ids count from 1."""
+        """Id of the last launched step. Ids count from 1."""
         self._clock = clock
         self._drafts = DraftCounts()
         self._max_step_tokens = limits.max_num_batched_tokens
@@ -89,30 +90,33 @@ class Scheduler:
     # Requests in and out
 
     def add(self, requests: Sequence[GenerateRequest]) -> list[Finished]:
-        """Queues the requests of one submission; returns the finishes of those it refuses.
+        """Queues the requests of one submission. If the queue has no room for all of them, it refuses all. Requests
+        that can never run are refused one by one.
 
-        When the queue has no room for all of them it refuses all; else one by one, what can never run.
+        Returns:
+            The refusals.
         """
         return self._life.add(requests, self._clock())
 
     def abort(self, ids: Iterable[int]) -> None:
-        """Ends requests: no token after this call, one Finished each in a later output. Unknown ids are ignored."""
+        """Ends requests: no token after this call, and one Finished each in a later output. Unknown ids are ignored."""
         for request_id in ids:
             if (request := self._life.live.get(request_id)) is not None:
                 self._life.finish(request, FinishReason.ABORT)
 
     def flush_cache(self) -> None:
-        """Forgets every cached prefix that no running request uses."""
+        """Drops every cached prefix that no running request uses."""
         self._pages.flush()
 
     def drain_finished(self) -> StepOutput | None:
-        """Finishes that wait for no step; None if there are none."""
+        """Returns each Finished that is ready to be sent. None if there are none."""
         return StepOutput(finished=self._life.take_pending()) if self._life.is_pending else None
 
     def fail_all(self, error: str, public_message: str | None = None) -> StepOutput:
-        """Ends every request with ERROR and forgets steps in flight, rows, pages and the prefix cache.
+        """Ends every request with ERROR, and drops steps in flight, rows, pages and the prefix cache.
 
-        `public_message`: as in Finished.
+        Args:
+            public_message: see Finished.
         """
         finished = self._life.take_pending()
         for request in self._life.live.values():
@@ -131,14 +135,15 @@ class Scheduler:
         return StepOutput(finished=finished)
 
     def requeue_all(self, generation: int, *, keeps_kv: bool = False) -> frozenset[tuple[int, int]]:
-        """Begins `generation`, of ranks that know nothing of the one before: every running request goes back to the
-        front of the queue in order, with the tokens that were told. Those of steps in flight are sampled again.
+        """Starts `generation`, whose ranks know nothing of the one before. Every running request returns to the front
+        of the queue, in order, with the tokens that were sent to the client. Tokens of steps in flight are sampled
+        again.
 
         Args:
-            keeps_kv: these ranks have the KV of all steps that have retired, so that the prefix cache may keep it.
+            keeps_kv: whether these ranks have the KV of all retired steps. Then the prefix cache is retained.
 
         Returns:
-            What the steps in flight were about: (request id, tokens it had).
+            What the steps in flight were computing: (request id, number of its tokens).
         """
         table = self._rows
         named = np.flatnonzero(table.live & (table.in_flight > 0))
@@ -152,7 +157,8 @@ class Scheduler:
         table.in_flight[:] = 0
         self._life.release_drained(np.flatnonzero(table.admission > 0).astype(np.int32))
         rows = np.flatnonzero(table.live)
-        for row in rows[np.argsort(-table.admission[rows])].tolist():  # the last one put to the front is the first
+        # The last one moved to the front is the first in the queue
+        for row in rows[np.argsort(-table.admission[rows])].tolist():
             self._life.requeue(row, self._clock(), is_lost=True)
         if keeps_kv:
             self._pages.lose(computing)
@@ -162,15 +168,16 @@ class Scheduler:
         return lost
 
     def hold_new(self) -> None:
-        """Has requests wait that have not begun, until `change_weights`."""
+        """Admits no new requests until `change_weights` or `release_new`."""
         self._queue.admits_new = False
 
     def change_weights(self, *, recompute: bool) -> None:
-        """Begins the use of other weights on the ranks, when no step is in flight: requests that begin find nothing
-        that is cached, and none is held any more.
+        """Switches to other weights on the ranks, while no step is in flight. New requests share no pages from before,
+        and are admitted again.
 
         Args:
-            recompute: what running requests have as well, with the tokens that were told.
+            recompute: whether running requests compute their tokens again with the new weights. They keep the tokens
+                that were sent.
         """
         assert not self._in_flight, "weights may only be changed when no step is in flight"
         if recompute:
@@ -183,8 +190,8 @@ class Scheduler:
         self._queue.admits_new = True
 
     def set_num_pages(self, num_pages: int, num_window_pages: int | None) -> None:
-        """The ranks of the generation, none of whose steps was launched, have such pools: as in SchedulerLimits, with
-        room for `max_model_len`."""
+        """Sets the sizes of the pools of this generation's ranks, before its first step. They must have room for
+        `max_model_len`. See SchedulerLimits."""
         if (num_pages, num_window_pages) == (self._limits.num_pages, self._limits.num_window_pages):
             return
         self._limits = replace(self._limits, num_pages=num_pages, num_window_pages=num_window_pages)
@@ -193,10 +200,8 @@ class Scheduler:
     # Steps
 
     def next_step(self) -> StepFrame | None:
-        """The next step to launch; None if there is nothing to launch before the next `add`, `retire` or mask.
-
-        Requests whose deadline has passed end here.
-        """
+        """The next step to launch. None if nothing can be launched before the next `add`, `retire` or mask. Ends
+        requests whose deadline has passed."""
         now = self._clock()
         self._life.end_expired(now)
         if len(self._in_flight) >= self._limits.steps_in_flight:
@@ -215,14 +220,15 @@ class Scheduler:
         return frame
 
     def halve_steps(self) -> int:
-        """Has steps take half as many tokens from now on, and no fewer than rows may need at once; returns how many."""
+        """Halves the token budget of steps, but not below what the rows may need at once. Returns the new budget."""
         limits = self._limits
         least = limits.max_num_seqs + limits.max_item_tokens
         self._max_step_tokens = min(self._max_step_tokens, max(self._max_step_tokens // 2, least))
         return self._max_step_tokens
 
     def poll_guides(self) -> bool:
-        """Takes in what guides have, as `next_step` does; returns whether a running request still lacks its mask."""
+        """Takes the masks that guides have made, as `next_step` does. Returns whether a running request still waits for
+        its mask."""
         news = self._guided.poll()
         for request in news.admissible:
             self._queue.push(request)
@@ -234,7 +240,7 @@ class Scheduler:
         return bool(self._guided.num_awaiting)
 
     def retire(self, result: StepResult) -> StepOutput:
-        """Takes the oldest step's result and returns the tokens and finishes it brings."""
+        """Takes the oldest step's result, and returns its tokens and ended requests."""
         if not self._in_flight:
             raise EngineError(f"result of step {result.step}, but no step is in flight")
         self._in_flight[0].check(result, self.generation)
@@ -249,7 +255,7 @@ class Scheduler:
             token_logprobs(table, brought.rows, kept, launched.item_rows, result) if len(result.logprob_rows) else []
         )
         if np.count_nonzero(kept) != len(kept):
-            # Ended since the launch, or by the token before: these were computed in vain.
+            # These rows ended after the launch, or with the token before, so their tokens are dropped.
             brought = brought.where(kept)
         brought.write(table, launched)
         drafted = [] if self._drafter is None else self._drafter.learn(launched, result, brought.rows, self._clock())
@@ -282,18 +288,18 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Something waits, runs, is in flight, or has finished and not been told."""
+        """Whether a request waits or runs, a step is in flight, or a Finished has not been sent."""
         return bool(self._life.live or self._in_flight or self._life.is_pending)
 
     @property
     def has_begun(self) -> bool:
-        """Some request runs, or waits to go on."""
+        """Whether some request runs, or was preempted and waits."""
         oldest = self._queue.waiting.oldest
         return bool(self._rows.num_taken) or (oldest is not None and oldest.admission_s is not None)
 
     @property
     def is_awaiting_masks(self) -> bool:
-        """Some request cannot go on before its guide has a mask."""
+        """Whether some running request waits for a mask."""
         return bool(self._guided.num_awaiting or self._guided.num_held)
 
     @property
@@ -310,7 +316,7 @@ class Scheduler:
         return len(self._in_flight)
 
     def stats(self) -> SchedulerStats:
-        """Gauges and counters; costs no walk over requests or pages."""
+        """Gauges and counters. Does not iterate over requests or pages."""
         allocator, cache, queue, now = self._pages.allocator, self._pages.cache, self._queue, self._clock()
         oldest = queue.waiting.oldest
         return SchedulerStats(
@@ -334,7 +340,7 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless pages, rows, queue and steps in flight agree. Costs a walk over everything."""
+        """Raises AssertionError unless pages, rows, queue and steps in flight agree. Iterates over everything."""
         self._pages.check_integrity()
         table = self._rows
         table.check_integrity()
@@ -355,9 +361,9 @@ class Scheduler:
     # Building a step
 
     def _plan_decodes(self, now: float) -> Decodes | None:
-        """The rows that decode, with their pages; possibly none. Preempts requests where pages have run out. None:
+        """The rows that decode, with their pages; possibly none. Preempts requests if pages have run out. None if
         nothing may be launched before a step in flight retires."""
-        # A step with prompts is long already, and may fit no graph that was captured for drafts.
+        # Steps with prompts verify no drafts: they are long already, and may fit no graph that was captured for drafts.
         drafter = None if self._queue.is_busy else self._drafter
         while True:
             rows = np.flatnonzero(self._rows.ready).astype(np.int32)
@@ -367,22 +373,22 @@ class Scheduler:
             if drafter is not None:
                 drafter = None  # no request is preempted to make room for drafts
             elif self._in_flight:
-                return None  # a retire may free pages; and only a row that no step names can be preempted
+                return None  # a retired step may free pages, and only a row that no step names can be preempted
             else:
                 self._preempt_one(now)
 
     def _take_pages(self, decodes: Decodes) -> bool:
-        """Takes the pages that the rows' inputs need; False, with nothing done, if there are too few."""
+        """Takes the pages that the rows' inputs need. Returns False if there are too few; then nothing has changed."""
         table, rows = self._rows, decodes.rows
         ends = table.num_computed[rows] + table.num_unverified[rows] + decodes.num_samples
-        if decodes.num_wanted > 1:  # ranks go on from their drafts
+        if decodes.num_wanted > 1:  # the ranks continue from their drafts
             ends = np.maximum(ends, np.minimum(ends + decodes.num_wanted - 1, table.max_total[rows] - 1))
         decodes.deltas = self._pages.grow_rows(rows, ends)
         return decodes.deltas is not None
 
     def _plan_prefills(self, decodes: Decodes, now: float) -> PrefillPlan:
-        """The chunks of prompts beside `decodes`, with their pages. Preempts requests where every running request is a
-        prefill that lacks pages."""
+        """The prompt chunks of a step besides `decodes`, with their pages. Preempts a request if all running requests
+        are prefills that lack pages."""
         budget = self._max_step_tokens - decodes.num_tokens
         plan = self._queue.plan(budget, now)
         while not (plan.rows or len(decodes.rows) or self._in_flight or self._guided.num_awaiting):
@@ -393,7 +399,7 @@ class Scheduler:
         return plan
 
     def _preempt_one(self, now: float) -> None:
-        """Preempts the request that `Shares.victim` names, since pages have run out. No step may be in flight."""
+        """Preempts the request that `Shares.victim` chooses, because pages have run out. No step may be in flight."""
         assert not self._in_flight, "pages may come free when the steps in flight retire"
         victim = self._queue.shares().victim()
         assert victim is not None, "no request runs"
@@ -401,9 +407,11 @@ class Scheduler:
         self._total_preemptions += 1
 
     def _yield_row(self, now: float) -> None:
-        """Preempts a request of a client over its share, if another client has waited for `_PATIENCE_S`. It preempts
-        one request at a time, since answers end and free rows meanwhile. The row is free once the steps in flight have
-        retired."""
+        """Preempts a request of a client over its share, if another client has waited for `_PATIENCE_S`.
+
+        It preempts one request at a time, because answers end and free rows meanwhile. The row is free once the steps
+        in flight have retired.
+        """
         if now < self._next_look_s or not self._queue.is_kept_waiting or self._life.num_draining:
             return
         self._next_look_s = now + _LOOK_EVERY_S
@@ -418,7 +426,7 @@ class Scheduler:
             self._total_preemptions += 1
 
     def _end_broken(self, rows: list[int]) -> None:
-        """Ends the requests of `rows`, and lets nothing of what they computed stay in the prefix cache."""
+        """Ends the requests of `rows` and removes their pages from the prefix cache."""
         for row in rows:
             num_tokens = int(self._rows.num_known[row])
             error = f"The model's logits after {num_tokens} tokens of this request hold a NaN, which is not a number."
