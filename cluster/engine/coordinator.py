@@ -171,8 +171,7 @@ class Coordinator:
                 failure = self._recover(failure)
                 if failure is None:
                     failure = self._serve()
-        # Noqa: BLE001 -- the requests must not wait for a loop that ended, for whatever reason
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- the requests must not wait for a loop that has ended
             failure = self._root_cause(error)
             self._fail_all(failure)
             raise failure from None

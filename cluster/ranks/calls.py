@@ -1,4 +1,4 @@
-"""Calls of ranks: their answers, or why they failed in the engine's own words."""
+"""Calls of ranks: their answers, or their failures as errors of the engine."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 1.0
 _STACKS_TIMEOUT_S = 2.0
-# A process that dies breaks its peers' connections, and their errors may come first.
+# Seconds to wait for further failures: a dying process breaks its peers' connections, and their errors may come first.
 _CAUSE_S = 0.5
 _NEXT = "The replica is being replaced; send the request again."
 
 
 def call(ranks: Iterable[Rank], method: str, *args: object, size: int, timeout_s: float) -> list[Any]:
-    """Returns the answers of `method` on `ranks`; raises the first failure at once: the others may wait in a collective
-    for the failed one.
+    """Calls `method` on `ranks` and returns the answers. Raises the first failure at once, because the other ranks may
+    wait for the failed one in a collective.
 
     Args:
-        size: ranks of the group.
-        timeout_s: `parallel.init_timeout_s`; infinite: none.
+        size: number of ranks of the group.
+        timeout_s: `parallel.init_timeout_s`. Infinite: no timeout.
     """
     calls = {rank.index: getattr(rank.actor, method).remote(*args) for rank in ranks}
     deadline = time.monotonic() + timeout_s
@@ -50,17 +50,18 @@ def call(ranks: Iterable[Rank], method: str, *args: object, size: int, timeout_s
 def watch(
     runs: Mapping[int, Any], size: int, is_over: Callable[[], bool], on_failure: Callable[[LockstepError], None]
 ) -> None:
-    """Calls `on_failure` when one of `runs`, by rank, ends, unless `is_over` by then; returns at once."""
+    """Starts a thread that calls `on_failure` when one of `runs`, by rank, ends, unless `is_over` is set by then."""
 
     def look() -> None:
         try:
             done: list[Any] = []
             while not done and not is_over():
-                # A pending call fails within 25 ms of its process's death; the timeout only bounds the thread's end.
+                # A pending call fails within 25 ms of its process's death. The timeout only bounds the end of this
+                # thread.
                 done, _ = ray.wait(list(runs.values()), num_returns=1, timeout=_WATCH_INTERVAL_S)
             if not is_over():
                 on_failure(failure_of(runs, size))
-        except Exception as error:  # whatever stops the watch, the requests must not go on unwatched
+        except Exception as error:  # requests must not run without a watch, whatever stopped it
             logger.exception("the watch over the ranks failed")
             if not is_over():
                 on_failure(EngineError(f"the watch over the ranks failed: {error!r}"))
@@ -69,7 +70,7 @@ def watch(
 
 
 def log_stacks(ranks: Iterable[Rank], step_age_s: float) -> None:
-    """Logs where each rank's threads are, since a step takes suspiciously long; returns at once."""
+    """Starts a thread that logs the stacks of each rank's threads, because a step takes suspiciously long."""
     threading.Thread(target=_log_stacks, args=(list(ranks), step_age_s), name="rank-stacks", daemon=True).start()
 
 
@@ -78,15 +79,15 @@ def _log_stacks(ranks: list[Rank], step_age_s: float) -> None:
     for rank, stacks in [(rank.index, rank.actor.stacks.remote()) for rank in ranks]:
         try:
             logger.warning("rank %d:\n%s", rank, ray.get(stacks, timeout=_STACKS_TIMEOUT_S))
-        except ray.exceptions.RayError as error:  # a stopped process does not answer, a dead one neither
+        except ray.exceptions.RayError as error:  # neither a stopped nor a dead process answers
             logger.warning("rank %d says nothing: %s", rank, type(error).__name__)
 
 
 def failure_of(calls: Mapping[int, Any], size: int) -> LockstepError:
-    """Why `calls` by rank, one of which has ended, failed: a rank that died or raised of itself, where one did.
+    """The reason why `calls` by rank failed, one of which has ended: preferably a rank that died or raised by itself.
 
     Args:
-        size: ranks of the group.
+        size: number of ranks of the group.
     """
     done: list[Any] = []
     failures: list[LockstepError] = []
@@ -94,7 +95,7 @@ def failure_of(calls: Mapping[int, Any], size: int) -> LockstepError:
         done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=wait_s)
         found = [call_failure(rank, size, call) for rank, call in calls.items() if call in done]
         failures = [error for error in found if error is not None]
-        # Other errors of the engine may be what the loss of a peer did to this rank.
+        # Other EngineErrors may only be the effect of a lost peer.
         for error in failures:
             if isinstance(error, RankDiedError | ConfigError):
                 return error
@@ -107,7 +108,7 @@ def failure_of(calls: Mapping[int, Any], size: int) -> LockstepError:
 
 
 def call_failure(rank: int, size: int, call: Any) -> LockstepError | None:
-    """How the ended `call` of rank `rank` failed; None if it returned."""
+    """The error of the ended `call` of rank `rank`. None if it returned."""
     try:
         ray.get(call)
     except ray.exceptions.RayTaskError as error:
@@ -133,7 +134,7 @@ def call_failure(rank: int, size: int, call: Any) -> LockstepError | None:
 
 
 def rank_death(ray_says: str) -> str:
-    """The cause of an actor's end, in one line without Ray's addresses; Ray does not know the signal."""
+    """The cause of an actor's end in one line, without Ray's addresses. Ray does not know the signal."""
     if "node has died" in ray_says:
         return "its node was lost"
     exit_type = re.search(r"Worker exit type: (\w+)", ray_says)

@@ -1,4 +1,4 @@
-"""The memory of a group's ranks, and the KV pool that fits into it."""
+"""The memory of a group's ranks, and the KV pool that fits in it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """The ranks' answers after loading, in rank order."""
+    """The ranks' reports after loading, in rank order."""
 
     loads: tuple[RankLoad, ...]
     on_cpu: bool
 
     @property
     def bytes_per_page(self) -> tuple[PageBytes, ...]:
-        """KV bytes of one page on each rank."""
+        """KV bytes per page on each rank."""
         return tuple(load.kv_page_bytes for load in self.loads)
 
     @property
     def free_bytes(self) -> tuple[int, ...]:
-        """Memory that each rank may still use; ranks on CPU share their node's."""
+        """Memory that each rank may still use. Ranks on CPU share their node's."""
         shared_by = len(self.loads) if self.on_cpu else 1
         return tuple(load.free_bytes // shared_by for load in self.loads)
 
 
 def pool_within(memory: GroupMemory, pool: PoolShape, config: EngineConfig, model: ModelConfig) -> PoolShape:
-    """`pool`, or one with fewer pages where they take too much of the `memory` of the ranks of `config`. Raises
-    ConfigError where so few pages hold no sequence of `max_model_len`."""
+    """Returns `pool`, with fewer pages if it does not fit in the `memory` of the ranks of `config`.
+
+    Raises:
+        ConfigError: the remaining pages cannot hold one sequence of `max_model_len`.
+    """
     kv_cache, size = config.kv_cache, config.tensor_parallel_size
     window_pool = None if pool.num_window_pages is None else WindowPool.of(config, model)
     share, limit = kv_cache.memory_fraction or 1.0, kv_cache.memory_bytes or math.inf

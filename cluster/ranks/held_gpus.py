@@ -1,7 +1,7 @@
-"""GPUs of this node beyond those of the replica's placement group, which cannot grow.
+"""Reserves GPUs of this node outside the replica's placement group, which cannot grow.
 
-Each is held by an actor that does nothing else: the ranks on it come and go, as rebuilds have it, and see all GPUs of
-the node. Ray ends such an actor with the process that started it, while a placement group would stay after that.
+Each GPU is held by an actor that does nothing else. The rank processes on it may be replaced, and see all GPUs of the
+node. Ray ends such an actor with the process that started it, whereas a second placement group would remain.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TIMEOUT_S = 10.0
 
 
 class _Holder:
-    """The actor that a GPU is given to."""
+    """The actor for which Ray reserves a GPU."""
 
     def device(self) -> str:
         """The GPU, as in `Location`."""
@@ -32,17 +32,17 @@ class HeldGPU:
     """A GPU that is reserved for a rank."""
 
     actor: Any
-    """It is reserved while this lives."""
+    """The GPU is reserved while this actor lives."""
     device: str
     """See `Location`."""
 
 
 def hold(bundle: Mapping[str, float], count: int, env_vars: Mapping[str, str]) -> tuple[HeldGPU, ...]:
-    """Reserves the resources of `bundle`, a GPU among them, on this node `count` times, until `release` or the end of
+    """Reserves the resources of `bundle`, including a GPU, `count` times on this node, until `release` or the end of
     this process.
 
     Raises:
-        ConfigError: fewer are free, and do not become free within some seconds.
+        ConfigError: fewer are free, also after some seconds.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     resources = {"num_cpus": bundle.get("CPU", 0.0), "num_gpus": bundle["GPU"]}
@@ -59,6 +59,6 @@ def hold(bundle: Mapping[str, float], count: int, env_vars: Mapping[str, str]) -
 
 
 def release(held: Iterable[HeldGPU]) -> None:
-    """Gives them back."""
+    """Ends the reservations."""
     for gpu in held:
         ray.kill(gpu.actor)

@@ -1,4 +1,4 @@
-"""The machines that ranks run on: their processors, and what Ray says of their GPUs."""
+"""The machines that ranks run on: their processors, and what Ray knows about their GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from configs.resolve import HostFacts
 from worker.device.cgroup import available_cores
 
 _TYPE = "accelerator_type:"
-# Keys are names of `ray.util.accelerators`; what comes behind a dash is the memory.
+# Keys are names in `ray.util.accelerators`. The part after a dash is the memory.
 _COMPUTE_CAPABILITIES = {
     "V100": (7, 0),
     "T4": (7, 5),
@@ -29,7 +29,8 @@ _COMPUTE_CAPABILITIES = {
 
 
 def least_compute_capability(nodes: Iterable[Mapping[str, Any]]) -> tuple[int, int] | None:
-    """The least of all GPUs of the live nodes of `ray.nodes()`; None where a type is not known, or Ray names none."""
+    """The smallest compute capability of all GPUs of the live nodes in `ray.nodes()`. None if a type is unknown or Ray
+    names none."""
     names = [
         name.removeprefix(_TYPE).partition("-")[0]
         for node in nodes
@@ -43,20 +44,18 @@ def least_compute_capability(nodes: Iterable[Mapping[str, Any]]) -> tuple[int, i
 
 
 def environment_options(wanted: Mapping[str, str], have: Mapping[str, str]) -> dict[str, Any]:
-    """Options of an actor whose process needs the variables `wanted`, where processes of Ray are started with `have`.
-
-    None where those are there: Ray then takes a process that waits, instead of starting one for this environment.
-    """
+    """Options of an actor whose process needs the environment variables `wanted`, if Ray's processes start with `have`.
+    None if they are set already: then Ray can use an idle process instead of starting a new one."""
     return {} if wanted.items() <= have.items() else {"runtime_env": {"env_vars": dict(wanted)}}
 
 
 def host_facts(*, gpus: bool) -> HostFacts:
-    """Facts that decide automatic values, for ranks on this node or, with `gpus`, on the GPUs of the cluster."""
+    """Facts for `configs.resolve`, for ranks on this node or, with `gpus`, on the cluster's GPUs."""
     capability = least_compute_capability(ray.nodes()) if gpus and ray.is_initialized() else None
     return HostFacts(node_cores(), int(gpus), compute_capability=capability, packages=installed_packages())
 
 
 def node_cores() -> int:
-    """CPU cores this process may use: those it may run on, or fewer whole ones where its container has a quota."""
+    """Number of CPU cores that this process may use, given its affinity and its container's quota."""
     cores, quota = len(os.sched_getaffinity(0)), available_cores()
     return cores if quota is None else max(1, min(cores, int(quota)))

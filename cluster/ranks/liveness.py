@@ -1,10 +1,11 @@
-"""Whether processes hang or are stopped: whoever waits for one that does would wait for ever. No Ray and no torch.
+"""Detects processes that hang or are stopped, because their peers would wait for them without end. Uses neither Ray nor
+torch.
 
-A step may take long because a rank hangs, or because the machine is busy with something else. By the wall clock the two
-look alike, so a step is timed by a clock that runs while the ranks could get on with it, and hangs when that shows far
-more than steps like it took. A rank that compiles a kernel says so by its thread's name, and nobody knows how long that
-takes. A process that a signal has stopped says so itself: the coordinator looks after the ranks and the Engine replica,
-the replica after the coordinator.
+A step may be slow because a rank hangs, or because the machine is busy with other programs. Wall-clock time cannot tell
+these apart. So a step is timed by a clock that runs only while the ranks could make progress, and it hangs if that
+clock shows far more than similar steps took. A rank that compiles a kernel marks this in its thread's name, because
+compilation takes an unknown time. A process that a signal has stopped is visible as such: the coordinator checks the
+ranks and the Engine replica, and the replica checks the coordinator.
 """
 
 from __future__ import annotations
@@ -26,46 +27,46 @@ from worker.step.preparing import PREPARING
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""How often a step that is awaited is looked after, and processes that may be stopped."""
+"""Seconds between two checks of an awaited step, and of processes that may be stopped."""
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAUSED = frozenset("DTt")
-# Whoever reads the clock may have been kept from it: what happened meanwhile is not known so well.
+# If more time passed between two checks, the checking thread itself was delayed, and the interval is less certain.
 _MOST_S = 0.5
-# The other threads of ranks that wait take up to this share of an interval.
+# Share of an interval that the other threads of waiting ranks may use.
 _IDLE_SHARE = 0.2
-# A step may take so many times what the slowest one like it took.
+# A step may take this multiple of the slowest similar step.
 _HUNG_FACTOR = 3.0
-# Before a step of a kind has ended, it is taken to need so many times what the peaks allow.
+# Before the first step of a kind has ended, it is assumed to take this multiple of what the measured peaks allow.
 _FIRST_SLOWNESS = 10.0
-# A step that was slow once, on a busy machine say, is forgotten in some hundred steps.
+# Decay per step, so that a step that was slow once (on a busy machine) is forgotten in some hundred steps.
 _FORGET = 0.99
-# Every step takes this, whatever is in it.
+# Seconds that every step takes, whatever it computes.
 _LEAST_S = 1e-3
 
 
 @dataclass(frozen=True)
 class ThreadTimes:
-    """One thread."""
+    """The state of one thread."""
 
     name: str
     state: str
-    """The letter of /proc: R runs or wants to, S sleeps, D waits for a disk, T is stopped, t is traced."""
+    """The state letter in /proc: R running or runnable, S sleeping, D waiting for a disk, T stopped, t traced."""
     cpu_s: float
-    """Processor time it has used."""
+    """CPU time that it has used."""
 
 
 def _stat_fields(folder: str) -> list[str]:
-    """Fields of the stat file in a directory of /proc, of a process or a thread, from the name on. Raises OSError."""
-    # No Path: it has the interpreter intern its parts, process and thread ids, whose table grows by MiBs in an hour.
+    """The fields of a stat file in /proc, from the name on. Raises OSError."""
+    # Not a Path: it interns its parts, and process and thread ids would grow that table by MiBs per hour.
     with open(f"{folder}/stat") as file:
-        # The name may have spaces and brackets.
+        # The name may contain spaces and brackets.
         before, _, after = file.read().rpartition(")")
     return [before.partition("(")[2], *after.split()]
 
 
 def _thread_times(pid: int) -> dict[int, ThreadTimes]:
-    """The threads of a process, by id; none when it has ended."""
+    """The threads of a process, by id. Empty if it has ended."""
     found: dict[int, ThreadTimes] = {}
     with contextlib.suppress(OSError):
         for task in os.scandir(f"/proc/{pid}/task"):
@@ -77,24 +78,29 @@ def _thread_times(pid: int) -> dict[int, ThreadTimes]:
 
 
 class RankClock:
-    """Seconds since `restart` in which the ranks could get on: what other programs take from them does not count.
+    """Seconds since `restart` in which the ranks could make progress. Time that other programs take from them does not
+    count.
 
-    An interval counts in full when no thread of any rank wants a processor, so that all of them wait for what does not
-    come; and where one does, as the processor time that the busiest thread got, so that an endless loop is noticed but
-    a rank that is kept from running is not. Threads that are stopped, traced by a debugger, wait for a disk, or
-    compile what later steps find stop the clock. One thread.
+    An interval counts in full if no thread of any rank wants a processor: then all of them wait for something that does
+    not come. Otherwise it counts as the CPU time of the busiest thread, so that an endless loop is noticed, but a rank
+    that is kept from running is not. The clock stops while a thread is stopped, traced by a debugger, waiting for a
+    disk, or compiling a kernel. Used by one thread.
     """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Sets it to zero; the next look begins."""
+        """Sets the clock to zero and starts the next interval."""
         self._seconds, self._at = 0.0, 0.0
         self._before: dict[int, ThreadTimes] | None = None
 
     def look(self, pids: Iterable[int]) -> float:
-        """Returns what it shows now; to be called a few times a second. `pids`: of the ranks, on this node."""
+        """Returns the clock's value. Call this a few times a second.
+
+        Args:
+            pids: processes of the ranks, on this node.
+        """
         now = time.monotonic()
         threads = {tid: times for pid in pids for tid, times in _thread_times(pid).items()}
         if self._before is not None:
@@ -104,7 +110,7 @@ class RankClock:
 
 
 def _runnable_s(before: dict[int, ThreadTimes], now: dict[int, ThreadTimes], passed_s: float) -> float:
-    """How much of `passed_s` the threads could run."""
+    """The part of `passed_s` in which the threads could run."""
     states = {times.state for times in now.values()}
     if not now or states & _PAUSED or any(times.name == PREPARING for times in now.values()):
         return 0.0
@@ -115,11 +121,11 @@ def _runnable_s(before: dict[int, ThreadTimes], now: dict[int, ThreadTimes], pas
 
 
 class Liveness:
-    """Learns what steps take, and says when the one that is awaited hangs. One thread.
+    """Learns how long steps take, and detects when the awaited one hangs. Used by one thread.
 
     Args:
-        peaks: FLOP/s and bytes/s that all ranks together were measured to do.
-        hang_timeout_s: `recovery.hang_timeout_s`; infinite: no step is found to hang.
+        peaks: measured FLOP/s and bytes/s, all ranks together.
+        hang_timeout_s: `recovery.hang_timeout_s`. Infinite: no step counts as hung.
         clock: of the ranks.
     """
 
@@ -137,18 +143,19 @@ class Liveness:
         self.begin(1.0)
 
     def begin(self, share: float) -> None:
-        """Begins anew with ranks that together do no less than this share of the peaks."""
+        """Starts anew with ranks that together reach at least this share of the peaks."""
         self._share = share
-        # The duration of the slowest step lately over what the peaks allow, by whether prompts are in the step.
+        # For steps with and without prompts: duration of the slowest recent step, divided by what the peaks allow.
         self._slowness = [_FIRST_SLOWNESS, _FIRST_SLOWNESS]
 
     @property
     def expected_s(self) -> float:
-        """Seconds that the awaited step takes if it is like the slowest before, by what it has to compute and read."""
+        """Expected seconds of the awaited step, if it is as slow as the slowest one before, from what it computes and
+        reads."""
         return self._slowness[self._kind] * self._least_s
 
     def began(self, has_prompts: bool, cost: tuple[float, float]) -> None:
-        """A step with these FLOPs and bytes is awaited from now on."""
+        """Starts to time a step with these FLOPs and bytes."""
         self._kind = int(has_prompts)
         least_s = sum(amount / peak for amount, peak in zip(cost, self._peaks, strict=True))
         self._least_s = _LEAST_S + least_s / self._share
@@ -156,7 +163,7 @@ class Liveness:
         self._clock.restart()
 
     def hang(self, pids: Iterable[int]) -> StepHungError | None:
-        """Whether the awaited step has had far more time than it can need; to be asked every LOOK_S.
+        """An error if the awaited step has had far more time than it can need, else None. Call this every LOOK_S.
 
         Args:
             pids: processes of the ranks, on this node.
@@ -164,35 +171,36 @@ class Liveness:
         if self._hang_timeout_s == math.inf:
             return None
         runnable_s = self._clock.look(pids)
-        self._runnable_s = runnable_s + 2 * LOOK_S  # before the first look and after the last
+        self._runnable_s = runnable_s + 2 * LOOK_S  # before the first check and after the last one
         if runnable_s < self._hang_timeout_s + _HUNG_FACTOR * self.expected_s:
             return None
-        # These words do not vary: what happens twice to one request is not tried again.
+        # This text is always the same, because a failure that repeats for the same request is recognised by its text.
         words = f"by more than recovery.hang_timeout_s={self._hang_timeout_s:g}"
         return StepHungError(f"a step hangs: it has run for longer than such steps take {words}")
 
     def ended(self, duration_s: float) -> None:
-        """The awaited step took so long by the wall clock."""
+        """Records the wall-clock seconds that the awaited step took."""
         kind, own_s = self._kind, min(duration_s, self._runnable_s)
         self._slowness[kind] = max(self._slowness[kind] * _FORGET, own_s / self._least_s)
 
 
 def is_replica(pid: int) -> bool:
-    """Whether it is a replica of Ray Serve, which replaces it; a command in a shell is stopped as its user likes."""
+    """Whether this process is a Ray Serve replica, which Ray Serve would replace. A command in a shell may be stopped
+    by its user."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::ServeReplica")
     return False
 
 
 class StoppedClock:
-    """How long processes have been stopped by a signal, as far as looks at them can tell."""
+    """Measures how long processes have been stopped by a signal, from repeated checks."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
 
     def look(self, pids: Iterable[int]) -> dict[int, float]:
-        """The stopped processes of `pids`, with the seconds since the first look that found them so, all looks after it
-        in a row. A debugger stops processes in another way."""
+        """The stopped processes among `pids`, with the seconds since the first check that found them stopped without
+        interruption. A debugger stops processes in another way and does not count."""
         now = time.monotonic()
         self._since = {pid: self._since.get(pid, now) for pid in pids if _is_stopped(pid)}
         return {pid: now - since for pid, since in self._since.items()}
@@ -205,10 +213,10 @@ def _is_stopped(pid: int) -> bool:
 
 
 def end_stopped(processes: Callable[[], Mapping[str, int]], timeout_s: float, closing: threading.Event) -> None:
-    """Until `closing`, ends those of `processes` that are stopped for so long; returns at once.
+    """Starts a thread that kills those of `processes` that are stopped for `stall_timeout_s`, until `closing`.
 
     Args:
-        processes: names for the log, and process ids; called several times a second, on a thread.
+        processes: returns process ids with names for the log. Called several times a second, on that thread.
     """
     clock = StoppedClock()
 
@@ -218,7 +226,7 @@ def end_stopped(processes: Callable[[], Mapping[str, int]], timeout_s: float, cl
             for pid, stopped_s in clock.look(names).items():
                 if stopped_s >= timeout_s:
                     logger.warning("%s (pid %d) is stopped for %.1f s: it is ended", names[pid], pid, stopped_s)
-                    with contextlib.suppress(OSError):  # it has ended
+                    with contextlib.suppress(OSError):  # the process has ended meanwhile
                         os.kill(pid, signal.SIGKILL)
 
     threading.Thread(target=look, name="stopped-processes", daemon=True).start()

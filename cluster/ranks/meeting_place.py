@@ -1,5 +1,4 @@
-"""The rendezvous store of a group's ranks, which the coordinator's process keeps: any rank may die, and the store
-stays."""
+"""The rendezvous store of a group's ranks. The coordinator's process hosts it, so it survives the death of any rank."""
 
 from __future__ import annotations
 
@@ -12,16 +11,16 @@ from parallel.channel.store_relay import STORE_HOST, StoreGate
 
 
 class MeetingPlace:
-    """The store of `size` ranks, where more than one has to meet. It listens on loopback; ranks of other nodes reach it
-    through a gate that asks for a proof of their key."""
+    """The rendezvous store of `size` ranks. A single rank has none. It listens on loopback; ranks on other nodes reach
+    it through a gate that requires a key."""
 
     def __init__(self, size: int, *, one_node: bool) -> None:
         self.host = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
-        """The address of this node that ranks connect to."""
+        """The address of this node to which ranks connect."""
         self._store = _open_store() if size > 1 else None
         self._gate: StoreGate | None = None
         self.store: int | str = 0 if self._store is None else self._store.port
-        """The argument of `RankActor.join`: a port on loopback, or a gate's address; 0 for one rank."""
+        """The argument of `RankActor.join`: a port on loopback, or a gate's address. 0 for a single rank."""
         if self._store is not None and not one_node:
             self._store.set(STORE_HOST, self.host)
             self._gate = StoreGate(self.host, self._store.port)
@@ -34,7 +33,7 @@ class MeetingPlace:
 
 
 def _open_store() -> Any:
-    """A rendezvous store that listens on loopback only; by itself it would on every interface, and it knows no keys."""
+    """A TCPStore that listens only on loopback. By default it would listen on every interface, without a key."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared; torch takes seconds
 
     listener = socket.create_server(("127.0.0.1", 0))

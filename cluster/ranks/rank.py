@@ -1,4 +1,4 @@
-"""One rank of a group as the coordinator's process knows it: its actor, where that runs, and how it is started."""
+"""One rank as the coordinator's process sees it: its actor, its location, and how it is started."""
 
 from __future__ import annotations
 
@@ -22,62 +22,63 @@ from configs.schema import EngineConfig
 from parallel.environment import RANK_ENVIRONMENT
 
 NAMESPACE = "lockstep"
-# Pinning memory is most of what it takes to put weights on the host. Threads do it in a third of the time: 4 GiB in
-# 0.56 s for 1.87 s on an H100's host.
+# Threads for pinning memory, which is most of the time of moving weights to the host. With them, 4 GiB take 0.56 s
+# instead of 1.87 s on an H100's host.
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-# Ray's own masking of devices would hide the peers that CUDA IPC and symmetric memory must open.
+# Ray must not mask devices, because CUDA IPC and symmetric memory open the peers' devices.
 CUDA_ENVIRONMENT = {
     **RANK_ENVIRONMENT,
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     _ALLOCATOR: os.environ.get(_ALLOCATOR, "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"),
 }
-"""Variables of processes that are given a GPU."""
+"""Environment variables of processes that get a GPU."""
 _SPINS = "GOMP_SPINCOUNT"
 CPU_ENVIRONMENT = {_SPINS: os.environ.get(_SPINS, "1000")}
-"""Variables of ranks on CPUs. A thread that waits for the other threads of its rank gives its core up after some
-microseconds, not milliseconds. Beside another busy process a decode step of SmolLM2 on two cores takes 49 ms instead of
-73, and 8 rows 68 instead of 175; on idle cores one row takes 30 instead of 23, and 8 rows take what they took."""
+"""Environment variables of ranks on CPUs. A thread that waits for the other threads of its rank yields its core after
+some microseconds instead of milliseconds. Beside another busy process, a decode step of SmolLM2 on two cores takes 49
+ms instead of 73, and 8 rows take 68 instead of 175. On idle cores one row takes 30 instead of 23, and 8 rows take the
+same."""
 
 
 @dataclass(eq=False)
 class Rank:
-    """One rank; whoever replaces its process gives it another actor."""
+    """One rank. Replacing its process gives it another actor."""
 
     index: int
     actor: Any
     location: Location | None = None
-    """The place where it runs; None until it has said so."""
+    """Where the rank runs. None until it has reported that."""
     pidfd: int = -1
-    """A file descriptor of its process, while that runs on this node; -1: none."""
+    """A pidfd of its process if that runs on this node, else -1."""
     room_bytes: int = 0
-    """Bytes that were free on its GPU before that was first used."""
+    """Bytes that were free on its GPU before the rank used it."""
     has_weights: bool = False
     """Whether its process has loaded its shard."""
     num_failed: int = 0
-    """New processes in its place that failed by themselves, one after the other."""
+    """Number of consecutive replacement processes that failed by themselves."""
     _ending: int = -1
 
     def settle(self, location: Location) -> None:
-        """The rank's process, just started, runs at `location`."""
+        """Records where the rank's new process runs."""
         self.location = location
         if location.node_id == ray.get_runtime_context().get_node_id():
-            with contextlib.suppress(OSError):  # a sandbox may not know the call; the raylet ends the process as well
+            with contextlib.suppress(OSError):  # a sandbox may not support pidfds; the raylet ends the process too
                 self.pidfd = os.pidfd_open(location.pid)
 
     def end(self) -> None:
-        """Ends its process, without waiting for that. Ray only asks it to end, which one that is stopped or stuck does
-        not hear; on another node the raylet ends such a one when the placement group goes."""
+        """Kills its process and does not wait. Ray only asks a process to end, which a stopped or stuck one ignores. On
+        another node, the raylet ends such a process when the placement group is removed."""
         ray.kill(self.actor)
         if self.pidfd < 0:
-            return  # one that was ended before may still be on its way
+            return  # a process that was killed before may still be ending
         self.await_end(0.0)
         self._ending, self.pidfd = self.pidfd, -1
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._ending, signal.SIGKILL)
 
     def await_end(self, timeout_s: float) -> bool:
-        """Waits so long until the process that `end` ended last is gone; returns whether it is, as one of another node
-        counts."""
+        """Waits until the process that `end` killed last is gone. Returns whether it is; a process on another node
+        counts as gone."""
         ending, self._ending = self._ending, -1
         if ending < 0:
             return True
@@ -95,33 +96,33 @@ class RankStarter:
     config: EngineConfig
     """Resolved."""
     model: ModelConfig
-    """The model that `model_path` holds."""
+    """The model at `model_path`."""
     model_path: Path
-    """A directory on every node that holds a rank."""
+    """A directory on every node with a rank."""
     weights: str = ""
     """`RankSpec.weights` of its ranks."""
     is_in_memory: bool = False
-    """Whether the weights came from another process, so that no file has them."""
+    """Whether another process provided the weights, so that no file has them."""
     placement_group: PlacementGroup
-    """Bundle 1 + r is rank r's; ranks on CPU beyond the last bundle share with the first ones."""
+    """Bundle 1 + r belongs to rank r. Further ranks on CPU share the first bundles."""
     held: tuple[HeldGPU, ...] = ()
-    """The GPUs of ranks beyond the last bundle."""
+    """GPUs of ranks without a bundle."""
     taken: tuple[str, ...] = ()
-    """Devices, as in `Location`, of the ranks that these take the places of."""
+    """Devices, as in `Location`, of the ranks that these ranks replace."""
     name: str
     """Prefix of the actors' names."""
     keeper: str = ""
     """`RankSpec.keeper` of its ranks."""
     suffix: str = ""
-    """End of the actors' names, where two groups of one name live for a while."""
+    """Suffix of the actors' names, for when two groups of one name exist for a while."""
 
     @property
     def num_bundles(self) -> int:
-        """Bundles for ranks that the placement group has."""
+        """Number of bundles that the placement group has for ranks."""
         return self.placement_group.bundle_count - 1
 
     def spec(self, index: int) -> RankSpec:
-        """The arguments of the rank of this index."""
+        """The RankSpec of the rank with this index."""
         spec = RankSpec(
             self.config,
             self.model,
@@ -138,12 +139,12 @@ class RankStarter:
         return replace(spec, device=self.held[extra].device) if 0 <= extra < len(self.held) else spec
 
     def start(self, spec: RankSpec) -> Any:
-        """The actor of a rank. Where the spec names its GPU, that is reserved already, and Ray is asked for none."""
+        """Creates the actor of a rank. If the spec names a GPU, that is reserved already, and Ray is asked for none."""
         gpus = int(self.config.device == "cuda" and spec.device is None)
         return self._start(spec, f"tp{spec.rank}", bundle=1 + spec.rank % self.num_bundles, gpus=gpus)
 
     def start_spare(self, number: int, device: str | None = None) -> Any:
-        """The actor of a spare, to which Ray gives no device; of one on GPUs, the one that it gets ready for."""
+        """Creates the actor of a spare. Ray gives it no device; on GPUs it prepares for the given one."""
         return self._start(replace(self.spec(-1), device=device), f"tp-spare{number}", bundle=0, gpus=0)
 
     def _start(self, spec: RankSpec, name: str, *, bundle: int, gpus: int) -> Any:

@@ -1,4 +1,4 @@
-"""Ray's shell of a rank, around a `TPWorker`, and what makes actors. No logic of serving lives here."""
+"""The Ray actor of a rank, around a `TPWorker`, and helpers to create actors. It contains no serving logic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from parallel.channel.store_relay import open_relay
 from parallel.channel.tcp_channel import TcpReader, TcpWriter, connect
 from parallel.plan import ShardPlan
 
-if TYPE_CHECKING:  # these load torch, which the processes that start ranks do without
+if TYPE_CHECKING:  # These load torch, which the processes that start ranks do not need.
     import numpy as np
     import numpy.typing as npt
     import torch
@@ -40,22 +40,20 @@ if TYPE_CHECKING:  # these load torch, which the processes that start ranks do w
 logger = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL_S = 1e-4
-"""How long a thread that waits for the interpreter leaves it to the others, instead of Python's 5 ms: the step loop
-never sleeps on GPUs, and who reads other weights beside it asks for the interpreter after each of its many launches."""
+"""Python's switch interval in seconds, instead of 5 ms. On GPUs the step loop never sleeps, and the thread that stages
+weights needs the interpreter after each of its many launches."""
 
 
-@functools.cache  # Ray keeps every class that it is given, and what it knows of its methods, for good
+@functools.cache  # Cached, because Ray stores every class that it is given, and its methods, without end.
 def actor_class(cls: type) -> Any:
-    """`cls` as a Ray actor class: never restarted by Ray, and its `ctl` methods answer while another one runs."""
+    """`cls` as a Ray actor class that Ray never restarts. Its `ctl` methods answer while another method runs."""
     options: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2}}
     return ray.remote(**options)(cls)
 
 
 def device_index(gpu: str, visible: str | None) -> int:
-    """The index of Ray's GPU `gpu` among those that a process sees, where CUDA_VISIBLE_DEVICES is `visible`.
-
-    Ray names the GPUs of a node that was started with that variable by the entries in it, UUIDs among them.
-    """
+    """The index of Ray's GPU `gpu` among those that a process sees with CUDA_VISIBLE_DEVICES=`visible`. On a node that
+    was started with that variable, Ray names GPUs by its entries, which may be UUIDs."""
     entries = [entry.strip() for entry in visible.split(",")] if visible else []
     return entries.index(gpu) if gpu in entries else int(gpu)
 
@@ -68,30 +66,32 @@ def given_gpu() -> str:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """The arguments that a rank's process starts with."""
+    """The arguments with which a rank's process starts."""
 
     config: EngineConfig
     model: ModelConfig
     model_path: str
     rank: int
-    """-1: a spare, until it is told to become another."""
+    """-1 for a spare, until it becomes a rank."""
     replica: str
-    """Name of the replica whose rank it is."""
+    """Name of the replica that the rank belongs to."""
     device: str | None = None
-    """See `Location`; named where the GPU is reserved already and not given to this process. None: the one that is."""
+    """See `Location`. Set if the GPU is reserved by another actor. If None, the process uses the device that Ray gave
+    it."""
     room_bytes: int = 0
-    """Memory to be free on the GPU before a rank that takes a place joins: the last one's is freed late."""
+    """Memory that must be free on the GPU before a replacement joins, because the old process's memory is freed
+    late."""
     keeper: str = ""
-    """Address of the one who keeps what outlives this process, where all ranks are on its node."""
+    """Address of the keeper of persistent memory. Empty if the ranks are on several nodes."""
     weights: str = ""
-    """An id, which tells the weights from those before and after a change."""
+    """An id that distinguishes these weights from those before and after a change."""
     is_in_memory: bool = False
-    """Whether the weights are the tensors that the ranks were given, and not at `model_path`."""
+    """Whether the weights are tensors that the ranks were given, not files at `model_path`."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """The place where a rank runs."""
+    """Where a rank runs."""
 
     node_id: str
     pid: int
@@ -101,40 +101,41 @@ class Location:
 
 @dataclass(frozen=True)
 class RankLoad:
-    """Facts about one rank, known once it has loaded."""
+    """Facts about a rank that has loaded."""
 
     kv_page_bytes: PageBytes
     free_bytes: int
-    """Memory of the rank's device that the KV pool may take; on CPU the node's, shared by its ranks."""
+    """Device memory that the KV pool may take. On CPU it is the node's, shared by its ranks."""
     step_bytes: int
-    """Memory of its device that steps need."""
+    """Device memory that steps need."""
     is_persistent: bool
-    """Whether its weights and KV outlive its process."""
+    """Whether its weights and KV are in persistent memory."""
     seconds: float
     platform: str
-    """The value of `worker.device.platform.platform_of`."""
+    """The result of `worker.device.platform.platform_of`."""
 
 
 @dataclass(frozen=True)
 class PoolShape:
-    """Sizes of the pool that every rank of a group allocates before it runs, whatever their number."""
+    """Sizes of the pools that every rank of a group allocates before it runs, for any number of ranks."""
 
     num_pages: int
     max_model_len: int
     num_window_pages: int | None
     """See `TPWorker.allocate`."""
     max_message_bytes: int
-    """The most that a frame or a result takes."""
+    """Largest size of a frame or a result."""
 
 
 class RankActor:
-    """One rank's process. Methods run in the order they are declared; `ctl` ones answer while `run` blocks."""
+    """One rank's process. Methods are called in the order of their declaration. `ctl` methods answer while `run`
+    blocks."""
 
     def __init__(self, spec: RankSpec) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self.become(spec)
         self._group: TensorParallelGroup | None = None
-        self._relay_port: int | None = None  # this node's way to a store on another node
+        self._relay_port: int | None = None  # this node's relay to a store on another node
         self._worker: TPWorker | None = None
         self._progress = 0.0
         self._frames: FrameReader | None = None
@@ -145,13 +146,13 @@ class RankActor:
         return f"Rank[tp{self._spec.rank}]" if self._spec.rank >= 0 else "Rank[spare]"
 
     def become(self, spec: RankSpec) -> None:
-        """Makes this the rank of `spec`; before it joins."""
+        """Makes this process the rank of `spec`, before it joins."""
         name = f"tp{spec.rank}" if spec.rank >= 0 else "spare"
         log_to_stderr(spec.config.observability.log_format, replica=spec.replica, rank=name)
         self._spec = spec
 
     def warm_up(self) -> int:
-        """Does what a process does once, whichever rank it becomes; returns its id."""
+        """Prepares the process, independent of the rank that it becomes. Returns its process id."""
         import torch
 
         from worker.warm_up import warm_up
@@ -162,21 +163,21 @@ class RankActor:
 
     def where(self) -> Location:
         """Node, process and device of this rank."""
-        # The seconds that importing torch takes belong here: the ranks meet in `join`, within the deadline of a step.
+        # Importing torch takes seconds. It happens here, because `join` has the deadline of a step.
         import worker.tp_worker  # noqa: F401
 
         device = self._spec.device or ("cpu" if self._spec.config.device == "cpu" else given_gpu())
         return Location(ray.get_runtime_context().get_node_id(), os.getpid(), device)
 
     def join(self, store_at: int | str, generation: int, one_node: bool) -> int:
-        """Enters the process group through the coordinator's store; in a later generation with the weights it has.
+        """Joins the process group through the coordinator's store. In a later generation, the rank retains its weights.
 
         Args:
-            store_at: the store's port on this node, or 0 in a group of one, which has no store; the address of the
-                store's gate if ranks are on several nodes.
+            store_at: the store's port on this node, or the address of the store's gate if ranks are on several nodes. 0
+                in a group of one, which has no store.
 
         Returns:
-            Bytes that were free on its GPU, of a rank without weights. Else 0.
+            Bytes that were free on its GPU if the rank has no weights yet, else 0.
         """
         import torch
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared
@@ -230,22 +231,22 @@ class RankActor:
         return room_bytes
 
     def fetch(self) -> None:
-        """Makes sure that the weights are on this node, before the ranks join. Raises CheckpointError."""
+        """Downloads the weights to this node if needed, before the ranks join. Raises CheckpointError."""
         config = self._spec.config
         self._progress = 0.0
         path = resolve_model_path(config.model, config.revision, on_progress=self._on_progress)
         self._spec = replace(self._spec, model_path=str(path))
 
     def load(self) -> RankLoad:
-        """Loads this rank's shard and finds out what is left for the KV pool; on CUDA all ranks do that together."""
+        """Loads this rank's shard and measures the memory left for the KV pool. On CUDA all ranks do this together."""
         began = time.monotonic()
         self.read_weights()
         seconds = time.monotonic() - began
         return self._loaded(self._ready().profile(), seconds)
 
     def prepare(self) -> None:
-        """Loads the model's kernels and this rank's shard onto the device beside other ranks. If it has no room for the
-        shard, that waits in the host's memory until `load_to_device`."""
+        """Loads the model's kernels and this rank's shard onto the device, beside other ranks. If the device has no
+        room, the shard waits in the host's memory until `load_to_device`."""
         from worker.warm_up import warm_up
 
         warm_up(self._spec.config, self._spec.model, self._ready().device)
@@ -274,23 +275,23 @@ class RankActor:
         )
 
     def move_to_host(self) -> None:
-        """Moves the weights to the node's memory; `allocate` loads them to the device again."""
+        """Moves the weights to the host's memory. `allocate` moves them back to the device."""
         self._ready().shard.move_to_host()
 
     def read_weights(self, beside: bool = False) -> None:
-        """Loads this rank's shard alone, where the size of the KV pool is known; no other rank takes part. `beside` is
+        """Loads this rank's shard alone, when the size of the KV pool is known. No other rank takes part. `beside` is
         `Shard.load`'s."""
         self._progress = 0.0
         must_find = self._spec.is_in_memory
         self._ready().shard.load(self._on_progress, self._spec.weights, must_find=must_find, beside=beside)
 
     def measure(self) -> Peaks:
-        """Measures what this rank's device can do; all ranks at the same time, since they may share it."""
+        """Measures this rank's device. All ranks do this at the same time, because they may share it."""
         return self._ready().measure()
 
     def allocate(self, pool: PoolShape, at_once: bool, keeps_kv: bool) -> None:
-        """Allocates the KV pool, or takes the one there was, and the request tables; on CUDA captures the largest
-        steps, unless requests wait: `at_once`."""
+        """Allocates the KV pool, or reuses the persistent one, and the request tables. On CUDA it captures the largest
+        graphs, unless requests wait (`at_once`)."""
         self._ready().allocate(
             pool.num_pages,
             pool.max_model_len,
@@ -301,7 +302,8 @@ class RankActor:
         )
 
     def take_kv(self, keeper: str, num_ranks: int, layer_ids: Sequence[int], pages: npt.NDArray[np.int32]) -> None:
-        """Copies this rank's part of what `num_ranks` others left with their `keeper`: as `TPWorker.take_kv` has it."""
+        """Copies this rank's part of the KV that `num_ranks` other ranks left with their `keeper`. See
+        `TPWorker.take_kv`."""
         from parallel.persistent_memory import PersistentMemory
 
         worker = self._ready()
@@ -309,12 +311,12 @@ class RankActor:
         worker.take_kv(layer_ids, pages, left)
 
     def attach_ring(self, frames_address: str, results_address: str) -> None:
-        """Connects to the shared-memory step channel of this node; rank 0 also to the results."""
+        """Connects to the shared-memory step channel of this node; rank 0 also to the channel of results."""
         self._frames = Ring.attach(frames_address).reader(self._spec.rank)
         self._results = Ring.attach(results_address).writer() if self._spec.rank == 0 else None
 
     def attach_tcp(self, frames_address: str, results_address: str, max_frame_bytes: int) -> None:
-        """Attaches over TCP, for a group on several nodes."""
+        """Connects over TCP, for a group on several nodes."""
         rank, timeout_s = self._spec.rank, self._spec.config.parallel.init_timeout_s
         frames = connect(frames_address, rank, timeout_s=timeout_s)
         self._frames = TcpReader(frames, max_frame_bytes=max_frame_bytes)
@@ -323,7 +325,7 @@ class RankActor:
             self._results = TcpWriter([results], max_frame_bytes=max_frame_bytes)
 
     def run(self) -> None:
-        """The step loop. Returns after a CLOSE frame; raises what went wrong."""
+        """Runs the step loop. Returns after a CLOSE frame; raises the error otherwise."""
         frames, results = self._frames, self._results
         assert frames is not None, "attach comes first"
         timeout_s = self._spec.config.parallel.step_timeout_s
@@ -332,17 +334,15 @@ class RankActor:
         worker.close()
 
     def leave(self) -> None:
-        """Keeps the weights alone, for the next generation; runs once `run`, or whatever it is that waits, is left.
-
-        Raises EngineError where this process is of no use any more.
-        """
+        """Drops everything but the weights, for the next generation, once `run` (or any other waiting call) has
+        returned. Raises EngineError if this process cannot be used any more."""
         if self._worker is not None:
             self._worker.leave()
 
     @ray.method(concurrency_group="ctl")
     def give(self, tensors: list[ray.ObjectRef[dict[str, Any]]]) -> None:
-        """Opens tensors of a checkpoint by name, each as it is or as torch.multiprocessing's reductions make it, for a
-        later `stage`."""
+        """Receives tensors of a checkpoint by name, for a later `stage`. Each is a tensor, or what
+        torch.multiprocessing's reductions make of one."""
         for name, handle in (item for ref in tensors for item in ray.get(ref).items()):
             if isinstance(handle, tuple):
                 rebuild, arguments = handle
@@ -357,23 +357,23 @@ class RankActor:
         if spec.is_in_memory:
             return self._ready().shard.stage(spec.model, self._given, identity=spec.weights)
         if not config.is_local_model and config.load_format != "dummy":
-            path = resolve_model_path(config.model, config.revision)  # ranks of a node wait for one another
+            path = resolve_model_path(config.model, config.revision)  # ranks of a node wait for each other
         return self._ready().shard.stage(spec.model, path, config.revision, spec.weights)
 
     @ray.method(concurrency_group="ctl")
     def take_staged(self) -> None:
-        """Has those weights serve from the next step on, between two steps."""
+        """Uses the staged weights from the next step on. Called between two steps."""
         self._ready().shard.take_staged()
 
     @ray.method(concurrency_group="ctl")
     def drop_staged(self) -> None:
-        """Forgets those weights, and tensors that were given."""
+        """Drops the staged weights and the received tensors."""
         self._given.clear()
         self._ready().shard.drop_staged()
 
     @ray.method(concurrency_group="ctl")
     def abort(self, reason: str) -> None:
-        """Makes `run` raise EngineError(reason), also where it waits for the other ranks."""
+        """Makes `run` raise EngineError(reason), also while it waits for the other ranks."""
         if self._frames is not None:
             self._frames.fail(reason)
         if self._group is not None:
@@ -386,7 +386,7 @@ class RankActor:
 
     @ray.method(concurrency_group="ctl")
     def stacks(self) -> str:
-        """The stack of each thread of this process, innermost frame last; answers while `run` blocks."""
+        """The stack of each thread of this process, innermost frame last. Answers while `run` blocks."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         return "\n".join(
             f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -402,7 +402,7 @@ class RankActor:
 
 
 def _strategy(config: ParallelConfig, device: str, *, one_node: bool) -> Strategy:
-    """The strategy of the all-reduces: the one of `config`, unless that needs one node and the ranks are on several."""
+    """The all-reduce implementation of `config`. If it needs one node and the ranks are on several, another one."""
     chosen = config.all_reduce
     assert chosen != "auto", "all_reduce is resolved before the ranks start"
     if one_node or chosen != ONE_NODE_STRATEGY[device]:

@@ -1,7 +1,7 @@
-"""Starts, watches, replaces and ends the rank actors of one tensor-parallel group.
+"""Starts, watches, replaces and ends the rank actors of one group.
 
-The coordinator's process owns them: when it dies, Ray ends them. It also hosts the rendezvous store, so that any rank
-may die and the store stays.
+The coordinator's process owns them: if it dies, Ray ends them. It also hosts the rendezvous store, so that the store
+survives the death of any rank.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 GENERATION = 1
 _LEAVE_TIMEOUT_S = 10.0
-# After a hang: the others wait for the one that hangs, and leave as soon as they are told. On GPUs that takes NCCL
-# half a second, and a rank says after three that its device never gets done.
+# Seconds for ranks to leave after a hang. They wait for the hanging rank, and leave as soon as they are told. On GPUs,
+# NCCL takes half a second for that, and a rank reports after three that its device makes no progress.
 _LEAVE_HUNG_TIMEOUT_S = {"cpu": 2.0, "cuda": 5.0}
 _ABORT_TIMEOUT_S = 1.0
 _END_TIMEOUT_S = 2.0
@@ -56,67 +56,68 @@ _PROGRESS_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class PersistentKV:
-    """KV of ranks that have left, or died."""
+    """KV of ranks that have left or died."""
 
     keeper: Keeper
-    """It holds their memory."""
+    """Holds their persistent memory."""
     num_ranks: int
     pages: Int32Array
-    """Ids of the pages that are wanted."""
+    """Ids of the pages to take over."""
 
 
 class RankGroup:
     """The ranks of one group, whose actors `starter` starts."""
 
     frames: FrameWriter
-    """The channel to every rank; from `run` on."""
+    """The channel to every rank. Set by `run`."""
     results: FrameReader
-    """The channel from rank 0; from `run` on."""
+    """The channel from rank 0. Set by `run`."""
 
     def __init__(self, starter: RankStarter) -> None:
         self.config = starter.config
         self._keeper = Keeper()
         self.starter = dataclasses.replace(starter, keeper=self._keeper.address)
-        """Starts its ranks."""
+        """Starts the group's actors."""
         self._ranks: list[Rank] = []
-        self._measured = self._ranks  # the ranks whose progress is the group's
+        self._measured = self._ranks  # the ranks whose progress counts as the group's
         self._spares = WarmSpares(resolved(self.config.recovery.warm_spares), starter.start_spare)
-        self._runs: dict[int, ray.ObjectRef[None]] = {}  # by rank, the calls that are watched
+        self._runs: dict[int, ray.ObjectRef[None]] = {}  # the watched calls, by rank
         self._pool: PoolShape | None = None
         self._on_failure: Callable[[LockstepError], None] | None = None
-        self._meeting: MeetingPlace | None = None  # None: the ranks have not met
+        self._meeting: MeetingPlace | None = None  # None until the ranks have met
         self._memory: GroupMemory | None = None
         self.one_node = True
-        """All ranks run where this is; known after `load`."""
+        """Whether all ranks are on this node. Known after `load`."""
         self._closing = threading.Event()
         self._channel: StepChannel | None = None
 
     def resized(self, config: EngineConfig, held: tuple[HeldGPU, ...]) -> RankGroup:
-        """A group of as many ranks as `config` has, not started, that can take the place of this one. It has no use for
-        the devices of ranks that are `lost`.
+        """A group with the number of ranks in `config`, not started, that can replace this one. It does not use the
+        devices of `lost` ranks.
 
         Args:
-            held: GPUs of ranks that the placement group has no bundle for.
+            held: GPUs of ranks without a bundle in the placement group.
         """
         taken = tuple(device for index, device in enumerate(self.devices) if index not in self.lost)
         changes: dict[str, Any] = {"config": config, "held": held, "taken": taken}
         return RankGroup(dataclasses.replace(self.starter, suffix=f"of{config.tensor_parallel_size}", **changes))
 
     def give(self, tensors: Sequence[ray.ObjectRef[dict[str, Any]]]) -> RankStarter:
-        """Gives every rank tensors of a checkpoint, by name, and returns what `stage` takes once all are given."""
+        """Gives tensors of a checkpoint, by name, to every rank. Returns the argument of `stage` once all are given."""
         self._on(self._ranks, "give", list(tensors))
         return dataclasses.replace(self.starter, is_in_memory=True, weights=secrets.token_hex())
 
     def stage(self, starter: RankStarter) -> list[bool]:
-        """Has every rank read the weights that `starter` starts with, while steps run, however long that takes; then
-        each rank's answer as `Shard.stage` gives it."""
+        """Makes every rank read the weights of `starter` while steps run, without a timeout. Returns each rank's result
+        of `Shard.stage`."""
         return call(self._ranks, "stage", starter.spec(-1), size=self.size, timeout_s=math.inf)
 
     def take_staged(self, starter: RankStarter) -> None:
-        """Has the ranks serve with what they staged, and those that are started later, too. No step is in flight.
+        """Makes the ranks use the staged weights, and also ranks that are started later. No step may be in flight.
 
         Raises:
-            LockstepError: a rank did not. All have ended then, for nobody knows what each serves with.
+            LockstepError: a rank failed. All ranks have ended then, because it is unknown which weights each of them
+                uses.
         """
         self.starter, self.config = starter, starter.config
         try:
@@ -127,18 +128,18 @@ class RankGroup:
             raise
 
     def drop_staged(self) -> None:
-        """Has the ranks forget what they staged; returns at once."""
+        """Makes the ranks drop the staged weights. Does not wait."""
         for rank in self._ranks:
             rank.actor.drop_staged.remote()
 
     @property
     def lost(self) -> list[int]:
-        """Ranks that no process in their places has been able to be, twice."""
+        """Ranks whose replacement processes failed by themselves twice."""
         return [rank.index for rank in self._ranks if rank.num_failed >= _MOST_FAILED]
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks."""
         return self.config.tensor_parallel_size
 
     @property
@@ -148,41 +149,41 @@ class RankGroup:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Resources that the placement group has for a rank."""
+        """Resources of a rank's bundle in the placement group."""
         bundle: dict[str, float] = self.starter.placement_group.bundle_specs[1]
         return bundle
 
     @property
     def room_bytes(self) -> list[int]:
-        """Bytes that were free on each rank's GPU before that was first used; 0 on CPU."""
+        """Bytes that were free on each rank's GPU before the rank used it. 0 on CPU."""
         return [rank.room_bytes for rank in self._ranks]
 
     @property
     def plan(self) -> ShardPlan:
-        """The shards that each rank holds."""
+        """The shard plan of the group."""
         return ShardPlan.create(self.model, self.size, exact=self.config.is_exact)
 
     @property
     def cost(self) -> StepCost:
-        """The cost of steps for all ranks together."""
+        """The cost of steps, all ranks together."""
         config = self.config
         kept, kv_bytes = kept_types(config, self.model), dtype_bytes(config.kv_dtype)
         return StepCost.of(self.plan, dtype_bytes(config.dtype), kv_element_bytes=kv_bytes, kept=kept)
 
     @property
     def pool(self) -> PoolShape:
-        """The argument of `run`."""
+        """The sizes that `run` allocates."""
         assert self._pool is not None, "run comes first"
         return self._pool
 
     @property
     def is_persistent(self) -> bool:
-        """Whether weights and KV of a rank outlive its process. Known after `load`."""
+        """Whether weights and KV of all ranks are in persistent memory. Known after `load`."""
         return self._memory is not None and all(load.is_persistent for load in self._memory.loads)
 
     @property
     def reason_never(self) -> str | None:
-        """Why these ranks are not replaced whatever happens to them; None: they may be. Known after `load`."""
+        """The reason why these ranks are never replaced, or None if they may be. Known after `load`."""
         if self._closing.is_set():
             return "its ranks have ended"
         if self.starter.is_in_memory and not self.is_persistent:
@@ -191,43 +192,44 @@ class RankGroup:
 
     @property
     def locations(self) -> list[Location]:
-        """Locations of ranks that have started, by rank; callable from another thread."""
+        """Locations of the started ranks, by rank. Any thread may call this."""
         return [rank.location for rank in self._ranks if rank.location is not None]
 
     @property
     def devices(self) -> list[str]:
-        """Devices by rank, as in Location; callable from another thread."""
+        """Devices by rank, as in Location. Any thread may call this."""
         return [location.device for location in self.locations]
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids by rank, of those on this node; callable from another thread."""
+        """Process ids by rank, of ranks on this node. Any thread may call this."""
         return {rank.index: rank.location.pid for rank in self._ranks if rank.location is not None and rank.pidfd >= 0}
 
     @property
     def spare_pids(self) -> list[int]:
-        """Process ids of the spares that are warm."""
+        """Process ids of the warm spares."""
         return self._spares.pids
 
     def heartbeat_ages(self) -> list[float]:
-        """Seconds since each rank last took or awaited a frame. Empty where the ranks are on several nodes."""
+        """Seconds since each rank last took or awaited a frame. Empty if the ranks are on several nodes."""
         return [] if self._channel is None else self._channel.heartbeat_ages(self.size)
 
     def progress(self) -> list[float]:
-        """Share of the weights loaded by each rank, or fetched by each node, 0 to 1. Empty without ranks."""
+        """Share of the weights that each rank has loaded, or each node downloaded, 0 to 1. Empty before ranks are
+        started."""
         if not self._measured:
             return []
         return ray.get([rank.actor.progress.remote() for rank in self._measured], timeout=_PROGRESS_TIMEOUT_S)
 
     @property
     def fetches(self) -> bool:
-        """Whether `fetch` has to come before `load`: the weights are on the Hub."""
+        """Whether `fetch` must come before `load`, because the weights are on the Hub."""
         return not self.config.is_local_model and self.config.load_format != "dummy"
 
     def start(self) -> None:
-        """Starts the processes, and waits until they say where they are."""
+        """Starts the processes, and waits for their locations."""
         if self.size > 1:
-            # The store of `load` needs torch, whose import takes seconds: meanwhile.
+            # The store of `load` needs torch, whose import takes seconds. It is imported while the ranks start.
             threading.Thread(target=importlib.import_module, args=("torch.distributed",), daemon=True).start()
         self._ranks += [Rank(index, self.starter.start(self.starter.spec(index))) for index in range(self.size)]
         self._settle(self._ranks)
@@ -238,11 +240,11 @@ class RankGroup:
             rank.settle(location)
 
     def fetch(self) -> None:
-        """Has every node fetch the weights that it lacks, however long that takes."""
+        """Makes every node download missing weights, without a timeout."""
         of_nodes = {location.node_id: rank for rank, location in zip(self._ranks, self.locations, strict=True)}
         self._measured = list(of_nodes.values())
         call(self._measured, "fetch", size=self.size, timeout_s=math.inf)
-        # The others of a node find what its one has left.
+        # One rank per node downloads; the other ranks of the node find its files.
         others = [rank for rank in self._ranks if rank not in self._measured]
         self._measured = self._ranks
         self._on(others, "fetch")
@@ -253,8 +255,8 @@ class RankGroup:
         return self._loaded(self._on(self._ranks, "load"))
 
     def prepare(self) -> None:
-        """Joins the ranks on GPUs that others serve on, and loads every shard beside theirs, or into the node's memory
-        where there is no room: they wait until this group takes the place of those others."""
+        """Joins ranks on GPUs that other ranks use, and loads every shard beside theirs, or into the host's memory if
+        the GPU has no room. This group then waits until it replaces the other one."""
         self._meet()
         self._on(self._ranks, "prepare")
 
@@ -272,11 +274,12 @@ class RankGroup:
         return self._memory
 
     def _load_in_place_of(self, old: RankGroup) -> GroupMemory:
-        """Loads every shard, now that the pools of `old` have gone; those of `prepare` come from the node's memory."""
+        """Loads every shard, now that the pools of `old` are released. Shards in the host's memory are moved to the
+        device."""
         if self._meeting is None:
             return self.load()
         assert old._memory is not None, "it has loaded"
-        # Nobody waits for a step to be measured: fewer ranks need no more for it together than those did.
+        # No step is run to measure its memory: together, the new ranks need at most what the old ones did.
         step_bytes = max(load.step_bytes for load in old._memory.loads) * max(old.size, self.size) // self.size
         return self._loaded(self._on(self._ranks, "load_to_device", step_bytes))
 
@@ -285,7 +288,7 @@ class RankGroup:
         return self._on(self._ranks, "join", self._meeting.store, generation, self.one_node)
 
     def measure(self) -> tuple[float, float]:
-        """Measures what the loaded ranks can do together, at the same time: (FLOP/s, bytes/s of memory)."""
+        """Measures what the loaded ranks reach together, at the same time: (FLOP/s, bytes/s of memory)."""
         peaks = self._on(self._ranks, "measure")
         return sum(peak.flops for peak in peaks), sum(peak.bandwidth for peak in peaks)
 
@@ -297,11 +300,11 @@ class RankGroup:
         at_once: bool = False,
         kv: PersistentKV | None = None,
     ) -> None:
-        """Allocates the KV pools, connects the channel and puts every rank into its step loop.
+        """Allocates the KV pools, connects the channel and starts every rank's step loop.
 
         Args:
-            at_once: requests wait: see `TPWorker.allocate`.
-            kv: KV that the ranks go on with: of the pools that they had, or of those that others had.
+            at_once: whether requests wait. See `TPWorker.allocate`.
+            kv: KV to continue with: of the ranks' own earlier pools, or of other ranks.
             on_failure: called from a thread when a rank's loop ends, unless the group was closed or its ranks replaced.
         """
         self._pool, self._on_failure = pool, on_failure
@@ -323,12 +326,12 @@ class RankGroup:
         return StepChannel.over_tcp(*how, self._meeting.host)
 
     def start_spares(self) -> None:
-        """Starts the processes that take the places of ranks that die; returns at once."""
+        """Starts the spares that will replace dead ranks. Does not wait."""
         if self.reason_never is None:
             self._spares.fill([] if self.config.device == "cpu" else self.devices)
 
     def _take_kv(self, kv: PersistentKV) -> None:
-        """Has the ranks take what others left, whose memory is given up as they go along."""
+        """Makes the ranks copy the KV that others left. The others' memory is released layer by layer."""
         for first in range(0, len(self.model.all_layers), _LAYERS_AT_ONCE):
             layer_ids = range(len(self.model.all_layers))[first : first + _LAYERS_AT_ONCE]
             self._on(self._ranks, "take_kv", kv.keeper.address, kv.num_ranks, layer_ids, kv.pages)
@@ -336,12 +339,12 @@ class RankGroup:
                 kv.keeper.drop(name=kv_block(layer_id))
 
     def takes_kv(self, old: RankGroup) -> bool:
-        """Whether these ranks, in the place of `old`, can go on with the KV that those have."""
+        """Whether these ranks, in place of `old`, can use the KV of `old`."""
         return self.is_persistent and old.is_persistent and old.pool.num_window_pages is None
 
     def keeps_kv(self, failure: LockstepError) -> bool:
-        """Whether the KV of the steps that have ended outlives `failure`. Nobody trusts what a rank wrote that failed
-        or crashed by itself."""
+        """Whether the KV of retired steps survives `failure`. KV written by a rank that failed or crashed by itself is
+        not trusted."""
         crashes = {rank.index: words for rank in self._ranks if (words := self._keeper.crash(rank.index))}
         for index, words in crashes.items():
             logger.error("rank %d crashed:\n%s", index, words)
@@ -350,20 +353,20 @@ class RankGroup:
     def replace_ranks(
         self, generation: int, how: LockstepError | RankGroup, kept_pages: Int32Array | None = None
     ) -> RankGroup:
-        """Ends the generation there is, and puts other ranks to work in the next one; the channel's ends are new.
+        """Ends the current generation, and starts the next one with new channels.
 
         Args:
-            how: why the generation failed. Then a new process takes the place of each rank that died, failed by itself
-                or does not answer, and the others keep their weights. Or a group that is loaded and takes the place of
-                this one, whose ranks keep their weights until that runs.
-            kept_pages: pages whose KV the ranks go on with, as `keeps_kv` has said that they may, or `takes_kv`. None:
-                with that of none.
+            how: why the generation failed. Then each rank that died, failed by itself or does not answer gets a new
+                process, and the others retain their weights. Or a loaded group that replaces this one. This one's ranks
+                retain their weights until that group runs.
+            kept_pages: pages whose KV the ranks continue with, as `keeps_kv` or `takes_kv` allowed. If None, all KV is
+                dropped.
 
         Returns:
-            The group that runs.
+            The group that runs now.
 
         Raises:
-            LockstepError: no rank runs. The next attempt, with this as the failure, begins anew.
+            LockstepError: no rank runs. Another attempt, with this error as the failure, starts from the beginning.
         """
         began = time.monotonic()
         assert self._on_failure is not None, "run comes first"
@@ -376,7 +379,7 @@ class RankGroup:
         self._start_again(replaced)
         try:
             self._settle(replaced)
-            self._on(self._ranks, "where")  # one that died since would keep the others waiting for it
+            self._on(self._ranks, "where")  # a rank that died meanwhile would make the others wait for it
             started = time.monotonic()
             if self.fetches:
                 self._on(replaced, "fetch")
@@ -408,7 +411,7 @@ class RankGroup:
         return self
 
     def _start_again(self, replaced: Iterable[Rank]) -> None:
-        """Gives each of these ranks a new process on the device that it had: a warm spare, if there is one."""
+        """Gives each of these ranks a new process on its device: a warm spare if there is one."""
         for rank in replaced:
             assert rank.location is not None, "it has run"
             spec = dataclasses.replace(
@@ -419,19 +422,19 @@ class RankGroup:
             rank.actor, rank.has_weights = self._spares.take(spec) or self.starter.start(spec), False
 
     def sleep(self) -> None:
-        """Has the ranks give up the memory of their devices: KV is lost, and weights go to the node's memory, until
-        `replace_ranks` has them come back. Whichever rank cannot is replaced then."""
+        """Makes the ranks release the memory of their devices until `replace_ranks`: KV is lost, and weights move to
+        the host. Ranks that cannot do this are replaced then."""
         lost = self._stop(EngineError("the engine sleeps"))
         try:
             self._on([rank for rank in self._ranks if rank not in lost], "move_to_host")
         finally:
-            # Not all: how a rank crashes is still written down.
+            # The blocks with crash reports stay.
             for name in WEIGHTS:
                 self._keeper.drop(name=name)
 
     def _take_over(self, old: RankGroup, kv: PersistentKV | None) -> None:
-        """Runs in the place of `old`, whose ranks keep their weights alone. On GPUs the weights come to the device
-        only now, where the pools of `old` were, and the pool has fewer pages where there is no room for as many."""
+        """Starts this group in place of `old`, whose ranks retain only their weights. On GPUs the weights move to the
+        device now, where the pools of `old` were, and the pool gets fewer pages if there is no room."""
         assert old._on_failure is not None, "it has run"
         began, pool = time.monotonic(), old.pool
         if old.lost:
@@ -461,15 +464,19 @@ class RankGroup:
         self.start_spares()
 
     def _stop(self, reason: LockstepError, *, keeps_kv: bool = False) -> list[Rank]:
-        """Makes all ranks leave what they wait in and keep their weights alone, and ends the processes of those that do
-        not or cannot, have no weights, or whose calls of `run` failed by themselves; returns these, dead ones among
-        them. Unless `keeps_kv`, nothing that these had outlives them, nor any rank's KV."""
-        runs, self._runs = self._runs, {}  # who watches them has nothing more to say
+        """Makes all ranks leave what they wait in and retain only their weights. Kills the processes of ranks that do
+        not or cannot, have no weights, or whose `run` failed by itself.
+
+        Returns:
+            The ranks without a usable process. Unless `keeps_kv`, all memory of these ranks and the KV of every rank is
+            released.
+        """
+        runs, self._runs = self._runs, {}  # the watchers must not report these ends
         self._close_channel()
         calls: dict[Any, int] = {}
         for rank in self._ranks:
-            # Ranks leave on threads of their own: on GPUs NCCL's abort waits for the graphs, which go in `leave`, and
-            # `leave` for the collectives, which the abort ends.
+            # Ranks leave on their own threads. On GPUs, NCCL's abort waits for the graphs, which `leave` drops, and
+            # `leave` waits for the collectives, which the abort ends.
             calls |= {rank.actor.abort.remote(str(reason)): rank.index, rank.actor.leave.remote(): rank.index}
         is_hung = isinstance(reason, StepHungError)
         timeout_s = _LEAVE_HUNG_TIMEOUT_S[self.config.device] if is_hung else _LEAVE_TIMEOUT_S
@@ -494,14 +501,14 @@ class RankGroup:
             channel.close()
 
     def log_stacks(self, step_age_s: float) -> None:
-        """Logs where each rank's threads are, since a step takes suspiciously long; returns at once."""
+        """Logs the stacks of each rank's threads, because a step takes suspiciously long. Does not wait."""
         log_stacks(self._ranks, step_age_s)
 
     def close(self, failure: str | None = None) -> None:
-        """Ends the ranks' processes; waits shortly for them to leave their loops on their own.
+        """Ends the ranks' processes. Waits briefly for them to leave their loops by themselves.
 
         Args:
-            failure: why they must leave what they wait in. None: they were sent a CLOSE frame.
+            failure: why they must leave what they wait in. None if they were sent a CLOSE frame.
         """
         self._closing.set()
         if failure is not None:
@@ -511,7 +518,7 @@ class RankGroup:
             timeout_s = _LEAVE_TIMEOUT_S if failure is None else _ABORT_TIMEOUT_S
             ray.wait(list(self._runs.values()), num_returns=len(self._runs), timeout=timeout_s)
         for rank in self._ranks:
-            # Others may need the memory that they have.
+            # Other processes may need their memory.
             rank.end()
             rank.await_end(0.0 if failure is None else _END_TIMEOUT_S)
         self._spares.close()
@@ -523,5 +530,5 @@ class RankGroup:
         self._close_channel()
 
     def _on(self, ranks: Iterable[Rank], method: str, *args: object) -> list[Any]:
-        """Returns the answers of `method` on `ranks`, within `parallel.init_timeout_s`."""
+        """Calls `method` on `ranks` and returns the answers, within `parallel.init_timeout_s`."""
         return call(ranks, method, *args, size=self.size, timeout_s=self.config.parallel.init_timeout_s)

@@ -1,9 +1,9 @@
-"""Whether a group that failed is rebuilt in place, or fails as a whole: what cannot be rebuilt, how often, and why not.
+"""Decides whether a failed group is rebuilt: never, how often, and why not.
 
-A rebuild computes again what the steps in flight were about, so what is wrong with a request comes back with it. A step
-that fails twice in a row with the same words, a request among what it computes that got no token in between, is taken
-for that. A process that was killed leaves no words of its own, and where memory was gone the steps are smaller now:
-there only the budget counts.
+A rebuild computes the lost steps again, so a request that causes a failure causes it again. If a step fails twice in a
+row with the same message, and both times computed a request that got no token in between, that request is taken for the
+cause. A killed process leaves no message, and after an out-of-memory error the steps are smaller; for these only the
+budget counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WINDOW_S = 600.0
 
 
 def reason_never(config: EngineConfig, *, one_node: bool) -> str | None:
-    """Why this group is not rebuilt whatever happens to it; None: it may be."""
+    """The reason why this group is never rebuilt, or None if it may be."""
     if config.recovery.max_rebuilds == 0:
         return "recovery.max_rebuilds=0"
     if not one_node:
@@ -28,7 +28,7 @@ def reason_never(config: EngineConfig, *, one_node: bool) -> str | None:
 
 
 class Recovery:
-    """The judgement over one group's failures. One thread."""
+    """Decides over one group's failures. Used by one thread."""
 
     def __init__(self, max_rebuilds: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`max_rebuilds`: `recovery.max_rebuilds`."""
@@ -38,10 +38,11 @@ class Recovery:
         self._last: tuple[str, frozenset[tuple[int, int]]] = ("", frozenset())
 
     def reason_against(self, failure: LockstepError, lost: frozenset[tuple[int, int]]) -> str | None:
-        """Why the group is not rebuilt after `failure`; None: it is, and that counts.
+        """The reason why the group is not rebuilt after `failure`. None if it is, and then the rebuild counts against
+        the budget.
 
         Args:
-            lost: what the steps in flight were about, as `Scheduler.requeue_all` has it.
+            lost: what the steps in flight were computing, from `Scheduler.requeue_all`.
         """
         if isinstance(failure, ConfigError):
             return "it would fail again"

@@ -1,4 +1,4 @@
-"""One generation's channel between the coordinator and its ranks: frames go to all, results come from rank 0."""
+"""One generation's channel between the coordinator and its ranks: frames to all ranks, results from rank 0."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from configs.schema import ParallelConfig
 from parallel.channel.ring import FrameReader, FrameWriter, Ring
 from parallel.channel.tcp_channel import TcpListener, TcpReader, TcpWriter
 
-# A wait here lasts a step, and spinning that long takes a core from the ranks.
+# The coordinator does not spin: a wait lasts a step, and spinning would take a core from the ranks.
 _MOST_SPIN_US = 50
 _SLOTS = 8  # more than the steps in flight, so that the writer never waits
 
 
 @dataclass(frozen=True)
 class StepChannel:
-    """The coordinator's ends."""
+    """The coordinator's ends of the channel."""
 
     frames: FrameWriter
     results: FrameReader
     rings: tuple[Ring, ...] = ()
-    """Shared memory for frames and for results, where the ranks are on this node."""
+    """The shared memory for frames and for results, if the ranks are on this node."""
 
     @classmethod
     def over_shared_memory(
         cls, num_ranks: int, max_message_bytes: int, parallel: ParallelConfig, attach: Callable[..., object]
     ) -> StepChannel:
-        """Connects ranks of this node. `attach` calls a method of all, by its name, with what is given."""
+        """Connects ranks on this node. `attach` calls a method of all ranks, by name, with the given arguments."""
         assert parallel.spin_us is not None, "spin_us is resolved before the ranks start"
         spin_us = min(parallel.spin_us, _MOST_SPIN_US)
         frames, results = rings = tuple(
@@ -42,10 +42,10 @@ class StepChannel:
     def over_tcp(
         cls, num_ranks: int, max_message_bytes: int, parallel: ParallelConfig, attach: Callable[..., object], host: str
     ) -> StepChannel:
-        """Connects all ranks over TCP, also those of this node: one way to send a frame is enough."""
+        """Connects all ranks over TCP, including those on this node."""
         timeout_s = parallel.init_timeout_s
         frames, results = TcpListener.create(host), TcpListener.create(host)
-        # The ranks connect while this side accepts; a rank that fails ends the wait for the others.
+        # The ranks connect while this side accepts. A rank that fails ends the wait.
         accepting = ThreadPoolExecutor(2)
         to_ranks = accepting.submit(frames.accept, num_ranks, timeout_s=timeout_s)
         from_rank_0 = accepting.submit(results.accept, 1, timeout_s=timeout_s)
@@ -60,10 +60,10 @@ class StepChannel:
         return channel
 
     def heartbeat_ages(self, num_ranks: int) -> list[float]:
-        """Seconds since each rank last took or awaited a frame. Empty where the ranks are on several nodes."""
+        """Seconds since each rank last took or awaited a frame. Empty if the ranks are on several nodes."""
         return [ring.reader_status(rank).heartbeat_age_s for ring in self.rings[:1] for rank in range(num_ranks)]
 
     def close(self) -> None:
-        """Gives the shared memory up; who waits in it on this side learns that."""
+        """Releases the shared memory; waiters on this side get an error."""
         for ring in self.rings:
             ring.close()
