@@ -63,7 +63,7 @@ class HostMemory:
 
 
 def _give_back(pieces: list[torch.Tensor]) -> None:
-    # torch keeps pinned memory that nobody uses for those who come, unless it is told to free it.
+    # torch caches pinned memory that is no longer used, unless it is told to free it.
     empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache  # public from 2.12 on
     while pieces:
         time.sleep(_GIVE_BACK_EVERY_S)

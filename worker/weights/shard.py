@@ -1,5 +1,5 @@
-"""The weights of one rank, whose memory a Shard owns: what loads them, from files, from memory or from what an earlier
-process of the rank left, what moves them between host and device, and what has others take their place."""
+"""Owns the memory of one rank's weights. A Shard loads them from files, from memory or from what an earlier process of
+the rank left, moves them between host and device, and has others take their place."""
 
 from __future__ import annotations
 
