@@ -1,4 +1,4 @@
-"""Who may call what: API keys, roles, and what stays open without one. Decided on ASGI's path, never on a URL."""
+"""Decides who may call what: API keys, roles, and which paths need no key. It judges ASGI's path, never a URL."""
 
 from __future__ import annotations
 
@@ -20,37 +20,42 @@ from configs.schema import ServerConfig
 _HOST = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]*)?")
 
 ANYONE: Set[Role] = frozenset()
-"""Paths that need no key: those of probes, and the page, which asks for one itself. None tells anything."""
+"""Paths without a key: probes, and the page, which asks for a key itself. None of them reveals anything."""
 ADMINS: Set[Role] = frozenset({Role.ADMIN})
-"""For admin keys only, and absent where there is none."""
+"""For admin keys only. These paths do not exist on a server without admin keys."""
 USERS: Set[Role] = frozenset({Role.USER, Role.ADMIN})
-"""Every path of which nothing else is said, also those that do not exist."""
+"""All other paths, also those that do not exist."""
 
 
 def peer_address(scope: Scope) -> str | None:
-    """The address of the other end of a request's connection; None if the connection has no addresses."""
+    """The address of the other end of a request's connection. None if the connection has no addresses."""
     client = scope.get("client")
     return None if client is None or client[1] is None else str(client[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Lets requests pass, or refuses them."""
+    """Accepts or refuses requests."""
 
     keys: KeyRing | None
-    """None: nobody is asked for one."""
+    """None if no keys are required."""
     roles: Mapping[str, Set[Role]] = field(default_factory=dict)
-    """The roles of the keys that may call it, by path."""
+    """The roles that may call a path, by path."""
     anyone: bool = False
-    """Whether requests from other machines are answered where there are no keys."""
+    """Without keys: whether requests from other machines are answered."""
     client_address: Callable[[Scope], str | None] = peer_address
-    """The address of a request's client. None: the connection has no addresses, so the client is on this machine."""
+    """Returns the address of a request's client. None if the connection has no addresses, so the client is on this
+    machine."""
     host_names: Set[str] = frozenset()
-    """Names, in lower case, that a request's Host may have where there are no keys, besides this machine's."""
+    """Without keys: lower-case names that a request's Host may have besides this machine's."""
 
     def admit(self, scope: Scope, request_id: str) -> tuple[RequestContext, ApiKey | None]:
-        """The context of a request, and the key it came with. Raises RequestError: 401 without a good key, 403 where
-        the key's role or the caller's place does not allow it, 404 for what is absent."""
+        """The context of a request, and the key that it came with.
+
+        Raises:
+            RequestError: 401 without a valid key, 403 if the key's role or the client's address does not allow it, 404
+                if the path does not exist.
+        """
         roles = self.roles.get(route_path(scope), USERS)
         if roles == ANYONE:
             return RequestContext(request_id=request_id), None
@@ -88,8 +93,8 @@ def route_path(scope: Scope) -> str:
 
 
 def _presented(scope: Scope) -> bytes | None:
-    """The key a request carries, if any. Raises RequestError (401) for two different ones: who looks at one and who at
-    the other must not differ."""
+    """The key that a request carries, if any. Raises RequestError (401) for two different ones, because different
+    readers must not see different keys."""
     found = set()
     for name, value in scope["headers"]:
         if name == b"x-api-key":
@@ -104,8 +109,7 @@ def _presented(scope: Scope) -> bytes | None:
 
 
 def _check_local(scope: Scope, address: str | None) -> None:
-    """Refuses callers from elsewhere, and pages from elsewhere in a browser that runs here; for servers without
-    keys."""
+    """For servers without keys: refuses clients on other machines, and pages of other sites in a local browser."""
     if address is not None and not is_loopback(address):
         raise RequestError(
             "This server has no API keys, so it answers only clients on its own machine: set server.api_keys.",
@@ -118,8 +122,8 @@ def _check_local(scope: Scope, address: str | None) -> None:
 
 
 def _network(address: str) -> str:
-    """The network whose clients count as one: an IPv4 address, or the 64 bits that one site has of an IPv6 address.
-    Empty if `address` is no IP address."""
+    """The network whose clients count as one: an IPv4 address, or the 64-bit prefix of an IPv6 address. Empty if
+    `address` is no IP address."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -130,26 +134,28 @@ def _network(address: str) -> str:
 
 
 def own_host_names(server: ServerConfig) -> Set[str]:
-    """The names that a keyless server answers to: those of `server.host_names`, and if it answers other machines, this
-    machine's own. Asks the machine's resolver, which may take a second."""
+    """The names under which a keyless server answers: `server.host_names`, and this machine's own name if other
+    machines are answered. This asks the machine's resolver, which may take a second."""
     own = {socket.gethostname(), socket.getfqdn()} if server.api_keys is False else set()
     return frozenset(name.lower().rstrip(".") for name in own.union(server.host_names))
 
 
 def _check_host(scope: Scope, names: Set[str], *, any_address: bool) -> None:
-    """Raises RequestError if a request's Host is none of this server's names. A page may come from a DNS name that now
-    points to this machine. Its browser would let it read the answers, but sends that name as the Host.
+    """Raises RequestError if a request's Host is none of this server's names.
+
+    A web page may come from a DNS name that now points to this machine. Its browser would let the page read answers,
+    but sends that name as the Host.
 
     Args:
         names: accepted besides loopback addresses and `localhost`.
-        any_address: accept every IP address. A browser sends one only for pages that were opened by an address.
+        any_address: accept every IP address. A browser only sends one for pages that were opened by an address.
     """
     server = scope.get("server")
     if server is None or server[1] is None:
-        return  # no TCP connection: no browser sends requests this way
+        return  # not a TCP connection, which no browser would use
     given = [value for name, value in scope["headers"] if name == b"host"]
     if not given and scope.get("http_version") == "1.0":
-        return  # HTTP/1.0 has no Host, and no browser speaks it
+        return  # HTTP/1.0 has no Host, and no browser uses it
     found = _HOST.fullmatch(given[0].strip()) if len(given) == 1 else None
     if found is None:
         raise RequestError("The request must have one Host header with a name or an address.", code="invalid_host")

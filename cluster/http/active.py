@@ -1,4 +1,4 @@
-"""The requests being answered: which they are, how long their clients keep them waiting, and how to end them."""
+"""The requests that are being answered: their list, how long their clients do not read, and how to end them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from parallel.sockets import num_descriptors_left
 logger = logging.getLogger(__name__)
 
 UNREAD_TIMEOUT_S = 60.0
-"""How long a client may leave a full connection unread before its request, or its connection, is ended."""
+"""Seconds for which a client may leave a full connection unread. Then its request or connection is ended."""
 _STOPPING = "The server is stopping; try again."
 _LAST_WORDS_S = 1.0
 _SPARE_DESCRIPTORS = 64
-"""File descriptors that are left to the process. Without any, new connections are reset and nobody learns why."""
-# Before Linux 6.2 counting takes 13 ms for 8,000 descriptors. While many are left they are counted seldom, so that the
-# count takes at most a fiftieth of the event loop's time.
+"""File descriptors to leave free. Without any, new connections are reset without an explanation."""
+# Before Linux 6.2, counting descriptors takes 13 ms for 8,000 of them. While many are free, they are counted rarely, so
+# that counting takes at most a fiftieth of the event loop's time.
 _MANY_DESCRIPTORS = 1024
 _COUNT_EVERY_S = 0.02
 _COUNT_SHARE = 50
@@ -33,27 +33,28 @@ _LOG_EVERY_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """One request being answered."""
+    """One request that is being answered."""
 
     context: RequestContext
     task: asyncio.Task[None]
     error: RequestError | None = None
-    """Why it was ended from outside."""
+    """The error with which it was ended from outside."""
     stuck_since: float | None = None
-    """Event loop's clock: since when its client takes nothing. None: it does, or has nothing to take."""
+    """Time on the event loop's clock since which its client has not read. None while the client reads, or has nothing
+    to read."""
 
     def end(self, error: RequestError) -> None:
-        """Ends it with `error`, which its client is told where it still can be."""
+        """Ends the request with `error`, which is sent to the client if possible."""
         if self.error is None and not self.task.done():
             self.error = error
             self.task.cancel()
 
 
 class ActiveRequests:
-    """The requests of one replica. For use on its event loop only."""
+    """The requests of one replica. Use it on its event loop only."""
 
     def __init__(self, send_timeout_s: float = UNREAD_TIMEOUT_S, life: EngineLife | None = None) -> None:
-        """`life`: of the engine whose requests they are; `drain` has it drain. None: one of its own."""
+        """`life`: state of the engine, which `drain` changes to draining. If None, a new one."""
         self._life = life or EngineLife()
         self._send_timeout_s = send_timeout_s
         self._requests: set[ActiveRequest] = set()
@@ -65,11 +66,11 @@ class ActiveRequests:
 
     @property
     def stopping(self) -> bool:
-        """Whether `drain` was called, and the engine lives."""
+        """Whether `drain` was called and the engine is alive."""
         return self._life.state is EngineState.DRAINING
 
     def check_admits(self) -> None:
-        """Raises OverloadedError while the server stops, or has few file descriptors left."""
+        """Raises OverloadedError while the server is stopping, or has few file descriptors left."""
         if self.stopping:
             raise OverloadedError(_STOPPING)
         if (now := time.monotonic()) < self._next_count_s:
@@ -84,12 +85,12 @@ class ActiveRequests:
             raise OverloadedError(_NO_DESCRIPTORS, closes_connection=True)
 
     def admit_again(self) -> None:
-        """Takes `drain` back, for the requests to come."""
+        """Cancels `drain` for later requests."""
         self._life.enter(EngineState.RUNNING)
 
     @contextlib.contextmanager
     def track(self, context: RequestContext, task: asyncio.Task[None]) -> Iterator[ActiveRequest]:
-        """Counts `task` as the answer to a request for the time of the block."""
+        """Counts `task` as the answer to a request during the block."""
         request = ActiveRequest(context, task)
         self._requests.add(request)
         if self._sweep is None:
@@ -100,7 +101,7 @@ class ActiveRequests:
             self._requests.discard(request)
 
     def abort(self, request_id: str | None, *, spare: RequestContext | None = None) -> int:
-        """Ends the requests of that id, or all, but for the one to `spare`; how many they were."""
+        """Ends the requests with this id, or all of them, except the one to `spare`. Returns their number."""
         chosen = [
             request
             for request in self._requests
@@ -111,8 +112,8 @@ class ActiveRequests:
         return len(chosen)
 
     async def drain(self, timeout_s: float) -> None:
-        """Admits no more requests, and returns when the last one has ended; after `timeout_s`, those left are ended
-        with an error that says to try again."""
+        """Accepts no more requests, and returns when the last one has ended. After `timeout_s`, the remaining ones are
+        ended with an error that asks to retry."""
         self._life.enter(EngineState.DRAINING)
         await self._wait_idle(timeout_s)
         if self._requests:
@@ -126,7 +127,7 @@ class ActiveRequests:
             async with asyncio.timeout(timeout_s):
                 while self._requests:
                     await asyncio.wait([request.task for request in self._requests])
-                    await asyncio.sleep(0)  # the tasks are done; whoever tracks them has yet to say so
+                    await asyncio.sleep(0)  # the tasks are done, but their `track` blocks have not left yet
 
     def _schedule(self) -> None:
         self._sweep = asyncio.get_running_loop().call_later(self._send_timeout_s / 4, self._end_stuck)

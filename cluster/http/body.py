@@ -1,4 +1,4 @@
-"""A request's body, within its limits of type, size and time."""
+"""Reads a request's body, within limits of type, size and time."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from configs.schema import ServerConfig
 
 _MAX_LENGTH_DIGITS = 18
 _SLOWEST_S = 60.0
-"""No client needs longer to send a body of the allowed size; one that does holds a connection for nothing."""
+"""Seconds to send a body of the allowed size. A client that takes longer holds its connection for nothing."""
 
 
 class ClientDisconnect(Exception):
-    """The client went away before its body was complete."""
+    """The client disconnected before its body was complete."""
 
 
 async def read_body(scope: Scope, receive: Receive, server: ServerConfig) -> bytes:
-    """The JSON of a request, not yet parsed. Holds no more of it than `server.max_body_bytes`. Raises RequestError (415
-    for another or a compressed type, 413 for too many bytes, 408 for too slow a client), and ClientDisconnect where
-    nobody is left to be answered."""
+    """The unparsed JSON of a request. At most `server.max_body_bytes` are held.
+
+    Raises:
+        RequestError: 415 for another or a compressed type, 413 for too many bytes, 408 if the client is too slow.
+        ClientDisconnect: the client is gone, so no one can be answered.
+    """
     headers = dict(scope["headers"])
     content_type = headers.get(b"content-type", b"application/json").split(b";")[0].strip().lower()
     if content_type != b"application/json":

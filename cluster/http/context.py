@@ -1,4 +1,4 @@
-"""Facts about a request besides its body: its name, whose it is, and what that client may do."""
+"""Facts about a request besides its body: its id, its client, and what that client may do."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ class Role(StrEnum):
     """The purpose of an API key."""
 
     USER = "user"
-    """Every route but those of operations."""
+    """All routes except those for operations."""
     ADMIN = "admin"
-    """Every route."""
+    """All routes."""
     METRICS = "metrics"
-    """Only what shows how the server does."""
+    """Only routes that show the server's state."""
 
 
 class Meter:
-    """Counts what one request uses against its client's quota. This class is for clients without limits: it counts
-    nothing."""
+    """Counts what one request uses against its client's quota. This base class is for clients without limits, and
+    counts nothing."""
 
     def begin(self, num_sequences: int, num_tokens: int) -> None:
-        """Counts the sequences that the request runs (prompts times choices) until it ends, and its prompts' tokens.
-        Raises RequestError, 429 if they exceed what the client has left."""
+        """Counts the request's sequences (prompts times choices) until it ends, and its prompts' tokens. Raises
+        RequestError (429) if they exceed what the client has left."""
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Counts tokens that were generated."""
+        """Counts generated tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """One request. Set by the guard before any route sees it; every log line and span of the request names its id."""
+    """One request. The guard creates it before any route runs. Every log line and span of the request has its id."""
 
     request_id: str
-    """The client's `x-request-id` where that is a fit name, else one of ours."""
+    """The client's `x-request-id` if that is a valid name, else a new id."""
     client: str = ""
-    """The client's name: the id of its API key, never the key. Empty where no keys are asked for."""
+    """The client's name: the id of its API key, never the key itself. Empty if no keys are required."""
     network: str = ""
-    """The client's network address, where no keys are asked for; empty for connections without addresses."""
+    """Without keys: the client's network address. Empty for connections without addresses."""
     role: Role = Role.USER
     priorities: tuple[int, int] | None = None
     """Lowest and highest `priority` that counts against other clients' requests, as the operator granted the API key.
-    None: none was granted, so a priority orders this client's own requests only."""
+    If None, a priority only orders this client's own requests."""
     salt: bytes = field(default=b"", repr=False)
-    """Secret of the client in this process; empty where no keys are asked for."""
+    """A secret that stands for the client in this process. Empty if no keys are required."""
     path_params: Mapping[str, str] = field(default_factory=dict)
-    """Values of what the route's path leaves open; known to its handler."""
+    """Values of the path's parameters, for the handler."""
     arrived_s: float = field(default_factory=time.monotonic, compare=False)
-    """When its headers were there."""
+    """Time when its headers had arrived."""
     trace: Mapping[str, str] = field(default_factory=dict)
-    """W3C trace context: its headers `traceparent` and `tracestate`, where it has them."""
+    """W3C trace context: its headers `traceparent` and `tracestate`, if it has them."""
     meter: Meter = field(default_factory=Meter, repr=False, compare=False)
     """Counts what the request uses."""
 
@@ -69,11 +69,15 @@ class RequestContext:
         return self.client or self.network
 
     def cache_salt(self, asked: str | None = None) -> bytes:
-        """The salt that keeps cached prompts apart: clients never share one, and one client does where it asks alike.
-        `asked`: the request's own `cache_salt`."""
+        """The salt that separates cached prompts: different clients never share one, and one client shares pages
+        between requests with the same `asked`.
+
+        Args:
+            asked: the request's own `cache_salt`.
+        """
         if asked is None:
             return self.salt
-        # Keyed by the client's secret, so that no client can ask for another's salt.
+        # Keyed with the client's secret, so that no client can choose another client's salt.
         return hmac.digest(self.salt, asked.encode(), "sha256")
 
 
@@ -81,13 +85,14 @@ _current: ContextVar[RequestContext | None] = ContextVar("lockstep_request", def
 
 
 def current_request() -> RequestContext | None:
-    """The request that the running task serves; None outside of requests."""
+    """The request that the running task serves. None outside of requests."""
     return _current.get()
 
 
 @contextlib.contextmanager
 def serving(scope: Scope, context: RequestContext) -> Iterator[None]:
-    """Makes `context` the scope's request, and the current one of this task and those it starts in the block."""
+    """Makes `context` the scope's request, and during the block the current one of this task and of tasks that it
+    starts."""
     scope[_SCOPE_KEY] = context
     token = _current.set(context)
     try:
@@ -97,6 +102,6 @@ def serving(scope: Scope, context: RequestContext) -> Iterator[None]:
 
 
 def routed_context(scope: Scope) -> RequestContext:
-    """The request of an ASGI scope that has passed the guard and the router, with the values of its path."""
+    """The request of an ASGI scope after the guard and the router, with the values of its path."""
     context: RequestContext = scope[_SCOPE_KEY]
     return replace(context, path_params=scope.get("path_params", {}))

@@ -14,17 +14,17 @@ from cluster.http.response import HttpResponse, LoopTurns
 from configs.errors import RequestError
 
 KEEP_ALIVE_S = 15.0
-"""A stream in which nothing was said for so long, and at most twice that, says that it is alive: load balancers end
-connections that are silent for a minute, and a request may wait longer than that in the queue."""
+"""A stream that is silent for this long, or at most twice this, sends a comment: load balancers end connections that
+are silent for a minute, and a request may wait longer than that in the queue."""
 _KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients of server-sent events skip
-# An event is a line that "\n" ends. Clients that split text as Python's `splitlines` does, as httpx's `iter_lines`, end
-# lines at these characters of JSON's texts too, so they are sent as JSON's escapes.
+# An event is a line that ends with "\n". Clients that split text like Python's `splitlines`, such as httpx's
+# `iter_lines`, also end lines at these characters inside JSON strings, so they are sent as JSON escapes.
 _LINE_ENDS = {character.encode(): b"\\u%04x" % ord(character) for character in "\x85\u2028\u2029"}
-_LAST_WORDS_S = 1.0  # for a client that reads slowly to take them
+_LAST_WORDS_S = 1.0  # time for a slow client to read the last bytes
 
 
 def _in_lines(events: bytes) -> bytes:
-    """`events` without characters by which their data would be several lines to some clients."""
+    """`events` without characters that would split their data into several lines for some clients."""
     for character, escape in _LINE_ENDS.items():
         events = events.replace(character, escape)
     return events
@@ -34,21 +34,21 @@ class Delivery:
     """One response. Call `close` when nothing more is sent."""
 
     def __init__(self, send: Send, turns: LoopTurns) -> None:
-        """`send`: it returns once the client's connection has room again, as ASGI servers' do."""
+        """`send`: must return once the client's connection has room again, as ASGI servers do."""
         self.streaming = False
         """Whether a streamed answer has begun."""
         self.request: ActiveRequest | None = None
-        """The request it answers; set before it begins."""
+        """The request that it answers, set before it begins."""
         self._turns = turns
         self._failure: Callable[[RequestError], bytes] = error_event
         self._unbounded_send = send
         self._loop = asyncio.get_running_loop()
-        self._spoke = False  # since the timer went off last
+        self._spoke = False  # since the timer last fired
         self._timer: asyncio.TimerHandle | None = None
         self._keeping: asyncio.Task[None] | None = None
 
     def keep_alive(self, response: HttpResponse) -> None:
-        """Lets a silent stream say that it is alive from now on; it may begin so."""
+        """Sends comments into a silent stream from now on, possibly as its beginning."""
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._break_silence, response)
 
     async def stream(self, chunk: bytes, response: HttpResponse) -> None:
@@ -60,7 +60,8 @@ class Delivery:
         await self._turns.after(chunk)
 
     async def whole(self, parts: AsyncIterator[bytes], response: HttpResponse) -> None:
-        """Sends an answer that is no stream; one of several parts without its length, as the client has room for it."""
+        """Sends an answer that is not a stream. An answer of several parts has no length header, and is sent as the
+        client has room."""
         part = await anext(parts)
         begun = False
         async for following in parts:
@@ -77,12 +78,12 @@ class Delivery:
 
     async def fail(self, error: RequestError) -> None:
         """Ends a streamed answer with `error`."""
-        with contextlib.suppress(TimeoutError):  # a client that takes nothing has its connection closed instead
+        with contextlib.suppress(TimeoutError):  # if a client reads nothing, its connection is closed instead
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._end(self._failure(error))
 
     async def end(self, response: HttpResponse) -> None:
-        """Ends a streamed answer, which may have no event."""
+        """Ends a streamed answer, which may have had no event."""
         if not self.streaming:
             await self.stream(b"", response)
         await self._end()
@@ -94,7 +95,7 @@ class Delivery:
         await self._send({"type": "http.response.body", "body": _in_lines(last), "more_body": False})
 
     def close(self) -> None:
-        """Says nothing more."""
+        """Sends nothing more."""
         if self._timer is not None:
             self._timer.cancel()
         if self._keeping is not None:
@@ -109,7 +110,7 @@ class Delivery:
         await self._send({"type": "http.response.body", "body": _in_lines(chunk), "more_body": True})
 
     async def _send(self, message: Message) -> None:
-        """A client that does not let it end in time loses its request."""
+        """A client that does not read the end in time loses its connection."""
         request = self.request
         assert request is not None, "a request is tracked before its answer begins"
         request.stuck_since = self._loop.time()

@@ -1,4 +1,4 @@
-"""The ASGI endpoint of every route that takes a JSON body: reads it, runs the handler, delivers the answer."""
+"""The ASGI endpoint of every route with a JSON body: reads the body, runs the handler, delivers the answer."""
 
 from __future__ import annotations
 
@@ -25,12 +25,10 @@ Handler = Callable[[bytes, RequestContext], Awaitable[HttpResponse]]
 class Endpoint:
     """Answers one route.
 
-    The request runs as a task beside one that watches for the client going away, whatever the answer is: streamed or
-    not, queued or running. A client that reads slowly slows its own answer: nothing more is written for it than its
-    connection takes, and what the engine generates meanwhile waits as token ids.
-
-    Errors before the first byte are raised, for the guard to write; later ones become the last event of a stream, and
-    cut any other answer off.
+    The request runs as a task beside another one that waits for the client to disconnect, for streamed and whole
+    answers, queued or running. A slow client only slows its own answer: no more is written than its connection accepts,
+    and what the engine generates meanwhile waits as token ids. Errors before the first byte are raised, and the guard
+    writes them. Later ones become the last event of a stream, or cut off any other answer.
     """
 
     handle: Handler
@@ -40,7 +38,7 @@ class Endpoint:
     """Shared by all endpoints of an event loop."""
     engine_is_there: Callable[[], bool]
     on_stream_error: Callable[[RequestError], None]
-    """Told of every error that ends a stream which had begun."""
+    """Called with every error that ends a stream after it has begun."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.active.check_admits()
@@ -57,7 +55,7 @@ class Endpoint:
             try:
                 await asyncio.wait((answering, watching), return_when=asyncio.FIRST_COMPLETED)
             finally:
-                # Whichever is left, also when this task is cancelled from outside.
+                # Cancels the task that is left, also when this task is cancelled from outside.
                 for task in (answering, watching):
                     task.cancel()
                 await asyncio.gather(answering, watching, return_exceptions=True)
@@ -82,18 +80,18 @@ class Endpoint:
         except Exception as error:  # noqa: BLE001 -- the last place that can still tell the client of a stream
             await self._fail(error, context, delivery)
         finally:
-            # Here, as whoever waits for the answer may be cancelled again, and leave before its end.
+            # Done here, because the task that waits for the answer may be cancelled again and leave before its end.
             delivery.close()
 
     async def _fail(self, error: Exception, context: RequestContext, delivery: Delivery) -> None:
         failure = as_request_error(error, context.request_id, engine_is_there=self.engine_is_there())
         if not delivery.streaming:
-            raise failure  # an answer that has begun and is no stream is cut: nothing can be said in it
+            raise failure  # a whole answer that has begun can only be cut off
         self.on_stream_error(failure)
         await delivery.fail(failure)
 
 
 async def _client_gone(receive: Receive) -> None:
-    """Returns once the client is gone."""
+    """Returns once the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

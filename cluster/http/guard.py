@@ -1,4 +1,4 @@
-"""The layer that a request passes first and its response last: its name, its limits, who sends it, and its errors."""
+"""The outermost layer of the ASGI app: request ids, limits, access, and the form of errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 MAX_HEADERS = 256
 MAX_HEADER_BYTES = 64 << 10
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
-# Ray Serve reads the first two itself, echoes the first and logs it: odd bytes there end in its errors, not ours.
+# Ray Serve reads the first two itself, and echoes and logs the first. Invalid bytes there would cause Ray's errors
+# instead of ours.
 _NAME_HEADERS = ("x-request-id", "x-session-id")
 _RAY_HEADERS = ("serve-multiplexed-model-id", "x-request-timeout-seconds", "x-request-disconnect-disabled")
 _ODD_NAME = "lockstep.odd_name"
@@ -33,10 +34,8 @@ _HTTP_ERRORS = {404: ("not_found", "There is no such route."), 405: ("method_not
 
 
 class Guard:
-    """The whole ASGI application of a replica: `routes`, and around them what no route may forget.
-
-    Every response carries `x-request-id`, and every one that is not a success the shape of errors of its API.
-    """
+    """The whole ASGI application of a replica: `routes`, and what applies to all of them. Every response has
+    `x-request-id`, and every error has the form of its API."""
 
     def __init__(
         self,
@@ -50,14 +49,14 @@ class Guard:
         counted: Set[str] = frozenset(),
     ) -> None:
         """Args:
-        access: decides before any route does.
-        engine_is_there: whether requests can reach an engine at all.
-        on_error: is told of every response that is not a success.
-        counted: paths where requests of every method count against quotas; elsewhere only POSTs do.
-        error_shapes: by path, how errors look there and below, where responses have `request-id` as Anthropic's do;
-            elsewhere they look like OpenAI's.
-        names_responses: False where a server in front adds `x-request-id` from the request to every response. It must
-            run `ray_middlewares` before it reads the request.
+        access: decides before any route runs.
+        engine_is_there: returns whether requests can reach an engine.
+        on_error: called with every response that is not a success.
+        counted: paths for which requests of every method count against quotas. For other paths, only POSTs do.
+        error_shapes: form of errors by path prefix; these paths also return `request-id`, as Anthropic does. Other
+            paths use OpenAI's form.
+        names_responses: False if a server in front adds the request's `x-request-id` to every response. It must run
+            `ray_middlewares` before it reads the request.
         """
         self.router = Router(routes, redirect_slashes=False)
         self._access = access
@@ -70,7 +69,7 @@ class Guard:
 
     @property
     def routes(self) -> list[BaseRoute]:
-        """The routes that are served."""
+        """The served routes."""
         return self.router.routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +77,7 @@ class Guard:
             await self.router(scope, receive, send)
             return
         if scope["type"] != "http":
-            # Before it is accepted, closing a websocket answers it with 403.
+            # Closing a websocket before it is accepted answers with 403.
             await send({"type": "websocket.close", "code": 1008})
             return
         request_id = clean_names(scope)
@@ -86,7 +85,7 @@ class Guard:
         if self._error_shape(scope) is not None:
             names.append("request-id")
         response = _Response(send, [(name.encode(), request_id.encode()) for name in names])
-        scope["app"] = self  # the router then raises for a path or method it does not have
+        scope["app"] = self  # makes the router raise for an unknown path or method
         try:
             _check_headers(scope)
             if (odd := scope.get(_ODD_NAME)) is not None:
@@ -104,8 +103,8 @@ class Guard:
         except Exception as error:  # noqa: BLE001 -- whatever it was, the client gets the one shape of errors
             failure = as_request_error(error, request_id, engine_is_there=self._engine_is_there())
             if response.begun:
-                # A server that sees the response incomplete closes the connection: the client must not take it for
-                # the whole.
+                # The server sees that the response is incomplete and closes the connection, so the client does not take
+                # it for whole.
                 return
             await self._refuse(response, failure, scope, request_id)
 
@@ -132,7 +131,7 @@ class Guard:
 
 
 class _Response:
-    """`send` of one request, with the headers that every response has."""
+    """`send` of one request, which adds the headers of every response."""
 
     def __init__(self, send: Send, names: list[tuple[bytes, bytes]]) -> None:
         self.begun = False
@@ -147,12 +146,13 @@ class _Response:
 
 
 def is_request_id(name: bytes) -> bool:
-    """Whether a request may go by this name: short, and of characters that need no care in logs."""
+    """Whether `name` may be a request id: short, and safe in logs."""
     return _REQUEST_ID.fullmatch(name) is not None
 
 
 def ray_middlewares() -> list[Middleware]:
-    """The middlewares before Ray Serve's own code in a replica; `cluster.serve.haproxy.REPLICA_SETTINGS` names this."""
+    """The middlewares before Ray Serve's own code in a replica. `cluster.serve.haproxy.REPLICA_SETTINGS` names this
+    function."""
     return [Middleware(with_clean_names)]
 
 
@@ -168,15 +168,17 @@ def with_clean_names(app: ASGIApp) -> ASGIApp:
 
 
 def clean_names(scope: Scope) -> str:
-    """Returns the request's id, and leaves it as the only `x-request-id`; a request that has none gets one of ours.
-    Removes headers by which a client would steer Ray Serve. If `x-request-id` or `x-session-id` has odd bytes, is too
-    long or comes twice, removes both, and notes it for `Guard` to refuse."""
+    """Returns the request's id, and makes it the only `x-request-id`. A request without one gets a new id.
+
+    Headers by which a client would steer Ray Serve are removed. If `x-request-id` or `x-session-id` has invalid bytes,
+    is too long or occurs twice, both are removed, and `Guard` refuses the request.
+    """
     kept: list[tuple[bytes, bytes]] = []
     given: dict[str, bytes] = {}
     odd = None
     for name, value in scope["headers"]:
         plain = name.decode("latin-1").lower().replace("_", "-")
-        if plain in _NAME_HEADERS and value:  # an empty one is none
+        if plain in _NAME_HEADERS and value:  # an empty id counts as none
             if plain in given or not is_request_id(value):
                 odd = plain
             given[plain] = value
@@ -191,7 +193,7 @@ def clean_names(scope: Scope) -> str:
 
 
 def _trace(scope: Scope) -> dict[str, str]:
-    """The request's W3C trace context, as it came."""
+    """The request's W3C trace context, unchanged."""
     return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS}
 
 

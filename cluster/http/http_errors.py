@@ -1,4 +1,4 @@
-"""Errors as clients read them: one JSON shape, and the headers that say whether and when to try again."""
+"""Errors for clients: one JSON form, and the headers that say whether and when to retry."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """The body of every answer that is not a success, and the last chunk of a stream that failed."""
+    """The body of every error response, and the last chunk of a stream that failed."""
 
     error: ErrorDetail
 
 
 def error_body(error: RequestError) -> ErrorBody:
-    """`error` as clients read it."""
+    """`error` in the form for clients."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return ErrorBody(ErrorDetail(str(error), kind, error.param, error.code))
 
@@ -43,12 +43,12 @@ def error_event(error: RequestError) -> bytes:
 
 
 def error_headers(error: RequestError) -> dict[str, str]:
-    """Headers that clients act on: when to come back, whether to, and how to say who they are."""
+    """Headers for clients: when to retry, whether to retry, and how to authenticate."""
     headers = {}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if error.retry_after_s is not None:
-        # Whole seconds are the standard; the openai package also knows the finer one.
+        # The standard has whole seconds. The openai package also knows milliseconds.
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(1e3 * error.retry_after_s)))
     if isinstance(error, OverloadedError) and error.closes_connection:
@@ -60,7 +60,7 @@ def error_headers(error: RequestError) -> dict[str, str]:
 
 
 def as_request_error(error: BaseException, request_id: str, *, engine_is_there: bool = True) -> RequestError:
-    """The error that the client is told of `error`; what it must not see goes to the log, under the same request id."""
+    """The error that the client may see for `error`. Details that it must not see go to the log with the request id."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, DeadlineError):
@@ -79,7 +79,7 @@ def as_request_error(error: BaseException, request_id: str, *, engine_is_there: 
 
 
 def response_start(status: int, content_type: str, headers: Mapping[str, str]) -> Message:
-    """The ASGI message a response begins with."""
+    """The ASGI message that begins a response."""
     pairs = [(b"content-type", content_type.encode())]
     pairs += [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
     return {"type": "http.response.start", "status": status, "headers": pairs}
@@ -93,9 +93,9 @@ async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, 
 
 
 ErrorShape = Callable[[RequestError, str], msgspec.Struct]
-"""Makes the body of an error from the error and the request's id."""
+"""Makes an error's body from the error and the request's id."""
 
 
 async def send_error(send: Send, error: RequestError, body: msgspec.Struct, headers: Mapping[str, str]) -> None:
-    """Sends `error` as a whole response with that body, and `headers` beside its own."""
+    """Sends `error` as a whole response with this body, and with `headers` in addition to its own."""
     await send_json(send, error.status, _encode(body), {**error_headers(error), **headers})

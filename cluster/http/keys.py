@@ -1,8 +1,8 @@
-"""API keys: the file that lists them, found again by what a client sends.
+"""API keys: the file that lists them, and the lookup of what a client sends.
 
-The file holds only SHA-256 digests, a line a key: `id:sha256[:role[:requests a minute[:requests at once]]]`, then
-`:tokens=N` and `:priority=A..B` if the key has them. Keys are made by `new_key` with 256 random bits, so a
-digest without salt or stretching gives nothing away.
+The file has only SHA-256 digests, one line per key: `id:sha256[:role[:requests a minute[:requests at once]]]`, then
+`:tokens=N` and `:priority=A..B` if the key has them. `new_key` makes keys of 256 random bits, so a digest needs neither
+salt nor stretching.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ class ApiKey:
     """One line of the file."""
 
     id: str
-    """The client that has the key. One client may have several."""
+    """The client with this key. One client may have several keys."""
     digest: bytes
     """SHA-256 of the key."""
     role: Role = Role.USER
     rpm: int | None = None
-    """Most requests in any minute, by each replica. None: no limit."""
+    """Most requests per minute, for each replica. None for no limit."""
     concurrency: int | None = None
-    """Most requests at once, by each replica. None: no limit."""
+    """Most requests at once, for each replica. None for no limit."""
     tokens: int | None = None
-    """Most tokens of prompts and answers in any minute, by each replica. None: no limit."""
+    """Most tokens of prompts and answers per minute, for each replica. None for no limit."""
     priorities: tuple[int, int] | None = None
-    """Lowest and highest `priority` that counts against other clients' requests. None: the key was granted none."""
+    """Lowest and highest `priority` that counts against other clients' requests. None if the key was granted none."""
 
 
 def new_key(id_: str, role: Role = Role.USER) -> tuple[str, str]:
-    """A new key, and the file's line for it. Raises ConfigError for an id that a line cannot hold."""
+    """A new key, and its line for the file. Raises ConfigError for an id that a line cannot hold."""
     _check_id(id_, "the id")
     key = _PREFIX + secrets.token_urlsafe(32)
     line = f"{id_}:{hashlib.sha256(key.encode()).hexdigest()}"
@@ -62,15 +62,19 @@ def new_key(id_: str, role: Role = Role.USER) -> tuple[str, str]:
 
 
 def parse_role(name: str, place: str = "") -> Role:
-    """The role of that name. Raises ConfigError, begun with `place`, where there is none."""
+    """The role with this name. Raises ConfigError, whose message begins with `place`, if there is none."""
     if name not in list(Role):
         raise ConfigError(f"{place}the role is {name[:64]!r}; it must be one of {', '.join(Role)}")
     return Role(name)
 
 
 def parse_keys(text: str, name: str) -> tuple[ApiKey, ...]:
-    """The keys of a file's text; blank lines and lines that begin with `#` are skipped. Raises ConfigError, without any
-    part of a digest, where a line is not of the form, two keys are the same, or there is none."""
+    """The keys in a file's text. Blank lines and lines that begin with `#` are skipped.
+
+    Raises:
+        ConfigError: a line has a wrong form, two keys are the same, or there is none. The message contains no part of a
+            digest.
+    """
     keys: dict[bytes, ApiKey] = {}
     for number, line in enumerate(text.splitlines(), 1):
         line = line.strip()
@@ -126,25 +130,25 @@ def _check_id(id_: str, what: str) -> None:
 
 
 class KeyRing:
-    """The keys of a file, read again when it changes."""
+    """The keys of a file, which is read again when it changes."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Reads the file. Raises ConfigError where it cannot be read, or a line of it is wrong."""
+        """Reads the file. Raises ConfigError if it cannot be read, or a line is wrong."""
         self._path = path
         self._clock = clock
-        # This process alone has it: salts are for its own caches, and must not be found out from the file.
+        # Known only to this process, so that the salts of its caches cannot be derived from the file.
         self._secret = secrets.token_bytes(32)
         self._keys, self._version = self._read()
         self._looked = clock()
 
     @property
     def has_admin(self) -> bool:
-        """Whether a key may do what only operators should."""
+        """Whether some key has the role admin."""
         self._refresh()
         return any(key.role == Role.ADMIN for key in self._keys)
 
     def find(self, presented: bytes) -> ApiKey | None:
-        """The key a client presents, or None. Takes as long whichever key it is, and whether it is one."""
+        """The key that a client presents, or None. Takes the same time for every key, valid or not."""
         self._refresh()
         digest = hashlib.sha256(presented).digest()
         found = None
@@ -154,7 +158,7 @@ class KeyRing:
         return found
 
     def salt(self, id_: str) -> bytes:
-        """Secret that stands for a client in this process, the same for all its keys."""
+        """A secret that stands for a client in this process, the same for all its keys."""
         return hmac.digest(self._secret, id_.encode(), "sha256")
 
     def _refresh(self) -> None:
@@ -167,7 +171,7 @@ class KeyRing:
                 self._keys, self._version = self._read()
                 logger.info("%d API keys, read again", len(self._keys))
         except (ConfigError, OSError) as error:
-            # Keys that were good stay good: a half-written file must not lock everyone out.
+            # The old keys stay valid, so that a half-written file locks no one out.
             logger.error("the API keys are kept as they were: %s", error)
 
     def _read(self) -> tuple[tuple[ApiKey, ...], tuple[int, ...]]:
@@ -182,12 +186,13 @@ class KeyRing:
 
 
 def open_keys(server: ServerConfig) -> KeyRing | None:
-    """The keys that `server.api_keys` names, if it names any. Raises ConfigError when they cannot be read."""
+    """The keys in the file of `server.api_keys`. None if it names no file. Raises ConfigError if they cannot be
+    read."""
     return KeyRing(Path(server.api_keys).expanduser()) if server.api_keys else None
 
 
 def _version(path: Path) -> tuple[int, ...]:
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"server.api_keys={path} is no regular file")  # a pipe would hold up whoever reads it
+        raise ConfigError(f"server.api_keys={path} is no regular file")  # reading a pipe would block
     return (found.st_ino, found.st_size, found.st_mtime_ns)

@@ -1,4 +1,4 @@
-"""Quotas of clients: requests in a minute, sequences at once, tokens in a minute. Each replica counts for itself."""
+"""Quotas of clients: requests per minute, sequences at once, tokens per minute. Each replica counts for itself."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _TRY_AGAIN_S = 1.0
 @dataclass(slots=True)
 class _Used:
     running: int = 0
-    """Sequences of the requests that are under way. A request without sequences counts as one."""
+    """Number of sequences of running requests. A request without sequences counts as one."""
     began: deque[float] = field(default_factory=deque)
-    """When each request of the last minute began."""
+    """Start times of the requests in the last minute."""
     tokens: deque[tuple[float, int]] = field(default_factory=deque)
-    """Tokens of the last minute: when they were counted, and how many."""
+    """Tokens in the last minute: (time, number)."""
 
 
 @dataclass(eq=False)
 class _KeyMeter(Meter):
-    """The meter of one request of a key with limits."""
+    """The meter of one request whose key has limits."""
 
     key: ApiKey
     used: _Used
     clock: Callable[[], float]
     held: int = 1
-    """Sequences that the request counts in `used.running`."""
+    """Number of sequences that the request counts in `used.running`."""
 
     def begin(self, num_sequences: int, num_tokens: int) -> None:
         more, most = num_sequences - self.held, self.key.concurrency
@@ -57,7 +57,7 @@ class _KeyMeter(Meter):
 
 
 class Quotas:
-    """The use of each client. All keys of one id draw on the same."""
+    """What each client has used. All keys with one id share it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -65,8 +65,8 @@ class Quotas:
 
     @contextlib.contextmanager
     def take(self, key: ApiKey | None) -> Iterator[Meter]:
-        """Counts one request for the time of the block, and yields the meter of what it uses. Raises RequestError
-        (429) with the time after which one more is allowed."""
+        """Counts one request during the block, and yields its meter. Raises RequestError (429) with the time after
+        which another one is allowed."""
         if key is None or (key.rpm is None and key.concurrency is None and key.tokens is None):
             yield Meter()
             return

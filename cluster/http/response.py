@@ -10,33 +10,35 @@ from cluster.http.http_errors import error_event
 from configs.errors import RequestError
 
 PART_BYTES = 32 << 10
-"""A part of an answer is about as long, or is one event of a stream; where that is longer, it comes in parts itself."""
+"""Approximate size of a part of an answer, if it is not one event of a stream. A longer event comes in several
+parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """The body of a success, chunk by chunk. Raises what went wrong, before the first chunk where it can.
+    """The body of a successful response, chunk by chunk. It raises errors, before the first chunk if possible.
 
-    It starts nothing until its first chunk is asked for, and aborts its requests when it is closed.
+    It starts nothing until its first chunk is read, and aborts its requests when it is closed.
     """
 
     chunks: AsyncGenerator[bytes, None]
     streamed: bool
-    """Server-sent events; otherwise JSON."""
+    """Whether the body is server-sent events; otherwise it is JSON."""
     headers: dict[str, str] = field(default_factory=dict)
-    """More response headers; complete once the first chunk is there."""
+    """Further response headers, complete once the first chunk exists."""
     failure: Callable[[RequestError], bytes] = error_event
-    """Makes the event that ends a stream that has begun and cannot go on."""
+    """Makes the event that ends a stream which fails after it has begun."""
 
 
 class LoopTurns:
-    """Lets the event loop go on between the parts of long answers: it makes one part a turn, however many there are."""
+    """Lets the event loop serve others between the parts of long answers: it makes one part per turn, for all of them
+    together."""
 
     def __init__(self) -> None:
         self._taken = asyncio.Lock()
 
     async def after(self, part: bytes) -> None:
-        """Must be awaited before the next part is asked for."""
+        """Await this before the next part is made."""
         if len(part) >= PART_BYTES:
             async with self._taken:
                 await asyncio.sleep(0)

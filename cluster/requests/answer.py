@@ -1,4 +1,4 @@
-"""Successes as HTTP sends them: the answer to a run, as a writer of one API makes it, and whole messages in JSON."""
+"""HTTP responses to successful requests: answers to a run, written by one API's writer, and whole JSON messages."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from configs.errors import RequestError
 
 
 class AnswerWriter(ABC):
-    """Writes the answer to one run: in the events of a stream (`events`, `end`), or whole (`add`, `whole`).
-
-    What is long is made as it is read.
-    """
+    """Writes the answer to one run in the form of one API: as the events of a stream (`events`, `end`), or as one
+    message (`add`, `whole`). Long parts are made while they are read."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
     def add(self, deltas: Sequence[Delta]) -> None:
-        """Takes what a step brought of a whole answer."""
+        """Adds what a step produced to a whole answer."""
         for _ in self.events(deltas):
             pass
 
@@ -36,7 +34,7 @@ class AnswerWriter(ABC):
         """The answer as one message, once every sequence has ended."""
 
     def events(self, deltas: Sequence[Delta]) -> Iterable[bytes]:
-        """The events that tell what a step brought; those that a stream begins with come before the first."""
+        """The events for what a step produced. The first call also returns the events with which a stream begins."""
         return ()
 
     def end(self) -> Iterable[bytes]:
@@ -44,19 +42,19 @@ class AnswerWriter(ABC):
         return ()
 
     def failed(self, error: RequestError) -> bytes:
-        """The last event of a stream that has begun and cannot go on."""
+        """The last event of a stream that fails after it has begun."""
         return error_event(error)
 
 
 def answer(writer: AnswerWriter, *, streamed: bool, headers: Mapping[str, str]) -> HttpResponse:
-    """The answer to the run of `writer`, with the times of the run (Server-Timing) beside `headers`."""
+    """The response with `writer`'s answer. The run's times (Server-Timing) are added to `headers`."""
     shown = dict(headers)
     chunks = answer_parts(writer, shown, streamed=streamed)
     return HttpResponse(chunks, streamed, shown, writer.failed)
 
 
 async def answer_parts(writer: AnswerWriter, headers: dict[str, str], *, streamed: bool) -> AsyncGenerator[bytes, None]:
-    """The body of an answer; its first part comes when `headers` are complete."""
+    """The body of an answer. `headers` are complete when its first part exists."""
     run = writer.run
     async with aclosing(run.deltas()) as steps:
         async for deltas in steps:
@@ -71,15 +69,15 @@ async def answer_parts(writer: AnswerWriter, headers: dict[str, str], *, streame
         headers["server-timing"] = run.server_timing()
     for part in gathered(writer.end() if streamed else writer.whole()):
         yield part
-        await asyncio.sleep(0)  # not everyone who reads the parts sends them
+        await asyncio.sleep(0)  # a caller may read the parts without sending them
 
 
 def json_response(message: msgspec.Struct, headers: Mapping[str, str] | None = None) -> HttpResponse:
-    """`message`, whole."""
+    """The response with `message`, encoded at once."""
     return HttpResponse(in_parts(json_parts(message)), streamed=False, headers=dict(headers or {}))
 
 
 async def in_parts(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """`parts`, each made when it is asked for."""
+    """The response with `parts`, each made when it is needed."""
     for part in gathered(parts):
         yield part

@@ -1,4 +1,5 @@
-"""Answers that are a list of blocks (thinking, texts, calls), of which the last is open while the model writes it."""
+"""Answers that are a list of blocks (reasoning, texts, tool calls). The model is still writing the last one, the open
+block."""
 
 from __future__ import annotations
 
@@ -9,19 +10,17 @@ from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Re
 
 
 class BlockBuilder(ABC):
-    """One answer as it grows, and the events that tell of it, encoded.
-
-    An answer is the same whether it is streamed or not: the events of a whole one are made and dropped.
-    """
+    """One growing answer and its encoded events. Streamed and whole answers are the same: for a whole one, the events
+    are made and dropped."""
 
     def __init__(self) -> None:
         self._open: type[Event] | None = None
-        """The type of the event that the open block began with. None: no block is open."""
+        """Type of the event with which the open block began. None if no block is open."""
         self._texts: list[str] = []
         """Pieces of the open block."""
 
     def tell(self, event: Event) -> bytes:
-        """The model wrote on."""
+        """Adds an event of the model's output."""
         written = b""
         if not isinstance(event, Arguments) and (type(event) is not self._open or isinstance(event, CallStarted)):
             written = b"".join(self._close())
@@ -35,12 +34,12 @@ class BlockBuilder(ABC):
 
     @abstractmethod
     def _begun(self, event: Content | Reasoning | CallStarted) -> bytes:
-        """A block begins with `event`; its text follows."""
+        """Begins a block with `event`. Its text follows."""
 
     @abstractmethod
     def _grown(self, text: str) -> bytes:
-        """`text` was added to the open block."""
+        """Adds `text` to the open block."""
 
     @abstractmethod
     def _close(self) -> Iterable[bytes]:
-        """The open block, if one is open, has all its text."""
+        """Ends the open block, if there is one."""

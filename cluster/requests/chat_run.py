@@ -1,4 +1,5 @@
-"""A conversation to a run, for every route that speaks in turns: its prompt, and how its answer is read and bound."""
+"""Turns a conversation into a run, for every route with chat messages: the prompt, the grammar, and how the answer is
+parsed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from cluster.text.tools.grammar import after_reasoning
 from cluster.text.tools.tool_use import ToolUse
 from configs.errors import RequestError
 
-_ENDING_TOKENS = 16  # a prompt's last: a tag and the whitespace after it
+_ENDING_TOKENS = 16  # at the end of a prompt: a tag and the whitespace after it
 
 
 async def chat_run(
@@ -35,19 +36,19 @@ async def chat_run(
     truncate_prompt_tokens: int | None = None,
     needs_no_telling: str | None = None,
 ) -> tuple[Run, dict[str, str]]:
-    """A conversation put to the engine, and the headers of its answer: the fields that are ignored, among them those
-    that the chat template does not read, and what showed the model its tools, calls or results, where there are any.
+    """Submits a conversation. Returns the run and the response headers, which list ignored fields (including those that
+    the chat template does not read) and say in which form tools, calls or results were shown to the model.
 
     Args:
-        prefix: of the answer's id, e.g. `chatcmpl-`.
-        num_bytes: length of the bodies that hold the conversation.
-        max_tokens: None: as many as fit.
-        own_grammar: as in `SamplingFields.grammar`.
-        truncate_prompt_tokens: as in `ServedModel.truncated`.
-        needs_no_telling: a field that the model follows though its template does not read it.
+        prefix: of the answer's id, such as `chatcmpl-`.
+        num_bytes: length of the bodies with the conversation.
+        max_tokens: if None, as many as fit.
+        own_grammar: see `SamplingFields.grammar`.
+        truncate_prompt_tokens: see `ServedModel.truncated`.
+        needs_no_telling: a field that the model follows although its template does not read it.
 
     Raises:
-        RequestError: with the path of the field at fault.
+        RequestError: a field is wrong; it has the field's path.
         OverloadedError: too many chats or grammars wait to be prepared.
     """
     ids = await model.encode_chat(conversation, num_bytes, "run" if truncate_prompt_tokens is None else "end")
@@ -71,8 +72,8 @@ async def chat_run(
 async def _grammar(
     model: ServedModel, asked: GrammarSpec | None, use: ToolUse | None, form: AnswerFormat
 ) -> str | None:
-    """The grammar of an answer to a request with the tools `use`, which is read as `form`, checked: what is asked of
-    it, its calls, and the thinking before either."""
+    """The checked grammar of an answer to a request with the tools `use`, parsed as `form`: the requested format, tool
+    calls, and reasoning before either."""
     answer = None if asked is None else await model.grammars.check(asked)
     special_id = model.tokenizer.special_id
     grammar = answer

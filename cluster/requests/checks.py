@@ -1,4 +1,4 @@
-"""Checks of a request's values that its shape cannot say: settings and the vocabulary bound them."""
+"""Checks of request values that depend on settings or on the vocabulary, and so cannot be part of their types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_LOGIT_BIAS = 100.0
 
 
 def stops(given: str | list[str] | None, param: str, server: ServerConfig) -> dict[str, str]:
-    """The stop strings or patterns of a field, by the path of each. Raises RequestError for too many."""
+    """The stop strings or patterns of a field, by path. Raises RequestError if there are too many."""
     if given is None:
         return {}
     if isinstance(given, str):
@@ -24,8 +24,8 @@ def stops(given: str | list[str] | None, param: str, server: ServerConfig) -> di
 
 
 def logit_bias(given: Mapping[str, float] | None, vocab_size: int) -> dict[int, float]:
-    """Token id to what is added to its logit, from -100 to 100; entries without effect are left out. Raises
-    RequestError for an id outside the vocabulary."""
+    """Values added to logits, from -100 to 100, by token id. Entries of 0 are dropped. Raises RequestError for an id
+    outside the vocabulary."""
     for key in given or ():
         if int(key) >= vocab_size:
             param = f"logit_bias.{key}"
@@ -35,8 +35,8 @@ def logit_bias(given: Mapping[str, float] | None, vocab_size: int) -> dict[int, 
 
 
 def prompts(given: Any, param: str, vocab_size: int) -> list[str | list[int]]:
-    """The texts or lists of token ids of a field whose shape is checked; Any: its first entry tells which of the four
-    forms of `shapes.Prompts` it has. Raises RequestError for an id outside the vocabulary."""
+    """The prompts of a field, as texts or lists of token ids. The field's type is checked already; its first entry
+    tells which of the four forms of `shapes.Prompts` it has. Raises RequestError for an id outside the vocabulary."""
     if isinstance(given, str):
         return [given]
     lists = {param: given} if isinstance(given[0], int) else {f"{param}[{i}]": entry for i, entry in enumerate(given)}
@@ -47,7 +47,7 @@ def prompts(given: Any, param: str, vocab_size: int) -> list[str | list[int]]:
 
 
 def num_sequences(n: int, num_prompts: int, param: str, server: ServerConfig) -> None:
-    """Raises RequestError for more answers to a prompt, or to all of them, than a request may ask for."""
+    """Raises RequestError if a request wants more answers, per prompt or in total, than are allowed."""
     if n > server.max_n:
         raise RequestError(f"n={n} exceeds server.max_n={server.max_n}.", param=param)
     if n * num_prompts > MAX_SEQUENCES:
@@ -55,13 +55,13 @@ def num_sequences(n: int, num_prompts: int, param: str, server: ServerConfig) ->
 
 
 def num_logprobs(count: int, param: str, server: ServerConfig) -> None:
-    """Raises RequestError for more log probabilities in a place than `server.max_logprobs`."""
+    """Raises RequestError if `count` exceeds `server.max_logprobs`."""
     if count > server.max_logprobs:
         raise RequestError(f"{param}={count} exceeds server.max_logprobs={server.max_logprobs}.", param=param)
 
 
 def check_token_ids(ids: list[int], param: str, vocab_size: int) -> None:
-    """Raises RequestError for an id outside the vocabulary: it must never reach a device."""
+    """Raises RequestError for an id outside the vocabulary, which must never reach a device."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         i = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
         raise RequestError(f"{param}[{i}] must be a token id from 0 to {vocab_size - 1}.", param=f"{param}[{i}]")

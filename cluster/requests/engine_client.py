@@ -1,7 +1,8 @@
 """The Engine replica's end of the unix socket to its coordinator.
 
-Owns request ids and the buffers between the one reader task and whoever reads a request's tokens. It knows neither
-text nor HTTP, and it does not schedule. A frame on the socket is one struct of `cluster.messages.engine`, as msgpack.
+It owns request ids, and the buffers between the one task that reads the socket and the readers of requests' tokens. It
+knows neither text nor HTTP, and it does not schedule. A message on the socket is a struct of `cluster.messages.engine`,
+as msgpack.
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ logger = logging.getLogger(__name__)
 _MAX_UNSENT_BYTES = 64 << 20
 _NO_TERMS = Terms()
 MAX_CHUNK_TOKENS = 128
-"""Tokens that a reader who was away reads at once: the event loop is not only its."""
+"""Largest number of tokens that a late reader takes at once, so that the event loop also serves others."""
 
 
 @dataclass(frozen=True, slots=True)
 class WholePromptLogprobs:
-    """Log probabilities of a whole prompt, before temperature and filters. Entry i is of the token at position i + 1:
-    the first token has none before it."""
+    """Log probabilities of a whole prompt, before temperature and filters. Entry i is for the token at position i + 1,
+    because the first token has no token before it."""
 
     logprobs: npt.NDArray[np.float32]
     """[num_prompt_tokens - 1]"""
     top_ids: npt.NDArray[np.int32]
-    """[num_prompt_tokens - 1, k]: likeliest tokens in the same place, descending, equal ones by id."""
+    """[num_prompt_tokens - 1, k]: likeliest tokens at the same position, descending, equal ones by id."""
     top_logprobs: npt.NDArray[np.float32]
     """[num_prompt_tokens - 1, k]"""
 
     @classmethod
     def join(cls, runs: Sequence[PromptLogprobs], k: int) -> WholePromptLogprobs:
-        """Joins all runs of one request, in the order they came."""
+        """Joins all runs of one request, in order of arrival."""
         logprobs = np.frombuffer(b"".join(run.logprobs for run in runs), "<f4")
         return cls(
             logprobs,
@@ -73,40 +74,40 @@ class WholePromptLogprobs:
 
 @dataclass(slots=True)
 class TokenChunk:
-    """Tokens that arrived for one request since it was last read."""
+    """Tokens that arrived for one request since the last read."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
-    """One for each of `token_ids` when the request asked for them."""
+    """One for each of `token_ids`, if the request wants log probabilities."""
     prompt_logprobs: WholePromptLogprobs | None
-    """Only on the first chunk with a token, when the request asked for them."""
+    """On the first chunk with a token, if the request wants them."""
     finished: Finished | None
     """Set on the last chunk."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class RequestStream:
-    """The tokens of one request, in order: `wait_ready`, then `take`, until `done`.
+    """The tokens of one request, in order: call `wait_ready`, then `take`, until `done`.
 
-    One reader at a time. A reader that stops early calls `abort()`. A slow reader costs one int per token, bounded by
-    the request's `max_tokens`.
+    There is one reader at a time. A reader that stops early must call `abort()`. A slow reader costs one int per token,
+    at most the request's `max_tokens`.
     """
 
     _client: EngineClient
     id: int
     sampling: SamplingParams
     num_drafted: int = 0
-    """Drafts that were verified for it."""
+    """Number of verified drafts."""
     num_accepted: int = 0
-    """Drafts among them that became tokens."""
+    """Number of drafts that became tokens."""
     prefilled: Prefilled | None = None
-    """How the prompt was worked on; None until the first token."""
+    """Facts about the prompt's prefill. None until the first token."""
     done: bool = False
     """Whether the last chunk has been taken."""
     _tokens: list[int] = field(default_factory=list)
-    _token_at: float = 0.0  # when the last one came; 0 before the first
+    _token_at: float = 0.0  # time of the last token; 0 before the first one
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
-    _prompt_runs: list[PromptLogprobs] | None = field(default_factory=list)  # None: taken
+    _prompt_runs: list[PromptLogprobs] | None = field(default_factory=list)  # None once they are taken
     _finished: Finished | None = None
     _waiter: asyncio.Future[None] | None = None
 
@@ -116,7 +117,7 @@ class RequestStream:
         return not self.done and (bool(self._tokens) or self._finished is not None)
 
     def take(self) -> TokenChunk:
-        """The tokens that have arrived, MAX_CHUNK_TOKENS at most, without waiting; possibly none."""
+        """Returns the tokens that have arrived, at most MAX_CHUNK_TOKENS and possibly none. Does not wait."""
         tokens, self._tokens = self._tokens[:MAX_CHUNK_TOKENS], self._tokens[MAX_CHUNK_TOKENS:]
         logprobs = prompt_logprobs = None
         if self.sampling.num_logprobs >= 0:
@@ -130,12 +131,12 @@ class RequestStream:
         return TokenChunk(tokens, logprobs, prompt_logprobs, finished)
 
     def abort(self) -> None:
-        """Ends the request now, unless it has ended. A pending or later read gets `FinishReason.ABORT`."""
+        """Ends the request, unless it has ended. A pending or later read gets `FinishReason.ABORT`."""
         if self._finished is None:
             self._client._abort(self)
 
     def wake(self) -> None:
-        """Ends a pending `wait_ready`, whether there is something to take or not."""
+        """Ends a pending `wait_ready`, even if nothing can be taken."""
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -147,10 +148,8 @@ class RequestStream:
 
 
 async def wait_ready(streams: Sequence[RequestStream]) -> None:
-    """Returns once at least one of `streams` has something to take, or was woken.
-
-    One future serves them all, so reading n streams needs no task for each.
-    """
+    """Returns once one of `streams` has something to take or was woken. One future serves all of them, so reading n
+    streams needs no task per stream."""
     for stream in streams:
         if stream.ready:
             return
@@ -165,7 +164,7 @@ async def wait_ready(streams: Sequence[RequestStream]) -> None:
 
 
 class EngineClient:
-    """Submits requests to the coordinator and hands each step's tokens to their streams."""
+    """Submits requests to the coordinator, and gives each step's tokens to their streams."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, telemetry: Telemetry | None = None
@@ -177,13 +176,13 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepOutput)
         self.telemetry = telemetry or Telemetry()
-        """Is told what the engine reports, and when tokens come."""
-        self._lost: str | None = None  # why the connection is gone
+        """Receives the engine's reports and the times of tokens."""
+        self._lost: str | None = None  # why the connection is lost
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
     async def connect(cls, path: str, *, telemetry: Telemetry | None = None, timeout_s: float = 30.0) -> EngineClient:
-        """Connects to the coordinator's socket, waiting for it to appear.
+        """Connects to the coordinator's socket, and waits until it exists.
 
         Raises:
             DeadlineError: nothing accepts at `path` within `timeout_s`.
@@ -211,17 +210,17 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._streams)
 
     @property
     def connected(self) -> bool:
-        """Whether the coordinator is still there."""
+        """Whether the connection to the coordinator works."""
         return self._lost is None
 
     @property
     def failure(self) -> str | None:
-        """Why the connection is gone; None while it is there."""
+        """The reason why the connection is lost. None while it works."""
         return self._lost
 
     def submit(
@@ -230,16 +229,19 @@ class EngineClient:
         params: Sequence[Sequence[SamplingParams]],
         terms: Terms = _NO_TERMS,
     ) -> list[RequestStream]:
-        """Queues the sequences of one HTTP request, all or none: for each prompt one for each of its `params`, and in
-        this order the streams.
+        """Submits the sequences of one HTTP request, all or none.
 
         Args:
             prompts: little-endian int32 token ids, at least one each.
+            params: for each prompt, one entry per choice.
+
+        Returns:
+            The streams in the order of prompts and their choices.
 
         Raises:
             EngineError: the coordinator is gone.
-            OverloadedError: it does not read what it was sent.
-            RequestError: the request is too large to be sent at all.
+            OverloadedError: the coordinator does not read what it was sent.
+            RequestError: the request is too large.
         """
         if self._lost is not None:
             raise EngineError(self._lost)
@@ -254,18 +256,18 @@ class EngineClient:
         return streams
 
     def flush_cache(self) -> None:
-        """Makes the engine forget the prefixes that no running request uses. Raises EngineError when it is gone."""
+        """Makes the engine drop the prefixes that no running request uses. Raises EngineError if it is gone."""
         if self._lost is not None:
             raise EngineError(self._lost)
         self._send(FlushCache())
 
     async def wait_closed(self) -> None:
-        """Returns when the connection is gone."""
+        """Returns when the connection is lost."""
         if self._task is not None:
             await asyncio.wait((self._task,))
 
     async def close(self) -> None:
-        """Ends every open stream with an error and closes the socket."""
+        """Ends every open stream with an error, and closes the socket."""
         self._lose("the engine client was closed")
         if self._task is not None:
             self._task.cancel()
@@ -276,7 +278,8 @@ class EngineClient:
 
     def _send(self, message: EngineToCoordinator) -> None:
         frame = bytearray(LENGTH.size)
-        self._encoder.encode_into(message, frame, LENGTH.size)  # in its place: a large one is not copied once more
+        # Encoded in place, so that a large message is not copied again
+        self._encoder.encode_into(message, frame, LENGTH.size)
         num_bytes = len(frame) - LENGTH.size
         if num_bytes > MAX_FRAME_BYTES:
             raise RequestError(f"The request takes {num_bytes} bytes for the engine; send fewer prompts at once.")
@@ -303,7 +306,8 @@ class EngineClient:
             self._writer.close()
 
     def _dispatch(self, output: StepOutput) -> None:
-        """Hands one step to its streams; ids that are gone (aborted here, still running there) are skipped."""
+        """Gives one step's output to its streams. Ids without a stream (aborted here, still running in the engine) are
+        skipped."""
         streams = self._streams
         for prefilled in output.prefilled:
             if (stream := streams.get(prefilled.id)) is not None:
@@ -318,7 +322,7 @@ class EngineClient:
         for logprobs in output.logprobs:
             if (stream := streams.get(logprobs.id)) is not None:
                 stream._logprobs.append(logprobs)
-        # Two tolist() a step are cheaper than one numpy scalar per token.
+        # Two tolist() calls per step are cheaper than one numpy scalar per token.
         ids = np.frombuffer(output.ids, "<i8").tolist()
         now = time.monotonic()
         intervals: list[float] = []
@@ -346,8 +350,8 @@ class EngineClient:
 
 
 async def _open(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    # Connected here and not by the loop: uvloop refuses addresses of the abstract namespace. It does not block, since
-    # a listening unix socket answers at once.
+    # Connected here instead of by the event loop, because uvloop refuses abstract addresses. This does not block: a
+    # listening unix socket answers at once.
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.connect(path)

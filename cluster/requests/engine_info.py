@@ -1,4 +1,4 @@
-"""A replica's facts about its engine: settings as resolved and sizes as measured, and nothing of where it runs."""
+"""Facts about a replica's engine that clients may see: resolved settings and measured sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from configs.schema import EngineConfig, resolved
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor-parallel group. No path, address or secret has a place here."""
+    """One tensor-parallel group. It must not contain paths, addresses or secrets."""
 
     dtype: str
     numerics: Literal["exact", "fast"]
@@ -21,7 +21,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_replicas: int
     page_size: int
     num_kv_tokens: int
-    """Tokens that the KV pool holds."""
+    """Number of tokens that the KV pool holds."""
     enable_prefix_caching: bool
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -30,7 +30,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: EngineConfig, num_pages: int) -> EngineInfo:
-        """The facts of a group that runs with `config`, which is resolved, and whose KV pool has `num_pages`."""
+        """The facts of a group with the resolved `config` and a KV pool of `num_pages`."""
         scheduler = config.scheduler
         return cls(
             dtype=config.dtype,

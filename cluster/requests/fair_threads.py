@@ -1,7 +1,7 @@
-"""Threads in which requests are decoded, checked, rendered and encoded, before the engine sees them.
+"""Threads that decode, check, render and encode requests before the engine gets them.
 
-Clients take turns, so that one client's requests do not delay those of the others. This module decides how much is
-prepared at once, and `json_body` what a body may hold.
+Clients take turns, so that one client's requests do not delay those of others. This module decides how much is prepared
+at once, and `json_body` what a body may hold.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from configs.errors import OverloadedError
 
 _Done = TypeVar("_Done")
 _NUM_THREADS = 4
-_MAX_OF_CLIENT = 3  # threads; the fourth serves other clients while one client's templates take seconds
-_MAX_WAITING = 1024  # requests of one client
-_MAX_BYTES = 16 << 20  # bodies under way; encoding takes up to a hundred times as much memory
-_MAX_OTHER_VALUES = 4096  # in a body, beside the ids of a prompt that fits
-_LARGE_BYTES = 1 << 20  # after work on so much the C library gives its free memory back
-_INLINE_BYTES = 8 << 10  # are checked and encoded in 2 to 3 ms; a thread costs a tenth of one, and jitter
+_MAX_OF_CLIENT = 3  # number of threads; the fourth serves other clients while one client's templates take seconds
+_MAX_WAITING = 1024  # waiting requests per client
+_MAX_BYTES = 16 << 20  # total bytes of bodies being prepared; encoding takes up to a hundred times as much memory
+_MAX_OTHER_VALUES = 4096  # values in a body, besides the ids of a prompt that fits
+_LARGE_BYTES = 1 << 20  # bytes of work after which the C library returns its free memory
+_INLINE_BYTES = 8 << 10  # bytes that are checked and encoded in 2 to 3 ms; a thread costs a tenth of one, and jitter
 
 
 class FairThreads:
-    """The threads of one model. For use on one event loop."""
+    """The threads of one model. Use it on one event loop."""
 
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prepare")
         self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
-        """Work that waits, as its bytes and the future that begins it, by client. The next client comes first."""
+        """Waiting work by client: its bytes, and the future that starts it. The next client comes first."""
         self._running: Counter[str] = Counter()
         self._num_bytes = 0
 
     def close(self) -> None:
-        """Takes no more work."""
+        """Accepts no more work."""
         self._threads.shutdown(wait=False)
 
     async def prepared(self, body: bytes, prepare: Callable[[dict[str, Any]], _Done]) -> _Done:
-        """`prepare` of a body's JSON, which checks it and encodes its texts. Runs as `off_loop`. Raises what
-        `decode_body`, `check_lists`, `prepare` and `run` raise."""
+        """Decodes a body and calls `prepare` with its JSON, to check it and encode its texts. Runs like `off_loop`.
+        Raises what `decode_body`, `check_lists`, `prepare` and `run` raise."""
 
         def work() -> _Done:
             raw = decode_body(body, max_values=self._max_model_len + _MAX_OTHER_VALUES)
@@ -54,12 +54,12 @@ class FairThreads:
         return await self.off_loop(len(body), work)
 
     async def off_loop(self, num_bytes: int, work: Callable[[], _Done]) -> _Done:
-        """`work()` on a body of that length; in a thread if it is long: 100,000 messages take a second."""
+        """Runs `work()` for a body of this length, in a thread if the body is long: 100,000 messages take a second."""
         return work() if num_bytes <= _INLINE_BYTES else await self.run(num_bytes, work)
 
     async def run(self, num_bytes: int, work: Callable[[], _Done]) -> _Done:
-        """`work()` in a thread, when it is the turn of the request's client. Raises OverloadedError if too many of this
-        client's requests wait."""
+        """Runs `work()` in a thread, when the client has its turn. Raises OverloadedError if too many of the client's
+        requests wait."""
         context = current_request()
         client = "" if context is None else context.share_owner
         waiting = self._waiting.setdefault(client, deque())
@@ -79,14 +79,14 @@ class FairThreads:
         def end(working: asyncio.Future[_Done]) -> None:
             self._end(client, num_bytes)
             if not working.cancelled():
-                working.exception()  # nobody asks for it if the client has left
+                working.exception()  # if the client has left, no one awaits the result
 
         working.add_done_callback(end)
-        # A thread cannot be stopped: it counts until it ends, also if the client leaves.
+        # A thread cannot be stopped, so it counts until it ends, even if the client leaves.
         return await asyncio.shield(working)
 
     def _begin(self) -> None:
-        """Gives turns until no thread is free, or the next work has too many bytes."""
+        """Starts waiting work until no thread is free, or the next work has too many bytes."""
         for client in list(self._waiting):
             waiting = self._waiting[client]
             while waiting and waiting[0][1].cancelled():
@@ -99,7 +99,7 @@ class FairThreads:
                 if num_running and (num_running >= _NUM_THREADS or self._num_bytes + num_bytes > _MAX_BYTES):
                     return
                 waiting.popleft()
-                self._waiting[client] = self._waiting.pop(client)  # behind the others
+                self._waiting[client] = self._waiting.pop(client)  # after the other clients
                 self._running[client] += 1
                 self._num_bytes += num_bytes
                 turn.set_result(None)
@@ -113,7 +113,7 @@ class FairThreads:
 
 
 def _tidied(num_bytes: int, work: Callable[[], _Done]) -> _Done:
-    """`work()`; then memory that it has freed goes back to the system."""
+    """Runs `work()`, then returns freed memory to the system."""
     try:
         return work()
     finally:

@@ -1,7 +1,7 @@
-"""The known fields of a request, and what happens to the others: the same on every route, whoever's API it is.
+"""The known fields of a request, and what happens to other fields, on every route.
 
-A field of another server that would change the answer is refused, not dropped in silence: the answer would be one to
-another question. A field that nobody knows is ignored with a header that says so, or refused in strict mode.
+A field of another server that would change the answer is refused, not dropped silently. An unknown field is ignored and
+listed in a header, or refused in strict mode.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MAX_NAME_CHARS = 200
 
 
 def neutral(*values: object) -> Callable[[object], bool]:
-    """Whether a value asks for nothing: null, or one of `values`."""
+    """Whether a value has no effect: null, or one of `values`."""
 
-    # 0 == False in Python: types are compared too, but 0 and 0.0 are one JSON number.
+    # 0 == False in Python, so types are compared too. But 0 and 0.0 are one JSON number.
     def is_neutral(value: object) -> bool:
         return value is None or any(
             value == known and isinstance(value, bool) == isinstance(known, bool) for known in values
@@ -36,20 +36,24 @@ def neutral(*values: object) -> Callable[[object], bool]:
 
 @dataclass(frozen=True, slots=True)
 class FieldPolicy:
-    """Fields that one API's requests may hold besides the fields of their model."""
+    """Fields that one API's requests may have besides the fields of their model."""
 
     unsupported: Mapping[str, Callable[[object], bool]]
-    """Fields that this server does not have, each with the values that ask for nothing."""
+    """Fields that this server does not support, each with the values that have no effect."""
     without_effect: frozenset[str]
     """Fields that are accepted and change no answer."""
     styling: Mapping[str, Callable[[object], bool]] = field(default_factory=dict)
-    """Fields that only ask for a style, or for speed, as in `unsupported`; they count as fields that nobody knows."""
+    """Fields that only affect style or speed, each with the values that have no effect. Other values are ignored and
+    listed, like unknown fields."""
     options: Mapping[str, type[BaseModel]] = field(default_factory=dict)
-    """Fields that are objects, whose own fields are looked at too."""
+    """Fields that are objects, with fields that are checked too."""
 
     def check(self, kind: type[BaseModel], raw: Mapping[str, Any], *, strict: bool) -> list[str]:
-        """The fields of `raw` that are ignored; `strict`: none may be (`server.strict_fields`). Raises RequestError
-        where a field is not supported, or unknown where none may be."""
+        """The fields of `raw` that are ignored. With `strict` (`server.strict_fields`) none may be.
+
+        Raises:
+            RequestError: a field is not supported, or unknown with `strict`.
+        """
         own = field_names(kind)
         for name in self.unsupported.keys() & raw.keys():
             if name not in own and not self.unsupported[name](raw[name]):
@@ -99,24 +103,24 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
     "use_beam_search": neutral(False),
     "web_search_options": neutral(),
 }
-"""Fields other servers know and this one does not, each with the values that ask for nothing."""
+"""Fields that other servers support and this one does not, each with the values that have no effect."""
 
 STYLING: Mapping[str, Callable[[object], bool]] = {"prediction": neutral(), "verbosity": neutral("medium")}
-"""Fields that ask for a style or for speed, each with the values that ask for nothing: ignored, and named as such."""
+"""Fields for style or speed, each with the values that have no effect. They are ignored, and listed as such."""
 
 OWN_FIELDS = FieldPolicy({}, frozenset({"user"}))
-"""For routes whose model has all that their API knows."""
+"""For routes with a model that has all fields of their API."""
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """The header that tells which fields were ignored; none when none was."""
+    """The header that lists ignored fields. Empty if there are none."""
     if not names:
         return {}
-    # Names come from the caller: nothing of them may be taken for more than a name.
+    # Names come from the caller, so they are escaped.
     shown = [_NO_NAME.sub("_", name[:_MAX_SHOWN_CHARS]) for name in names[:_MAX_SHOWN]]
     return {"x-ignored-fields": ",".join(shown)}
 
 
 def field_names(kind: type[BaseModel]) -> set[str]:
-    """Names of the fields of `kind` as they come in."""
+    """Names of the fields of `kind` as they appear in JSON."""
     return {field.alias or name for name, field in kind.model_fields.items()}

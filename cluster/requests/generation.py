@@ -1,6 +1,7 @@
-"""Turns engine streams into text: what `/v1/...` and `python -m cluster generate` share.
+"""Turns engine streams into text, for `/v1/...` and `python -m cluster generate`.
 
-Owns, for each sequence, decoding, stop strings, the count of tokens and the reason it ended. No HTTP, no JSON.
+For each sequence, it owns decoding, stop strings, the number of tokens and the reason of its end. It knows neither HTTP
+nor JSON.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ from configs.errors import DeadlineError, EngineError, GuideError, LockstepError
 
 @dataclass(slots=True)
 class Delta:
-    """The news that one read brought of one sequence."""
+    """What one read produced for one sequence."""
 
     index: int
     text: str
-    """Certain text; what may yet become a stop string or a whole character comes later."""
+    """Text that is certain. Text that may become part of a stop string or of a whole character comes later."""
     token_ids: list[int]
-    """Tokens that count, the one that ended the sequence included. They may be ahead of `text`."""
+    """New tokens, including the one that ended the sequence. They may be ahead of `text`."""
     logprobs: Sequence[TokenLogprobs] = ()
-    """One for each of `token_ids` when asked for."""
+    """One for each of `token_ids`, if wanted."""
     text_offsets: Sequence[int] = ()
-    """Characters of the output decoded before each of `token_ids`, with logprobs."""
+    """With log probabilities: number of characters decoded before each of `token_ids`."""
     finish_reason: FinishReason | None = None
     """Set on the last delta."""
     stop_reason: int | str | None = None
-    """The stop string, stop pattern or id of `stop_token_ids` that ended it; None for end of sequence."""
+    """The stop string, stop pattern or id of `stop_token_ids` that ended the sequence. None for end of sequence."""
     prompt_logprobs: WholePromptLogprobs | None = None
-    """Present on the first delta with a token, when asked for."""
+    """On the first delta with a token, if wanted."""
     events: Sequence[Event] = ()
-    """Events that `text` is made of, for a sequence that is the answer in a chat."""
+    """For a chat answer: the events into which `text` was parsed."""
 
 
 class Collected:
-    """The deltas of one sequence so far."""
+    """All deltas of one sequence so far, joined."""
 
     def __init__(self) -> None:
         self.text: list[str] = []
@@ -54,7 +55,7 @@ class Collected:
         self.stop_reason: int | str | None = None
 
     def add(self, delta: Delta) -> None:
-        """Takes what one read brought."""
+        """Adds one delta."""
         self.text.append(delta.text)
         self.events += delta.events
         self.token_ids += delta.token_ids
@@ -77,7 +78,7 @@ class Output:
         options: TextOptions,
         form: AnswerFormat | None = None,
     ) -> None:
-        """`form`: how its text is read; None: it is not."""
+        """`form`: how its text is parsed. None if it is not parsed."""
         self.index = index
         self.stream = stream
         self.num_tokens = 0
@@ -94,12 +95,17 @@ class Output:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the model's thinking, among `num_tokens`."""
+        """Number of reasoning tokens among `num_tokens`."""
         return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def advance(self) -> Delta:
-        """Reads as text what has arrived since the last call. Raises OverloadedError where a queue limit refused the
-        request, DeadlineError where its deadline passed in the engine, EngineError where the engine failed."""
+        """Decodes what has arrived since the last call.
+
+        Raises:
+            OverloadedError: a queue limit refused the request.
+            DeadlineError: its deadline passed in the engine.
+            EngineError: the engine failed.
+        """
         chunk = self.stream.take()
         end = chunk.finished
         if end is not None and end.reason is FinishReason.ERROR:
@@ -109,7 +115,7 @@ class Output:
             return Delta(self.index, "", [], finish_reason=self.finish_reason, prompt_logprobs=chunk.prompt_logprobs)
         silent = len(chunk.token_ids)
         if end is not None and end.stop_token_id is not None and not self._options.include_stop:
-            silent -= 1  # the token that ended the sequence is counted, not shown
+            silent -= 1  # the token that ended the sequence counts, but is not shown
         certain_text = ""
         num_taken = len(chunk.token_ids)
         offsets = []
@@ -140,7 +146,7 @@ class Output:
         return delta
 
     def _finish(self, delta: Delta, end: Finished) -> str:
-        """Releases the text that is held; flushed text can itself complete a stop string that ends in U+FFFD."""
+        """Returns the text that was held back. It may complete a stop string that ends in U+FFFD."""
         certain, matched = self._end.push(self._detokenizer.flush())
         if matched is not None:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP, matched

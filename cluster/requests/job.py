@@ -1,6 +1,6 @@
-"""One request of any route, as the engine is asked it: prompts and parameters in, deltas of text out.
+"""One request of any route in the engine's terms: prompts and parameters in, deltas of text out.
 
-A `Job` is data: what to generate, checked. A `Run` is a job in the engine. Neither knows how an answer is written.
+A `Job` is checked data about what to generate. A `Run` is a job in the engine. Neither knows how an answer is written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cluster.text.stops import TextOptions
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import DeadlineError, EngineError, LockstepError, RequestError
 
-# Parts of a large request, and of many answers, done before the event loop goes on with others: 1 to 4 ms of work.
+# Work units on a large request, or on many answers, before the event loop serves others: 1 to 4 ms.
 _IDS_AT_ONCE = 1 << 17
 _OUTPUTS_AT_ONCE = 32
 
@@ -35,12 +35,12 @@ class PromptTokensDetails(msgspec.Struct):
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
     accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    """Drafts that became tokens; where none were made, neither this nor the next is there."""
+    """Number of drafts that became tokens. Absent, like the next field, if there were no drafts."""
     rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Usage(msgspec.Struct):
-    """Counts over all choices of a request; the prompt counts once however many choices it has."""
+    """Counts over all choices of a request. The prompt counts once for any number of choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -51,19 +51,19 @@ class Usage(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """Options of a request besides its prompts and how their tokens are chosen."""
+    """Options of a request besides its prompts and sampling parameters."""
 
     num_choices: int = 1
-    """Answers to each prompt."""
+    """Number of answers to each prompt."""
     num_logprobs: int = -1
-    """-1 none, k the token's own and the k likeliest; so is the next one."""
+    """-1: none. k: the token's own and the k likeliest. The same holds for the next field."""
     num_prompt_logprobs: int = -1
     priority: int = 0
-    """Lower goes first; see `Terms`."""
+    """Lower goes first. See `Terms`."""
     cache_salt: str | None = None
-    """Prompts share cached pages only under the same one. None: one of the client's own."""
+    """Only prompts with equal salts share cached pages. If None, a salt of the client's own."""
     name: str | None = None
-    """The answer's id, after its prefix. None: a new one."""
+    """The answer's id without its prefix. If None, a new one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,25 +71,25 @@ class Job:
     """One checked request."""
 
     id: str
-    """The answer's id, e.g. `chatcmpl-...`."""
+    """The answer's id, such as `chatcmpl-...`."""
     prompts: list[list[int]]
     """Token ids, at least one each."""
     sampling: list[list[SamplingParams]]
-    """For each prompt, one for each of its choices."""
+    """For each prompt, one entry per choice."""
     terms: Terms
-    """Its deadline is that of the whole run."""
+    """The deadline in it is that of the whole run."""
     text: TextOptions = field(default_factory=TextOptions)
     form: AnswerFormat | None = None
-    """How answers in a chat are read: thinking, content and calls. None: they are text."""
+    """How chat answers are parsed into reasoning, content and calls. None if they are plain text."""
 
     @property
     def num_choices(self) -> int:
-        """Sequences for each prompt."""
+        """Number of sequences per prompt."""
         return len(self.sampling[0])
 
     @property
     def num_outputs(self) -> int:
-        """Sequences in all: prompts times choices, in this order."""
+        """Number of sequences: prompts times choices, ordered by prompt."""
         return len(self.prompts) * self.num_choices
 
     def prompt_of(self, index: int) -> list[int]:
@@ -111,10 +111,10 @@ class Run:
         self._error: LockstepError | None = None
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
-        """Yields what each engine step brought, until every sequence has ended; `Delta.index` counts over all of them.
-        Of many sequences a step comes in pieces, between which the event loop has its turn.
+        """Yields what each engine step produced until every sequence has ended. `Delta.index` counts over all
+        sequences. With many sequences, a step comes in pieces, between which the event loop serves others.
 
-        Submits at the first read, once. Leaving it early, by any way, aborts what still runs: close it
+        The first read submits the job, once. Leaving the generator early aborts what still runs, so close it
         (`contextlib.aclosing`) where it is used.
 
         Raises:
@@ -124,7 +124,7 @@ class Run:
         if self._aborted:
             self.abort()
         context, telemetry = current_request(), self._engine.telemetry
-        # One timer a request: one a wait costs a tenth of what a token costs.
+        # There is one timer per request, because one per wait would cost a tenth of a token's time.
         timer = asyncio.get_running_loop().call_later(self.job.terms.deadline_s, self._be_late)
         pending = self._outputs
         streams = [output.stream for output in pending]
@@ -148,7 +148,7 @@ class Run:
                     pending = [output for output in pending if output.finish_reason is None]
                     streams = [output.stream for output in pending]
                 if any(output.stream.ready for output in ready):
-                    await asyncio.sleep(0)  # to the other streams' turn: these readers were away for long
+                    await asyncio.sleep(0)  # yields to other streams, because these readers are far behind
         except (EngineError, RequestError) as error:
             self._error = error
             raise
@@ -156,7 +156,7 @@ class Run:
             timer.cancel()
             for output in self._outputs:
                 output.stream.abort()
-            if context is not None:  # else nobody asked: a warm-up
+            if context is not None:  # otherwise there is no request: a warm-up
                 telemetry.finished(self._record(context))
                 context.meter.count_tokens(sum(output.num_tokens for output in self._outputs))
 
@@ -166,20 +166,20 @@ class Run:
             output.stream.wake()
 
     def abort(self) -> None:
-        """Ends it now, from outside: the sequences that have not ended end with `FinishReason.ABORT`."""
+        """Ends the run from outside: sequences that have not ended end with `FinishReason.ABORT`."""
         self._aborted = True
         for output in self._outputs:
             output.stream.abort()
 
     def output(self, index: int) -> Output:
-        """One sequence, for what is counted of it; once it is submitted."""
+        """The stream of one submitted sequence, for its counts."""
         return self._outputs[index]
 
     def usage(self) -> Usage:
-        """Tokens so far, over all sequences; a prompt counts once however many choices it has."""
+        """Tokens so far, over all sequences. A prompt counts once for any number of choices."""
         prompt = sum(len(prompt) for prompt in self.job.prompts)
         completion = sum(output.num_tokens for output in self._outputs)
-        # A prompt's later choices find the first one's pages; only what the first one found was free.
+        # A prompt's later choices reuse the first one's pages, so only the first one's cached tokens count.
         firsts = self._outputs[:: self.job.num_choices]
         cached = sum(it.num_cached_tokens for output in firsts if (it := output.stream.prefilled) is not None)
         thought = sum(output.num_reasoning_tokens for output in self._outputs)
@@ -190,8 +190,8 @@ class Run:
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
 
     def server_timing(self) -> str:
-        """The value of a Server-Timing header, in milliseconds: the slowest sequence's wait in the queue and its
-        prefill, and once all have ended the time since the first token."""
+        """The value of a Server-Timing header, in milliseconds: the slowest sequence's time in the queue and its
+        prefill, and, once all have ended, the time since the first token."""
         done = [it for output in self._outputs if (it := output.stream.prefilled) is not None]
         times = {
             "queue": max((prefilled.queue_s for prefilled in done), default=0.0),

@@ -1,4 +1,4 @@
-"""Turns the bytes of a request body into a checked model; what is wrong with it is named by its path."""
+"""Turns the bytes of a request body into a checked model. Errors have the path of the wrong part."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from configs.errors import ContextLengthError, RequestError
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _MAX_PARTS = 1 << 17
-"""Most lists, objects and fields of a body. The GIL is held while they are decoded, 20 ms for so many; ten times as
-many, which fit a body of 8 MB, would hold the event loop up for half a second, from any thread."""
+"""Most lists, objects and fields of a body. Decoding this many holds the GIL for 20 ms. Ten times as many would fit in
+a body of 8 MB, and hold up the event loop for half a second, even from another thread."""
 _MAX_VALUES = 1 << 18
-"""Most values of a body's lists and objects. Decoding so many ids holds the GIL for 20 ms, checking them another 20."""
-_MAX_NAME_CHARS = 40  # most of a field's name that a path shows
+"""Most values in a body's lists and objects. Decoding this many ids holds the GIL for 20 ms, and checking them for
+another 20."""
+_MAX_NAME_CHARS = 40  # length to which a field's name is cut in a path
 _KINDS = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -32,11 +33,11 @@ _KINDS = {
     "none_required": "null",
     "string_type": "a string",
 }
-"""Names of the type that a value should have had, by the type of pydantic's error."""
+"""Names of the expected type, by the type of pydantic's error."""
 _OF_MANY_TYPES = frozenset({"content", "output", "system", "tools"})
-"""Lists whose entries have types that other servers know and this one does not support."""
+"""Lists with entries of types that other servers support and this one does not."""
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-# Each escape is one match, or a pair of them that is one character; a group has a half without its other half, or the
+# Each match is one escape, or two escapes that form one character. A group matches a lone half of such a pair, or the
 # bytes that UTF-8 would need for one.
 _LONE_SURROGATE = re.compile(
     rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)|\\.|(\xed[\xa0-\xbf][\x80-\xbf])", re.DOTALL
@@ -44,8 +45,15 @@ _LONE_SURROGATE = re.compile(
 
 
 def decode_body(body: bytes, *, max_values: int = 0) -> dict[str, Any]:
-    """The JSON object of a request body. Raises RequestError where it is not strict JSON (NaN and lone surrogates
-    included), nested too deep, not an object, or (413) of too many parts or values; `max_values` raises that limit."""
+    """The JSON object of a request body.
+
+    Args:
+        max_values: raises the limit on the number of values.
+
+    Raises:
+        RequestError: the body is not strict JSON (no NaN, no lone surrogates), is nested too deep, is not an object, or
+            (413) has too many parts or values.
+    """
     _check_size(body, b"[{:", _MAX_PARTS, "lists, objects and fields")
     _check_size(body, b",", max(_MAX_VALUES, max_values), "values")
     try:
@@ -60,7 +68,8 @@ def decode_body(body: bytes, *, max_values: int = 0) -> dict[str, Any]:
 
 
 def check_lists(raw: Mapping[str, Any], max_model_len: int) -> None:
-    """Raises ContextLengthError for more messages than tokens fit, since each message has at least one token."""
+    """Raises ContextLengthError if there are more messages than tokens that fit, because each message has at least one
+    token."""
     for name in ("messages", "input"):
         if isinstance(raw.get(name), list) and len(raw[name]) > max_model_len:
             raise ContextLengthError(
@@ -69,7 +78,7 @@ def check_lists(raw: Mapping[str, Any], max_model_len: int) -> None:
 
 
 def _check_size(body: bytes, marks: bytes, most: int, what: str) -> None:
-    """Raises RequestError (413) if `body` has more than `most` of `marks` outside its texts."""
+    """Raises RequestError (413) if `body` has more than `most` of `marks` outside its strings."""
     if sum(body.count(mark) for mark in marks) <= most:
         return
     num_marks, end = 0, 0
@@ -92,7 +101,7 @@ def _reason(error: ValueError, body: bytes) -> str:
 
 
 def validated(kind: type[_Model], raw: object) -> _Model:
-    """`raw` as a `kind`, by its field types alone. Raises RequestError with the path of the field at fault."""
+    """Checks `raw` against the field types of `kind`. Raises RequestError with the path of the wrong field."""
     try:
         return kind.model_validate(raw)
     except pydantic.ValidationError as error:
@@ -100,15 +109,15 @@ def validated(kind: type[_Model], raw: object) -> _Model:
 
 
 def below(path: str, error: RequestError) -> RequestError:
-    """`error` of a field of the object at `path`."""
+    """`error` for a field of the object at `path`."""
     param = path if error.param is None else f"{path}.{error.param}"
     return RequestError(str(error), code=error.code, param=param, status=error.status)
 
 
 def _as_request_error(error: pydantic.ValidationError, raw: object) -> RequestError:
     errors = error.errors(include_url=False)
-    # A union has errors of each of its types: the one that got furthest into the value is the one meant. Its type is
-    # told before what it lacks.
+    # A union has errors for each of its types. The type that matched most of the value was probably meant. A wrong type
+    # is reported before missing fields.
     found = [(each, _path(each, raw)) for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
     first, place = max(found, key=lambda it: (len(it[1]), it[1][-1:] == ["type"], it[0]["type"] not in _KINDS))
     path = ""
@@ -146,8 +155,8 @@ def _path(error: ErrorDetails, raw: object) -> list[int | str]:
 
 
 def _places(loc: Sequence[int | str], raw: Any) -> Iterator[tuple[list[int | str], object]]:
-    """Every place in `raw` that pydantic's `loc` may mean, with the value there. Any part of `loc` may be the name of a
-    type of a union that was tried, which the value may have a field of too."""
+    """Every position in `raw` that pydantic's `loc` may mean, with its value. Any part of `loc` may be the name of a
+    type of a union, and the value may have a field of that name too."""
     if not loc:
         yield [], raw
         return

@@ -1,8 +1,8 @@
-"""Long answers as JSON, in parts of which each takes about a millisecond to make.
+"""Encodes long answers as JSON in parts that take about a millisecond each.
 
-A replica answers all its streams on one event loop: while it makes an answer of a million log probabilities, they would
-stand. So what may be long is made and encoded as it is sent, and whoever sends it lets the loop go on after each part.
-No more of such an answer is in memory than its client reads.
+A replica serves all streams on one event loop, and encoding a million log probabilities at once would block it. So long
+lists are made and encoded while they are sent, and the sender lets the loop serve others after each part. Only what its
+client reads is in memory.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from cluster.http.response import PART_BYTES
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream."""
-LOWEST_LOGPROB = -9999.0  # JSON has no -inf; this is what clients know
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf; clients know this value
 _T = TypeVar("_T")
-_MARK = secrets.token_hex(16)  # no text of a client or a model
+_MARK = secrets.token_hex(16)  # does not occur in texts of clients or models
 _ENCODED_MARK = msgspec.json.encode(_MARK)
-_BLOCK = 16  # items that are made and encoded at once
+_BLOCK = 16  # number of items that are made and encoded at once
 
 
 class _LongList(Generic[_T]):
-    """Items that are made as they are written."""
+    """Items that are made while they are written."""
 
     __slots__ = ("items",)
 
@@ -35,12 +35,13 @@ class _LongList(Generic[_T]):
 
 
 def long_list(items: Iterable[_T]) -> list[_T]:
-    """`items` in the place of a list of a message that only `json_parts` encodes; made as they are written, once."""
+    """Puts `items` in place of a list in a message that only `json_parts` encodes. They are made while they are
+    written, once."""
     return cast("list[_T]", _LongList(items))
 
 
 def json_parts(message: object) -> Iterator[bytes]:
-    """`message` as JSON; the parts are short, but for the texts and the plain lists in it."""
+    """`message` as JSON in short parts, except for its texts and plain lists."""
     found: list[_LongList[object]] = []
 
     def mark(value: object) -> str:
@@ -52,7 +53,7 @@ def json_parts(message: object) -> Iterator[bytes]:
     encode = msgspec.json.Encoder(enc_hook=mark).encode
 
     def filled(body: bytes) -> Iterator[bytes]:
-        """`body` with the lists that were found in it in the places of their marks."""
+        """`body` with its lists in place of their marks."""
         lists = found.copy()
         found.clear()
         *texts, rest = body.split(_ENCODED_MARK)
@@ -71,7 +72,7 @@ def json_parts(message: object) -> Iterator[bytes]:
 
 
 def gathered(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """`parts`, joined to some of PART_BYTES or little more."""
+    """Joins `parts` to parts of about PART_BYTES."""
     short: list[bytes] = []
     size = 0
     for part in parts:
@@ -86,12 +87,12 @@ def gathered(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def event_parts(message: msgspec.Struct) -> Iterator[bytes]:
-    """`message` as one server-sent event that may be long."""
+    """`message` as one server-sent event, which may be long."""
     yield b"data: "
     yield from json_parts(message)
     yield b"\n\n"
 
 
 def finite(logprob: float) -> float:
-    """`logprob`, or the lowest number clients know for minus infinity."""
+    """`logprob`, or for minus infinity the lowest number that clients know."""
     return max(logprob, LOWEST_LOGPROB)

@@ -1,6 +1,6 @@
 """Turns the fields of a request into the engine's `SamplingParams` and the `TextOptions` of its answer.
 
-Owns defaults, the checks that need the vocabulary, and how words and biases become token ids.
+It owns defaults, the checks that need the vocabulary, and the conversion of words and biases to token ids.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _VALUES = set(SamplingValues.model_fields)
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """The vocabulary that a request's token ids and words are checked against."""
+    """The vocabulary against which token ids and words are checked."""
 
     tokenizer: Tokenizer
     size: int
-    """Ids the model has an embedding for; it may differ from the tokenizer's."""
+    """Number of ids with an embedding. It may differ from the tokenizer's."""
     eos_token_ids: frozenset[int] = frozenset()
 
 
@@ -43,17 +43,19 @@ def sampling_params(
     next_seed: Callable[[], int],
     grammar: str | None = None,
 ) -> list[list[SamplingParams]]:
-    """For each prompt, one for each of its choices. Choices differ in their seeds: counted up from the request's, which
-    is that of each prompt's first, or one of its own for each choice of each prompt. The first choice alone asks for
-    the prompt's log probabilities, which are the same for all.
+    """The parameters of each prompt's choices.
+
+    Choices differ in their seeds. The request's seed is that of each prompt's first choice, and later choices count up
+    from it; without a seed, each choice of each prompt gets its own. Only the first choice requests the prompt's log
+    probabilities, which are the same for all.
 
     Args:
         max_tokens: for each prompt.
-        next_seed: int64, when the request names none.
+        next_seed: returns an int64, if the request has no seed.
         grammar: a checked one.
 
     Raises:
-        RequestError: with the path of the field at fault.
+        RequestError: a field is wrong; it has the field's path.
     """
     size = vocabulary.size
     stop_token_ids = fields.stop_token_ids or []
@@ -119,15 +121,15 @@ def text_options(
 
 
 def bad_words(words: Sequence[str], vocabulary: Vocabulary) -> list[tuple[int, ...]]:
-    """Token ids of each word as it begins a text and as it follows a space: each sequence once, and none with a token
-    that the model cannot write. Raises RequestError where they are too many tokens."""
+    """Token ids of each word at the start of a text and after a space: each sequence once, without sequences that the
+    model cannot write. Raises RequestError if these are too many tokens."""
     tokenizer = vocabulary.tokenizer
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         alone = tuple(tokenizer.encode(word.lstrip(" ") or word, add_special_tokens=False))
         spaced = tuple(tokenizer.encode(" " + word.lstrip(" "), add_special_tokens=False))
         sequences[alone] = None
-        if spaced[1:] != alone:  # else the space is a token of its own and `alone` matches after it
+        if spaced[1:] != alone:  # otherwise the space is a separate token, and `alone` matches after it
             sequences[spaced] = None
     possible = [sequence for sequence in sequences if sequence and max(sequence) < vocabulary.size]
     num_tokens = sum(len(sequence) for sequence in possible)
@@ -139,7 +141,7 @@ def bad_words(words: Sequence[str], vocabulary: Vocabulary) -> list[tuple[int, .
 
 
 def _check_choice_left(allowed: Sequence[int], bias: dict[int, float], ends: set[int]) -> None:
-    """Raises RequestError when of the allowed tokens none may be sampled."""
+    """Raises RequestError if none of the allowed tokens may be sampled."""
     if allowed and all(bias.get(token) == -math.inf or token in ends for token in allowed):
         raise RequestError(
             "allowed_token_ids leaves no token: bad_words or min_tokens forbid all of them.", param="allowed_token_ids"

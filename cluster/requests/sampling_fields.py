@@ -1,4 +1,4 @@
-"""The fields of a request that say how tokens are chosen and where a text ends: the same on every route."""
+"""The fields of a request that say how tokens are chosen and where a text ends, for every route."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_LOGPROB_TOKEN_IDS = 128
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Stops = StopText | Annotated[list[StopText], Field(max_length=32, fail_fast=True)]
-"""One or several; `server.max_stop` says how many."""
+"""One string or several; `server.max_stop` limits their number."""
 JsonSchema = dict[str, Any] | bool
 Choices = Annotated[list[Text], Field(min_length=1, max_length=MAX_ENUM_VALUES, fail_fast=True)]
 
@@ -35,45 +35,45 @@ class JsonObjectParam(Shape):
 
 
 class NamedSchema(Shape):
-    """A schema and how strictly it is taken."""
+    """A schema, and how strictly it is followed."""
 
     name: str | None = None
     description: str | None = None
     schema_: JsonSchema | str = Field(alias="schema")
     strict: bool | None = None
-    """A keyword that cannot be enforced is refused; otherwise it is ignored."""
+    """If true, a keyword that cannot be enforced is refused; otherwise it is ignored."""
 
 
 class JsonSchemaParam(Shape):
-    """JSON of a schema."""
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
 
 class RegexParam(Shape):
-    """Text that a regular expression matches."""
+    """Text that matches a regular expression."""
 
     type: Literal["regex"]
     regex: Text
 
 
 class ChoiceParam(Shape):
-    """One of some texts."""
+    """One of several texts."""
 
     type: Literal["choice"]
     choice: Choices
 
 
 class GrammarParam(Shape):
-    """Text that a grammar of Lark or GBNF derives."""
+    """Text that matches a grammar in Lark or GBNF."""
 
     type: Literal["grammar"]
     grammar: Text
 
 
 class TagParam(Shape):
-    """Text whose middle is JSON of a schema."""
+    """Text with JSON of a schema in its middle."""
 
     begin: str
     schema_: JsonSchema = Field(alias="schema")
@@ -81,14 +81,14 @@ class TagParam(Shape):
 
 
 class StructuralTagParam(Shape):
-    """Free text in which each trigger must go on as a tag."""
+    """Free text in which each trigger must continue as a tag."""
 
     structures: list[TagParam]
     triggers: list[str]
 
 
 class StructuralTagFormat(StructuralTagParam):
-    """`response_format` of tags."""
+    """`response_format` with tags."""
 
     type: Literal["structural_tag"]
 
@@ -121,50 +121,56 @@ class StructuredOutputs(Shape):
 
 
 class SamplingFields(SamplingValues, Shape):
-    """How tokens are chosen and where a text ends: the fields every route that generates shares.
+    """How tokens are chosen and where a text ends: the fields that every generating route shares. Null means the
+    default, as in OpenAI's schema.
 
-    Null means the default, as in OpenAI's own schema. `sampling.sampling_params` makes engine parameters of them, and
-    `sampling.text_options` what is done with the text.
+    `sampling.sampling_params` turns them into engine parameters, and `sampling.text_options` says how the text is made.
     """
 
     seed: int | None = Field(None, ge=-_INT64_MAX - 1, le=_INT64_MAX)
-    """Equal seeds give equal tokens, whatever else is served."""
+    """Equal seeds give equal tokens, independent of other requests."""
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = Field(None, max_length=1024)
-    """Token id, as a string, to what is added to its logit."""
+    """Value added to a token's logit, by the token id as a string."""
     allowed_token_ids: list[int] | None = Field(None, fail_fast=True)
-    """Only these are sampled."""
+    """Only these tokens are sampled."""
     bad_words: Annotated[list[StopText], Field(max_length=128, fail_fast=True)] | None = None
     """Words and phrases that the answer must not have, at its start or after a space."""
     logprob_token_ids: list[int] | None = Field(None, max_length=_MAX_LOGPROB_TOKEN_IDS)
-    """Ids whose log probabilities come beside the likeliest, with logprobs."""
+    """With logprobs: ids whose log probabilities follow those of the likeliest tokens."""
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
-    """Before the answer has as many, neither end of sequence, stop ids nor stop strings end it."""
+    """Until the answer has this many tokens, no end of sequence, stop id or stop string ends it."""
     stop: Stops | None = None
     """A string or a list of strings."""
     stop_regex: Stops | None = None
-    """A regular expression or a list of them: the text ends with the first match, which stays in it."""
+    """A regular expression or a list of them. The text ends after the first match, which stays in it."""
     stop_token_ids: list[int] | None = Field(None, max_length=_MAX_STOP_TOKEN_IDS)
-    """Tokens that end the text beside the model's own."""
+    """Tokens that end the text, besides the model's own."""
     ignore_eos: bool | None = None
-    """Whether the answer goes on past the model's own end."""
+    """Whether the answer continues after the model's end of sequence."""
     include_stop_str_in_output: bool | None = None
-    """Whether what ended the text stays in it."""
+    """Whether the stop string that ended the text stays in it."""
     no_stop_trim: bool | None = None
-    """SGLang's name of the one above."""
+    """SGLang's name of the previous field."""
     skip_special_tokens: bool | None = None
-    """None: true."""
+    """Null means true."""
     response_format: Annotated[dict[str, Any] | None, Checked(ResponseFormat)] = None
-    """The form of the answer: at most one of this and the following four is given."""
+    """The form of the answer. At most one of this field and the next four may be given."""
     structured_outputs: Annotated[dict[str, Any] | None, Checked(StructuredOutputs | None)] = None
     """vLLM's form of it."""
     regex: Text | None = None
-    """SGLang's form of a regular expression."""
+    """SGLang's field for a regular expression."""
     ebnf: Text | None = None
-    """SGLang's form of a grammar."""
+    """SGLang's field for a grammar."""
     json_schema: JsonSchema | str | None = None
-    """SGLang's form of a schema."""
+    """SGLang's field for a schema."""
 
     def grammar(self, own: GrammarSpec | None = None) -> GrammarSpec | None:
-        """The grammar that the answer must match; None: any text. `own`: of a field that one API alone has, in place of
-        `response_format`. Raises RequestError where a field has the wrong shape, or two of them ask for something."""
+        """The grammar that the answer must match. None for any text.
+
+        Args:
+            own: of a field that only one API has, used in place of `response_format`.
+
+        Raises:
+            RequestError: a field has the wrong shape, or two fields ask for a form.
+        """
         return read_grammar(own, **{name: getattr(self, name) for name in GRAMMAR_FIELDS})

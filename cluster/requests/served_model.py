@@ -1,6 +1,6 @@
-"""The model that one replica serves, as every route sees it: one model, its tokenizer and the connection to its engine.
+"""The model that one replica serves, for all routes: its name, its tokenizer and the connection to its engine.
 
-Owns what a request must pass before it is a `Job`: the model's name, room in the context, and parameters.
+It owns the checks before a request becomes a `Job`: the model's name, room in the context, and parameters.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from configs.errors import ContextLengthError, EngineError, RequestError
 from configs.schema import GenerationDefaults, ServerConfig
 
 _Request = TypeVar("_Request", bound=BaseModel)
-_FIRST = -(1 << 62)  # a level that no key is granted
-_SHOWN_CHARS = 40  # most of a token that a message shows
+_FIRST = -(1 << 62)  # the level of requests without a granted priority
+_SHOWN_CHARS = 40  # length to which a token is cut in a message
 
 
 class ServedModel:
-    """One model that requests can be put to."""
+    """One model that serves requests."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class ServedModel:
         sleep: Callable[..., Awaitable[float]] | None = None,
     ) -> None:
         """Args:
-        vocab_size: ids the model has an embedding for. None: those of the tokenizer.
-        info: what clients may know of the engine.
-        max_item_tokens: most tokens of all items of a prompt; 0: prompts have none.
-        eos_token_ids: empty: the tokenizer's.
-        next_seed: int64 for an answer whose request brings none.
+        vocab_size: number of ids with an embedding. If None, the tokenizer's.
+        info: what clients may know about the engine.
+        max_item_tokens: most tokens of all scored items of a prompt. 0: prompts have no items.
+        eos_token_ids: if empty, the tokenizer's.
+        next_seed: returns an int64, for requests without a seed.
         system_fingerprint: with the weights of the start.
         update_weights, sleep: those of `RunningEngine`.
         """
@@ -98,7 +98,7 @@ class ServedModel:
         self._next_seed = next_seed
         self._probe: asyncio.Task[None] | None = None
         self.started = int(time.time())
-        """Unix time, seconds."""
+        """Unix time in seconds."""
 
     @property
     def state(self) -> EngineState:
@@ -107,25 +107,29 @@ class ServedModel:
 
     @property
     def weights_version(self) -> str | None:
-        """The version of the weights; None: they are those of the start."""
+        """The version of the weights. None for those of the start."""
         weights = self.engine.board.weights
         return None if weights is None else weights.version
 
     @property
     def system_fingerprint(self) -> str | None:
-        """The fingerprint of answers by the weights that serve now."""
+        """The fingerprint of answers with the current weights."""
         weights = self.engine.board.weights
         return self._system_fingerprint if weights is None else weights.fingerprint
 
     async def warm_up(self, timeout_s: float | None = None) -> None:
-        """Generates one token; the server is ready after it. Arguments and errors are those of `generate_one`."""
+        """Generates one token, after which the server is ready. Arguments and errors are those of `generate_one`."""
         await asyncio.to_thread(self.prompts.prepare)
         await self.generate_one(timeout_s)
         self.engine.telemetry.life.enter(EngineState.RUNNING)
 
     async def generate_one(self, timeout_s: float | None = None) -> None:
-        """Generates one token, ahead of what waits: the proof that the engine works. Raises EngineError where it failed
-        or did not answer within `timeout_s`; None: `server.request_timeout_s`."""
+        """Generates one token, before waiting requests, which proves that the engine works.
+
+        Raises:
+            EngineError: the engine failed, or did not answer within `timeout_s`. If that is None, within
+                `server.request_timeout_s`.
+        """
         prompt = [*self._known(self.tokenizer.bos_token_id), *self._known(self.tokenizer.eos_token_id), 0][:1]
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         terms = Terms(level=_FIRST, deadline_s=self.server.request_timeout_s if timeout_s is None else timeout_s)
@@ -136,34 +140,45 @@ class ServedModel:
             raise EngineError(f"one token was asked for, and {num_tokens} came")
 
     async def probe(self, timeout_s: float) -> None:
-        """Waits for one token as `generate_one` does. Calls at one time wait for the same token."""
+        """Waits for one token, like `generate_one`. Concurrent calls wait for the same token."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(self.generate_one(timeout_s))
         await asyncio.shield(self._probe)
 
     async def close(self) -> None:
-        """Ends what is this model's own; the engine is not."""
+        """Closes what belongs to this object, which the engine does not."""
         await self.grammars.close()
         self.threads.close()
 
     async def encode_chat(self, conversation: Conversation, num_bytes: int, use: Use = "run") -> list[int]:
-        """`PromptEncoder.encode_chat` in a thread, when it is the client's turn. `num_bytes`: length of the bodies that
-        hold the conversation. Raises OverloadedError too."""
+        """Runs `PromptEncoder.encode_chat` in a thread, when the client has its turn.
+
+        Args:
+            num_bytes: length of the bodies with the conversation.
+
+        Raises:
+            OverloadedError: too many of the client's requests wait.
+        """
         return await self.threads.run(num_bytes, partial(self.prompts.encode_chat, conversation, use))
 
     def checked(
         self, kind: type[_Request], raw: Mapping[str, Any], policy: FieldPolicy, known: type[BaseModel] | None = None
     ) -> tuple[_Request, list[str]]:
-        """A request to this model, of its JSON `raw`, and the names of its fields that are ignored; `known` has the
-        fields that it may hold (None: `kind`). Raises RequestError with the path of the field at fault; 404 for another
-        model."""
+        """Parses a request to this model from its JSON `raw`. Returns it with the names of ignored fields.
+
+        Args:
+            known: the fields that it may have. If None, those of `kind`.
+
+        Raises:
+            RequestError: a field is wrong; it has the field's path. 404 for another model.
+        """
         ignored = policy.check(known or kind, raw, strict=self.server.strict_fields)
         request = validated(kind, raw)
         self.check_name(getattr(request, "model", None))
         return request, ignored
 
     def check_name(self, name: str | None) -> None:
-        """Raises RequestError (404) for a model that is not this one; None names the one there is."""
+        """Raises RequestError (404) for the name of another model. None stands for this one."""
         if name not in (None, self.model_name):
             raise RequestError(
                 f"The model {str(name)[:200]!r} does not exist; this server has {self.model_name!r}.",
@@ -173,11 +188,11 @@ class ServedModel:
             )
 
     def _known(self, token_id: int | None) -> list[int]:
-        """`token_id`, if the tokenizer has it and the model does."""
+        """Returns `token_id` if both tokenizer and model have it. Raises RequestError otherwise."""
         return [token_id] if token_id is not None and token_id < self.vocab_size else []
 
     def truncated(self, prompt: list[int], keep: int | None, max_tokens: int | None) -> list[int]:
-        """The last `keep` tokens of `prompt`; None: all, -1: as many as leave room for `max_tokens`."""
+        """The last `keep` tokens of `prompt`. None keeps all; -1 keeps as many as leave room for `max_tokens`."""
         if keep is None:
             return prompt
         if keep < 0:
@@ -187,27 +202,27 @@ class ServedModel:
     def checked_max_tokens(
         self, prompt: Sequence[int], asked: int | None, *, param: str, default: int | None = None
     ) -> int:
-        """How many tokens may follow `prompt`. Every prompt passes here before it is put to the engine.
+        """The number of tokens that may follow `prompt`. Every prompt is checked here before it is submitted.
 
         Args:
-            param: the field `prompt` came from.
-            default: the limit of tokens if `asked` is None; None: as many as fit.
+            param: the field of the prompt.
+            default: the limit if `asked` is None. If this is None too, as many as fit.
 
         Raises:
-            RequestError: the prompt has no tokens, or one that the model has no embedding for.
-            ContextLengthError: prompt and asked tokens do not fit.
+            RequestError: the prompt has no tokens, or one without an embedding.
+            ContextLengthError: prompt and requested tokens do not fit.
         """
         if not prompt:
             raise RequestError(f"{param} has no tokens.", code="empty_string", param=param)
-        room = max(self.max_model_len - len(prompt), 1)  # 1 where none fits: the error then names the prompt's length
+        room = max(self.max_model_len - len(prompt), 1)  # at least 1, so that the error has the prompt's length
         max_tokens = asked if asked is not None else room if default is None else min(default, room)
-        # The engine always generates a token, also when only the prompt is of interest.
+        # The engine always generates a token, even if only the prompt is of interest.
         if len(prompt) + max(max_tokens, 1) > self.max_model_len:
             raise ContextLengthError(
                 max_model_len=self.max_model_len, num_prompt_tokens=len(prompt), max_tokens=max_tokens, param=param
             )
         if (largest := max(prompt)) >= self.vocab_size:
-            # The text of a prompt may name it: the tokenizer has more tokens than the model.
+            # A prompt's text may contain such a token, because the tokenizer has more tokens than the model.
             raise RequestError(
                 f"{param} has {self.tokenizer.token_text(largest)[:_SHOWN_CHARS]!r}, which the tokenizer makes token "
                 f"{largest}; this model knows tokens 0 to {self.vocab_size - 1}.",
@@ -216,8 +231,12 @@ class ServedModel:
         return max_tokens
 
     async def grammar(self, fields: SamplingFields) -> str | None:
-        """The checked grammar that the answer must match; None: anything. Raises RequestError where it is wrong or too
-        complex or two are asked for, OverloadedError where too many wait to be checked."""
+        """The checked grammar that the answer must match. None for any text.
+
+        Raises:
+            RequestError: the grammar is wrong or too complex, or there are two.
+            OverloadedError: too many grammars wait to be checked.
+        """
         spec = fields.grammar()
         return None if spec is None else await self.grammars.check(spec)
 
@@ -233,17 +252,17 @@ class ServedModel:
         form: AnswerFormat | None = None,
         grammar: str | None = None,
     ) -> Job:
-        """A request ready to run.
+        """A request that is ready to run.
 
         Args:
-            prefix: of the answer's id, e.g. `chatcmpl-`.
-            prompts: token ids that `checked_max_tokens` has taken.
-            max_tokens: for each prompt, from `checked_max_tokens`. All 0: only the prompts are of interest.
-            form: how answers in a chat are read. None: this is no chat.
+            prefix: of the answer's id, such as `chatcmpl-`.
+            prompts: token ids that `checked_max_tokens` has accepted.
+            max_tokens: for each prompt, from `checked_max_tokens`. All 0 if only the prompts are of interest.
+            form: how chat answers are parsed. None if this is no chat.
             grammar: from `grammar`.
 
         Raises:
-            RequestError: a field's value is not possible with this model.
+            RequestError: a field's value is impossible with this model.
         """
         prompt_only = not any(max_tokens)
         num_outputs = len(prompts) * options.num_choices
@@ -271,8 +290,8 @@ class ServedModel:
         )
 
     def terms(self, context: RequestContext, options: JobOptions | None = None) -> Terms:
-        """The terms of the request `context`. Its level among other clients' requests is the number nearest to its
-        priority in the range that an operator granted its key, or 0 without a grant."""
+        """The terms of the request `context`. Its level among other clients' requests is its priority, limited to the
+        range that an operator granted its key, or 0 without a grant."""
         options = options or JobOptions()
         least, most = context.priorities or (0, 0)
         return Terms(
@@ -284,8 +303,11 @@ class ServedModel:
         )
 
     def run(self, job: Job) -> Run:
-        """`job` in this model's engine; it starts with the first delta that is read. Raises RequestError, 429 if the
-        client's quota does not allow it now."""
+        """A run of `job` in this model's engine. It starts when the first delta is read.
+
+        Raises:
+            RequestError: 429 if the client's quota does not allow it now.
+        """
         if (context := current_request()) is not None:
             context.meter.begin(job.num_outputs, sum(map(len, job.prompts)))
         return Run(job, self.engine, self.tokenizer)
@@ -299,8 +321,12 @@ class ServedModel:
         temperature: float | None = None,
         seed: int | None = None,
     ) -> AsyncGenerator[str, None]:
-        """The continuation of `prompt` (or the reply to it, with `chat`) as text, without any HTTP or JSON. Raises
-        RequestError where the prompt is empty or does not fit, EngineError where the engine failed."""
+        """The continuation of `prompt` (with `chat`, the reply to it) as text, without HTTP or JSON.
+
+        Raises:
+            RequestError: the prompt is empty or does not fit.
+            EngineError: the engine failed.
+        """
         turns = Conversation(turns=[Turn(role="user", text=prompt)])
         ids = await self.encode_chat(turns, len(prompt)) if chat else self.prompts.encode(prompt)
         limit = self.checked_max_tokens(ids, max_tokens, param="prompt")

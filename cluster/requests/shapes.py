@@ -1,8 +1,7 @@
-"""The parts of requests' bodies: shapes that check what they describe.
+"""Types for the parts of request bodies. They check the values and generate the OpenAPI document.
 
-A shape is written once: the OpenAPI document is made of it, and a value that it does not allow is refused by the path
-of the part at fault (`json_body.validated`). A rule that a type cannot say is a validator that raises RequestError,
-whose `param` is a path below the value.
+A wrong value is refused with its path (`json_body.validated`). A rule that a type cannot express is a validator that
+raises RequestError; its `param` is a path below the value.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ MAX_SEQUENCES = 1024
 """Most prompts times `n` of one request."""
 MAX_TOKENS = 2**31 - 1
 MAX_TOOLS = 512
-"""OpenAI takes 128; agents with tools of many servers bring Anthropic's API more."""
+"""OpenAI allows 128. Agents with tools of many servers send more through Anthropic's API."""
 
 
 class Shape(BaseModel):
-    """An object of a request. Strict: true is no integer, "1" is no number, 1.5 is no count."""
+    """An object in a request. Strict: true is no integer, "1" is no number, 1.5 is no count."""
 
     model_config = ConfigDict(
         strict=True,
@@ -47,8 +46,8 @@ class Shape(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Annotation of a field that is checked as a `kind` and stays the JSON that came: what the model or the client is
-    shown as it was given."""
+    """Annotates a field that is checked as a `kind` but stays the original JSON, which is shown to the model or the
+    client."""
 
     kind: Any
     """A type or a union of types."""
@@ -63,7 +62,8 @@ def _as_it_came(value: Any, check: Callable[[Any], Any]) -> Any:
 
 
 def exactly_one(**types: str | list[str]) -> dict[str, Any]:
-    """For a model's `json_schema_extra`: one of these fields is there and of its JSON types, the others are null."""
+    """For a model's `json_schema_extra`: exactly one of these fields is given, with its JSON types, and the others are
+    null."""
     return {
         "oneOf": [
             {
@@ -79,7 +79,7 @@ def exactly_one(**types: str | list[str]) -> dict[str, Any]:
 
 
 def filled(value: Any) -> Any:
-    """`value`, if it is not an empty text or list. Raises RequestError."""
+    """Returns `value` unless it is an empty text or list. Raises RequestError."""
     if value in ("", []):
         raise RequestError("must not be empty", code="empty_string" if value == "" else "empty_array")
     return value
@@ -141,6 +141,6 @@ def _schema_of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 Description = Annotated[str, Field(max_length=1 << 16)]
 ArgumentsSchema = Annotated[dict[str, Any], AfterValidator(_schema_of_object)]
-"""The JSON schema of a function's arguments, an object's."""
+"""The JSON schema of a function's arguments, which is an object's."""
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """For chat templates that read it."""
