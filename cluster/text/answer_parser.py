@@ -1,7 +1,7 @@
-"""The text of an answer to events: thinking, content and calls, told apart as the text comes.
+"""Parses an answer's text into events: reasoning, content and tool calls.
 
-One parser reads one answer. However its text is cut into pieces, the events of all pieces spell the same answer, which
-is why a stream and a whole answer cannot differ.
+One parser reads one answer. However its text is cut into pieces, the events spell the same answer, so a stream and a
+whole answer cannot differ.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from cluster.text.tools.sink import Sink
 from cluster.text.tools.styles import CallStyle, read_content
 from cluster.text.tools.text_stream import Reading, TextStream
 
-_PIECE = 4096  # a reader that looks ahead looks at one piece: whole answers too are read in linear time
+_PIECE = 4096  # characters per piece; looking ahead within one piece keeps parsing of whole answers linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """How the answers to one request are to be read."""
+    """How the answers to one request are parsed."""
 
     reasoning: ReasoningStyle | None = None
-    """None: a tag of thinking is text."""
+    """If None, reasoning tags are text."""
     starts_in_reasoning: bool = False
-    """The prompt has opened the thinking."""
+    """Whether the prompt has opened the reasoning."""
     starts_after_reasoning: bool = False
-    """The prompt has closed it."""
+    """Whether the prompt has closed the reasoning."""
     calls: CallStyle | None = None
-    """None: a call is text."""
+    """If None, calls are text."""
     tools: Mapping[str, Mapping[str, Any]]
-    """The tools that may be called: for each name the JSON schema of its arguments."""
+    """The tools that may be called: JSON schema of the arguments, by name."""
     max_calls: int | None = None
-    """Calls after as many are dropped."""
+    """Further calls are dropped."""
     calls_only: bool = False
-    """A grammar makes the answer nothing but calls: what is no call is the beginning of one that was cut off."""
+    """Whether a grammar allows only calls. Then text that is no call is the beginning of a call that was cut off."""
     call_is_named: bool = False
-    """The request names the function to call."""
+    """Whether the request names the function to call."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether all of an answer is content."""
+        """Whether the whole answer is content."""
         return self.reasoning is None and self.calls is None
 
     @property
@@ -53,14 +53,15 @@ class AnswerFormat:
 
 
 class AnswerReader:
-    """Reads one answer as its tokens come, and counts those of its thinking."""
+    """Parses one answer token by token, and counts its reasoning tokens."""
 
     __slots__ = ("_reading", "_sink", "_starts", "_text", "_thinking_end", "num_reasoning_tokens")
 
     def __init__(self, form: AnswerFormat) -> None:
         self.num_reasoning_tokens = 0
         self._starts: list[int] | None = None if form.reasoning is None else []
-        self._thinking_end: int | None = None  # characters of the answer up to there, tags included, once it is known
+        # Number of characters up to the end of the reasoning, tags included. None until it is known.
+        self._thinking_end: int | None = None
         self._text = TextStream()
         new_id = form.calls.new_id if form.calls else str
         self._sink = Sink(form.tools, new_id, max_calls=form.max_calls, calls_only=form.calls_only)
@@ -69,12 +70,12 @@ class AnswerReader:
             next(self._reading)
 
     def read(self, text: str, starts: Sequence[int] = (), *, ended: bool = False, cut: bool = False) -> list[Event]:
-        """Returns what `text` made certain.
+        """Returns the events that `text` made certain.
 
         Args:
-            starts: characters of the answer before each new token. The tokens may be ahead of the text.
+            starts: number of characters of the answer before each new token. The tokens may be ahead of the text.
             ended: nothing follows.
-            cut: it ended at a limit, and the model would have gone on.
+            cut: the answer ended at a limit, and the model would have continued.
         """
         if self._reading is None:
             return [Content(text)] if text else []

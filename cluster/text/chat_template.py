@@ -1,6 +1,6 @@
-"""The model's chat template: Jinja in a sandbox, with limits of time and size that a request cannot lift.
+"""The model's chat template: Jinja in a sandbox, with limits of time and size that a request cannot change.
 
-Owns what a template may do and which variables it reads. What the messages are is `conversation`'s.
+This module owns what a template may do and which variables it reads. `conversation` makes the messages.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from configs.errors import CheckpointError, ConfigError
 
 RENDER_TIMEOUT_S = 5.0
 MAX_RENDERED_CHARS = 32 << 20
-_TICKS = 64  # between two looks at the clock
+_TICKS = 64  # calls between two reads of the clock
 _OURS = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
-"""Variables that a request sets by fields of their own, or not at all."""
+"""Variables that requests set by separate fields, or not at all."""
 
 
 def template_sources(path: Path) -> str | dict[str, str] | None:
-    """The chat template, or several by name, in the directory of a model or tokenizer; None where there is none. For
-    whoever needs no tokenizer: the tokenizer's own reader finds the same. Raises CheckpointError for a file that is
-    none of its kind."""
+    """The chat template, or several by name, in a model's or tokenizer's directory. None if there is none. The
+    tokenizer's own loader finds the same; this function needs no tokenizer.
+
+    Raises:
+        CheckpointError: a file has the wrong form.
+    """
     try:
         if (file := path / "chat_template.jinja").is_file():
             return file.read_text("utf-8")
@@ -53,7 +56,7 @@ def template_sources(path: Path) -> str | dict[str, str] | None:
 
 
 def read_template(path: str) -> str:
-    """The text of `server.chat_template`. Raises ConfigError where it cannot be read, or is not Jinja."""
+    """The text of `server.chat_template`. Raises ConfigError if it cannot be read, or is not Jinja."""
     try:
         source = Path(path).expanduser().read_text("utf-8")
         ChatTemplate(source, {})
@@ -69,14 +72,19 @@ class TemplateLimitError(TemplateError):
 
 
 class ChatTemplate:
-    """One model's chat template, or several by name. `render` may be called from any thread."""
+    """One model's chat template, or several by name. Any thread may call `render`."""
 
     def __init__(self, sources: str | Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
-        """`sources`: the template, or templates by name: `default`, and where there are `tool_use` and `rag`;
-        `special_tokens`: variables such as `bos_token`. Raises jinja2.TemplateSyntaxError for what is not Jinja."""
+        """Args:
+            sources: the template, or templates by name: `default`, and optionally `tool_use` and `rag`.
+            special_tokens: variables such as `bos_token`.
+
+        Raises:
+            jinja2.TemplateSyntaxError: a template is not Jinja.
+        """
         named = {"default": sources} if isinstance(sources, str) else dict(sources)
         self.source = "\n".join(named.values())
-        """The text of all of them, to look for what they know."""
+        """The text of all templates, to detect which formats they show."""
         self._environment = _Sandbox()
         self._templates = {name: self._environment.from_string(source) for name, source in named.items()}
         self._special_tokens = dict(special_tokens)
@@ -85,15 +93,16 @@ class ChatTemplate:
         ) - frozenset(self._environment.globals)
 
     def reads(self, name: str) -> bool:
-        """Whether a variable of this name may change what is rendered."""
+        """Whether a variable of this name may change the result."""
         return name in self._reads
 
     def takes(self, name: str) -> bool:
-        """Whether a request may set the variable in `chat_template_kwargs`: it is read and has no field of its own."""
+        """Whether a request may set the variable in `chat_template_kwargs`: the template reads it, and no separate
+        field sets it."""
         return self.reads(name) and name not in _OURS and name not in self._special_tokens
 
     def shows_system(self) -> bool:
-        """Whether a system message comes out: some templates refuse it, others leave it out."""
+        """Whether the template shows a system message. Some templates refuse it, others drop it."""
         mark = secrets.token_hex(16)
         try:
             text = self.render([{"role": "system", "content": mark}, {"role": "user", "content": "x"}])
@@ -111,16 +120,15 @@ class ChatTemplate:
         continue_final_message: bool = False,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt's text. Blocks for as long as the template takes.
+        """Renders the prompt's text. Blocks for as long as the template takes.
 
         Args:
-            variables: more names for the template; only those it `takes`.
-            continue_final_message: the text ends where the last message's content does, without what the template
-                writes after it.
+            variables: further variables, only those that `takes` accepts.
+            continue_final_message: cut the text after the last message's content.
 
         Raises:
-            jinja2.TemplateError: the template refuses the messages (its `raise_exception`), or a limit.
-            TypeError, ValueError, LookupError, AttributeError: the template did not foresee such messages.
+            jinja2.TemplateError: the template refuses the messages (its `raise_exception`), or exceeds a limit.
+            TypeError, ValueError, LookupError, AttributeError: the template cannot handle such messages.
         """
         mark = ""
         if continue_final_message:
@@ -166,11 +174,11 @@ class _Clock(threading.local):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a clock: whatever a template repeats calls, reads an attribute or writes."""
+    """Jinja's sandbox with a clock, which is read whenever a template calls, reads an attribute or writes."""
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        # Jinja's own escapes what HTML would misread; a model reads plain JSON.
+        # Jinja's own filter escapes for HTML, but a model reads plain JSON.
         self.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         self.globals |= {
             "raise_exception": _raise_exception,
@@ -179,13 +187,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self._clock = _Clock()
 
     def start_clock(self, timeout_s: float) -> None:
-        """Gives this thread's template `timeout_s` from now on."""
+        """Gives this thread's template `timeout_s` seconds from now on."""
         self._clock.ticks = 0
         self._clock.timeout_s = timeout_s
         self._clock.deadline = time.monotonic() + timeout_s
 
     def tick(self) -> None:
-        """Raises TemplateLimitError when this thread's time is up."""
+        """Raises TemplateLimitError if this thread's time is used up."""
         clock = self._clock
         clock.ticks += 1
         if clock.ticks % _TICKS == 0 and time.monotonic() > clock.deadline:
@@ -205,7 +213,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks what a model is trained to write; nothing to whoever only reads the text."""
+    """`{% generation %}` marks what a model is trained to write. It has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it as a mutable set
 

@@ -1,6 +1,6 @@
-"""A conversation that the model is to go on with, whichever API it came by: turns, tools and options.
+"""A conversation that the model continues, independent of the API: turns, tools and options.
 
-Whatever can still be found wrong with a part keeps the path at which its request has it, and is named by that.
+Parts that may turn out to be wrong later carry their path in the request, for the error message.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ def as_given(arguments: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool, made earlier in the conversation."""
+    """A tool call made earlier in the conversation."""
 
     name: str
     arguments: Mapping[str, Any] | str
-    """The object they are; text where they are no JSON: an answer that a limit cut off has such calls."""
+    """An object, or text if it is not JSON, as after an answer that a limit cut off."""
     id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One side's words at a time."""
+    """One message of one side."""
 
     role: Role
     text: str = ""
-    """Empty for an answer of calls alone: to a template `None` would be a word."""
+    """Empty for an answer with calls only, because templates would write `None` as a word."""
     thinking: str = ""
     calls: tuple[Call, ...] = ()
     call_id: str | None = None
-    """The call that this is the result of."""
+    """Id of the call of which this is the result."""
     name: str | None = None
-    """Who speaks, or which tool."""
+    """Name of the speaker, or of the tool."""
     path: str = ""
-    """The place of its calls, or of what makes it the result of one: not every model can be shown these."""
+    """Path of its calls, or of the field that makes it a result. Not every model can be shown these."""
 
     @property
     def speaks_of_tools(self) -> bool:
-        """Whether it holds calls or the result of one."""
+        """Whether it has calls or is a result."""
         return bool(self.calls) or self.role == "tool"
 
     def message(self, shape: Callable[[Any], object] = as_given) -> dict[str, Any]:
-        """The turn as chat templates read it; `shape` makes what they are given of the arguments of a call."""
+        """The turn as chat templates read it. `shape` converts the arguments of calls for the template."""
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
@@ -64,7 +64,7 @@ class Turn:
                 for call in self.calls
             ]
         if self.thinking:
-            # Three names of one thing: templates read one or another.
+            # three names of the same field, for different templates
             message |= {"reasoning_content": self.thinking, "reasoning": self.thinking}
             if not (self.calls and self.text):  # gpt-oss's template refuses to show both before a call
                 message["thinking"] = self.thinking
@@ -73,7 +73,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class TemplateOption:
-    """A variable that a request sets for the chat template, if that reads it."""
+    """A chat template variable that a request sets, if the template reads it."""
 
     name: str
     value: Any
@@ -87,21 +87,21 @@ class Conversation:
     turns: Sequence[Turn]
     """At least one."""
     param: str = "messages"
-    """The field of the request that holds them."""
+    """The request's field that holds them."""
     tools: ToolUse | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
-    """For templates that read them."""
+    """For templates that read documents."""
     options: Sequence[TemplateOption] = ()
-    """The first of two that have one name counts."""
+    """Of two options with one name, the first counts."""
     continue_final: bool = False
-    """The answer goes on where the last turn stops."""
+    """Whether the answer continues the last turn."""
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
-    """Templates write them; adding them again would double the first one."""
+    """Templates write special tokens themselves; adding them again would double the first one."""
 
     @property
     def speaks_of_tools(self) -> bool:
-        """Whether the model is told of tools, or a turn speaks of them."""
+        """Whether tools are offered, or a turn has calls or results."""
         return offers_tools(self.tools) or any(turn.speaks_of_tools for turn in self.turns)
 
     def variables(self, template: ChatTemplate) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""How one model writes calls and thinking, and what that makes of a request: what its template is shown, how its
-answers are read, and which grammar they must match.
+"""How a model writes tool calls and reasoning, and the consequences for a request: what its template is shown, how
+answers are parsed, and which grammar they must match.
 
-Nothing is guessed: a format that the chat template does not show is not read, unless a setting names it. Tools that the
-template would leave out, or whose calls could not be read, take the generic form (`tools.generic`).
+Nothing is guessed: a format that the chat template does not show is not parsed, unless a setting names it. If the
+template would drop tools, or calls could not be parsed, the generic form is used (`tools.generic`).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class ModelFormats:
     """The formats of one served model."""
 
     calls: CallStyle | None = None
-    """None: what looks like a call is text."""
+    """If None, text that looks like a call is text."""
     reasoning: ReasoningStyle | None = None
-    """None: tags of thinking are text."""
+    """If None, reasoning tags are text."""
     calls_are_off: bool = False
-    """Calls are text because a setting says so, not because their format is unknown."""
+    """Whether calls are text because of a setting, not because their format is unknown."""
     takes_tools: bool = False
-    """The chat template shows tools to the model."""
+    """Whether the chat template shows tools to the model."""
     takes_calls: bool = False
-    """The chat template shows earlier calls and their results."""
+    """Whether the chat template shows earlier calls and their results."""
     generic: GenericTools | None = None
-    """In place of what the template shows of tools, calls and results; None: the template itself."""
+    """Replaces what the template shows of tools, calls and results. If None, the template shows them."""
 
     @classmethod
     def of(cls, template: ChatTemplate | None, server: ServerConfig) -> ModelFormats:
-        """The formats that the model's template and the settings name."""
+        """The formats from the model's template and the settings."""
         source = "" if template is None else template.source
         thinking_name = _decide("reasoning_parser", server.reasoning_parser, detect_reasoning(source))
         call_name = _decide("tool_call_parser", server.tool_call_parser, detect_calls(source))
@@ -71,14 +71,17 @@ class ModelFormats:
 
     @property
     def tool_template(self) -> ToolTemplate:
-        """How the model is shown tools: by its own template, in the generic form, or not at all."""
+        """How tools are shown to the model: by its template, in the generic form, or not at all."""
         if self.generic is not None:
             return "generic"
         return "own" if self.takes_tools else "none"
 
     def shown_tools(self, use: ToolUse | None) -> list[Mapping[str, Any]] | None:
-        """The `tools` that the template is given; nothing where the `generic` form tells of them. Raises RequestError
-        where the model would not see the tools, or its calls could not be told from text."""
+        """The `tools` for the template. None if there are none, or the `generic` form shows them.
+
+        Raises:
+            RequestError: the model would not see the tools, or its calls could not be distinguished from text.
+        """
         if use is None or not offers_tools(use) or self.generic is not None:
             return None
         reason = advice = ""
@@ -96,7 +99,7 @@ class ModelFormats:
         return [tool.shown for tool in use.tools] if self.takes_tools else None
 
     def answer_format(self, use: ToolUse | None, prompt: str, continued: str = "") -> AnswerFormat:
-        """How an answer is read; `prompt` and `continued` as in `ReasoningStyle.is_open`."""
+        """How an answer is parsed. `prompt` and `continued` are those of `ReasoningStyle.is_open`."""
         reasoning = self.reasoning
         form = AnswerFormat(
             reasoning=reasoning,
@@ -119,11 +122,11 @@ class ModelFormats:
     def call_grammar(
         self, use: ToolUse, arguments: Sequence[str], special_id: SpecialId, answer: str | None = None
     ) -> str:
-        """The grammar that an answer must match for its calls to be right, where they `needs_grammar`.
+        """The grammar for answers with calls, if `needs_grammar`.
 
         Args:
-            arguments: for each tool that may be called, the checked grammar of its arguments.
-            answer: the grammar of an answer without calls; None: any text.
+            arguments: the checked grammar of the arguments of each tool that may be called.
+            answer: the grammar of an answer without calls. None for any text.
         """
         style = self._forced_style if use.is_forced else self.calls
         assert style is not None, "what is not read binds nothing"
@@ -133,9 +136,12 @@ class ModelFormats:
         return calls.in_text() if answer is None else calls.or_answer(answer, parallel=use.parallel)
 
     def needs_grammar(self, use: ToolUse | None, *, has_grammar: bool) -> bool:
-        """Whether the tools of a request make a grammar of their own necessary: where a call is required; where a tool
-        is strict; and where the request `has_grammar`, which would not let the model call. Raises RequestError where an
-        answer with a grammar cannot be told from calls in this model's format."""
+        """Whether the tools of a request need a grammar: if a call is required, if a tool is strict, or if the request
+        `has_grammar`, which would not allow calls.
+
+        Raises:
+            RequestError: an answer with a grammar cannot be distinguished from calls in this model's format.
+        """
         if use is None or use.mode is ToolMode.NONE:
             return False
         if use.is_forced:
@@ -154,12 +160,12 @@ class ModelFormats:
 
     @property
     def _forced_style(self) -> CallStyle:
-        """The model's own format, where a grammar can write it."""
+        """The model's own format, if a grammar can write it."""
         return STYLES["json"] if self.calls is None or self.calls.layout is None else self.calls
 
 
 def _generic_style(server: ServerConfig, calls: CallStyle | None) -> CallStyle:
-    """The format in which the generic form asks for calls: the one a setting names, where text can show it."""
+    """The format in which the generic form asks for calls: the one that a setting names, if text can show it."""
     if server.tool_call_parser in ("auto", "none") or calls is None:
         return STYLES["hermes"]
     if calls.layout is not None and not calls.layout.head:
@@ -173,7 +179,7 @@ def _generic_style(server: ServerConfig, calls: CallStyle | None) -> CallStyle:
 
 
 def _decide(setting: str, given: str, detected: Any) -> Any:
-    """The name of a format, None for none; a setting wins over what was detected."""
+    """The name of a format, or None. A setting overrides what was detected."""
     if given == "auto":
         logger.info("server.%s: auto -> %s (by the chat template)", setting, detected or "none")
         return detected

@@ -16,17 +16,19 @@ from cluster.text.special_tokens import Marks, SpecialTokens
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import ContextLengthError, RequestError
 
-_CHARS_PER_TOKEN = 8  # sizes the part of a long text that is encoded first; texts have 3 to 5, code and tables more
+# Characters per token, for sizing the part of a long text that is encoded first. Texts have 3 to 5; code and tables
+# have more.
+_CHARS_PER_TOKEN = 8
 _LEAST_PART = 4096
-_COUNTED = 8  # contexts; a text of more tokens is not counted
+_COUNTED = 8  # in contexts; longer texts are not counted
 Use = Literal["run", "end", "count"]
-"""The use of a text's tokens: to run on all of them, or on the last that fit, or to count them."""
-# Errors that a template raises, or makes Python raise, for messages that it did not foresee.
+"""How a text's tokens are used: run all of them, run the last ones that fit, or count them."""
+# Errors that a template raises, or makes Python raise, for messages that it cannot handle.
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class PromptEncoder:
-    """Encodes for one model. All methods block, and may be called from any thread."""
+    """Encodes for one model. All methods block, and any thread may call them."""
 
     def __init__(
         self,
@@ -36,35 +38,38 @@ class PromptEncoder:
         *,
         special_tokens_in_text: bool = False,
     ) -> None:
-        """`special_tokens_in_text`: the texts of a chat may hold special tokens (`server.special_tokens_in_text`)."""
+        """`special_tokens_in_text`: see `server.special_tokens_in_text`."""
         self._special = None if special_tokens_in_text else SpecialTokens(tokenizer, formats)
         self._tokenizer = tokenizer
         self._formats = formats
         self._max_model_len = max_model_len
 
     def prepare(self) -> None:
-        """Does before the first chat what would hold it up. Takes up to a second."""
+        """Prepares what would delay the first chat. Takes up to a second."""
         if self._special is not None:
             self._special.prepare()
 
     def encode(
         self, text: str, param: str = "prompt", *, add_special_tokens: bool = True, use: Use = "run"
     ) -> list[int]:
-        """Token ids of `text`; takes 1 to 2 ms for 4 kB.
+        """Token ids of `text`. Takes 1 to 2 ms for 4 kB.
 
         Args:
-            param: the request's field that holds the text.
+            param: the request's field with the text.
 
         Raises:
-            ContextLengthError: the text does not fit, by its length or a part of it.
+            ContextLengthError: the text does not fit, judged by its length or by a part of it.
         """
         encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
         ids = self._bounded(text, encode, param, use)
         return self._with_one_bos(ids) if add_special_tokens else ids
 
     def encode_chat(self, conversation: Conversation, use: Use = "run") -> list[int]:
-        """Token ids of the chat template's text, with one BOS however often the template writes it. Raises RequestError
-        if there is no template, it cannot show all of this, or it refuses these messages. Raises what `encode` raises.
+        """Token ids of the chat template's text, with a single BOS.
+
+        Raises:
+            RequestError: there is no template, it cannot show all of this, or it refuses these messages.
+            ContextLengthError: see `encode`.
         """
         template, formats = self._tokenizer.template, self._formats
         check(conversation, template, formats)
@@ -82,15 +87,15 @@ class PromptEncoder:
         return self._with_one_bos(self._bounded(text, encode, conversation.param, use))
 
     def _bounded(self, text: str, encode: Callable[[str], list[int]], param: str, use: Use) -> list[int]:
-        """`encode(text)`. A text that cannot fit is refused before it is encoded whole."""
+        """Returns `encode(text)`. A text that cannot fit is refused before it is encoded as a whole."""
         limit, longest = self._max_model_len * (_COUNTED if use == "count" else 1), self._tokenizer.longest_token
         size = _CHARS_PER_TOKEN * limit + _LEAST_PART
         if use == "end":
-            # Eight times as long as the last tokens are likely to be: a cut so far before them changes none.
+            # Eight times the expected length of the last tokens: a cut so far before them changes none of them.
             return encode(text[-8 * size :])
         num_tokens = -(-len(text) // longest) if longest else 0
         while num_tokens <= limit and size < len(text):
-            # Near its end the ids of a part may differ from those of the whole, but never a third of them.
+            # Near its end, the ids of a part may differ from those of the whole text, but never a third of them.
             num_tokens = len(encode(text[:size])) * 2 // 3
             size *= 2
         if num_tokens > limit:
@@ -100,13 +105,13 @@ class PromptEncoder:
         return encode(text)
 
     def _with_one_bos(self, ids: list[int]) -> list[int]:
-        """A second BOS worsens answers and shows nowhere: text that begins with one gets no other."""
+        """A second BOS makes answers worse without a visible sign, so a text that begins with one gets no other."""
         bos = self._tokenizer.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
 
 def check(conversation: Conversation, template: ChatTemplate | None, formats: ModelFormats) -> None:
-    """Raises RequestError for what the model cannot be shown, with the path of the field at fault."""
+    """Raises RequestError, with the field's path, for what the model cannot be shown."""
     if formats.generic is None and not formats.takes_calls:
         for turn in conversation.turns:
             if turn.speaks_of_tools:
@@ -123,10 +128,10 @@ def check(conversation: Conversation, template: ChatTemplate | None, formats: Mo
 
 
 def render(conversation: Conversation, template: ChatTemplate | None, formats: ModelFormats) -> str:
-    """The text of a conversation that `check` has taken. Blocks for as long as the template takes.
+    """The text of a conversation that passed `check`. Blocks for as long as the template takes.
 
-    The arguments of calls have the first shape that the template takes: DeepSeek's join them to text; all others write
-    objects as JSON, and some of them take nothing else, also of a call that was cut off.
+    The arguments of calls are given in the first form that the template accepts. DeepSeek's template joins them to
+    text. All others write objects as JSON, and some accept nothing else, also for a call that was cut off.
 
     Raises:
         RequestError: the model has no chat template, or its template refuses these messages.
@@ -155,7 +160,7 @@ def render(conversation: Conversation, template: ChatTemplate | None, formats: M
             failure = error
             if not isinstance(error, TypeError) or not any(turn.calls for turn in turns):
                 break
-    # `raise_exception` in a template speaks to the caller.
+    # `raise_exception` in a template has a message for the caller.
     reason = str(failure) if isinstance(failure, TemplateError) else type(failure).__name__
     raise RequestError(f"The chat template refuses these messages: {reason}", param=conversation.param) from failure
 

@@ -1,6 +1,7 @@
-"""The model's thinking, told apart from its answer by the tags around it.
+"""Separates the model's reasoning from its answer, by the tags around the reasoning.
 
-Thinking is what an answer begins with, or what the prompt has left open: a tag anywhere else is text.
+Only text at the beginning of an answer, or after a tag that the prompt has opened, is reasoning. A tag anywhere else is
+text.
 """
 
 from __future__ import annotations
@@ -18,38 +19,39 @@ ReasoningName = Literal["think", "mistral", "harmony"]
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStyle:
-    """The tags around a model's thinking."""
+    """The tags around a model's reasoning."""
 
     name: ReasoningName
     begin: str
     end: str
     then: str = ""
-    """Text between the thinking and what follows it; whitespace where it is empty."""
+    """Text between the reasoning and the answer. If empty, whitespace."""
     answer: str = ""
-    """Text that what follows begins with, where it is no call."""
+    """Text with which the answer begins, unless it is a call."""
     read_rest: Callable[[TextStream, Sink], Reading[None]] | None = None
-    """Reads all that follows the thinking, calls among it. None: that is text, and calls in a format of their own."""
+    """Parses everything after the reasoning, including calls. If None, that is text, with calls in a separate
+    format."""
     special: tuple[str, ...] = ()
-    """See `tags`; empty: begin and end."""
+    """See `tags`. If empty, begin and end."""
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Tags that a tokenizer may have as special tokens, which an answer's text must then show."""
+        """Tags that may be special tokens, which an answer's text must then show."""
         return self.special or (self.begin, self.end)
 
     def is_open(self, prompt: str, continued: str = "") -> bool:
-        """Whether an answer begins inside the thinking.
+        """Whether an answer begins inside the reasoning.
 
         Args:
-            prompt: what it is an answer to; the end is enough.
-            continued: what there is of the answer already, at the prompt's end.
+            prompt: the prompt, or its end.
+            continued: the beginning of the answer at the prompt's end, if the request continues one.
         """
         if continued:
             return continued.rfind(self.begin) > continued.rfind(self.end)
         return prompt.rstrip(SPACE).endswith(self.begin)
 
     def is_over(self, prompt: str, continued: str = "") -> bool:
-        """Whether an answer begins behind the thinking; arguments as of `is_open`."""
+        """Whether an answer begins after the reasoning. Arguments as for `is_open`."""
         if continued and self.answer:
             return True  # a template writes it before the answer's text
         return self.end in continued if continued else prompt.rstrip(SPACE).endswith(self.end)
@@ -74,7 +76,7 @@ REASONING_STYLES: Mapping[ReasoningName, ReasoningStyle] = {
 
 
 def detect_reasoning(template: str) -> ReasoningName | None:
-    """The tags that a chat template knows; None when it knows none."""
+    """The tags in a chat template. None if it has no known ones."""
     for style in REASONING_STYLES.values():
         if style.begin in template or (style.end in template and not style.special):
             return style.name
@@ -82,12 +84,14 @@ def detect_reasoning(template: str) -> ReasoningName | None:
 
 
 def read_reasoning(text: TextStream, sink: Sink, style: ReasoningStyle, *, is_open: bool) -> Reading[bool]:
-    """Reads the thinking an answer begins with, tags and the whitespace around them included; whether there was some.
+    """Reads the reasoning at the beginning of an answer, with its tags and the whitespace around them. Returns whether
+    there was any.
 
-    `is_open`: the opening tag is in the prompt.
+    Args:
+        is_open: whether the opening tag is in the prompt.
     """
     space = yield from text.skip_space()
-    # A model may write the tag again that its template has already written.
+    # A model may repeat the tag that its template has already written.
     if not (yield from text.skip(style.begin)) and not is_open:
         sink.content(space)
         return False

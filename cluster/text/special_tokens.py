@@ -1,11 +1,10 @@
-"""Keeps the texts of a request from becoming special tokens of its prompt.
+"""Prevents texts of a request from becoming special tokens of its prompt.
 
-A chat template writes tokens such as `<|im_end|>` around each turn. A tokenizer makes the same token of the same
-characters in a user's text, which could then end the turn and begin one of the system.
-
-Two steps prevent that. Before the template is rendered, such characters are replaced by marks. Then a second tokenizer,
-the twin, encodes the rendered text: it knows the special tokens by secret names only, which replace those that the
-template wrote. Where the marks were it finds the user's characters, which are plain text to it.
+A chat template writes tokens such as `<|im_end|>` around each turn. A tokenizer makes the same token from the same
+characters in a user's text, which could then end the turn and begin a system turn. Two steps prevent that. Before
+rendering, such characters are replaced by marks. Then a second tokenizer, the twin, encodes the rendered text. It knows
+the special tokens only by secret names, which replace those that the template wrote. Where the marks were, it finds the
+user's characters, which are plain text to it.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from cluster.text.formats import ModelFormats
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import CheckpointError
 
-_SEARCHED_CHARS = 1 << 20  # at once: a search holds the GIL, for 5 ms or so
+_SEARCHED_CHARS = 1 << 20  # characters searched at once: a search holds the GIL for about 5 ms
 
 
 class Marks:
-    """The marks in one conversation. They are digits, which templates and JSON leave as they are, and random, so that
-    no text of a client holds one."""
+    """The marks of one conversation. They are digits, which templates and JSON do not change, and random, so that no
+    client's text contains one."""
 
     def __init__(self) -> None:
         self._stem = _new_stem()
@@ -41,17 +40,18 @@ class Marks:
         return f"{self._stem}{self._texts.setdefault(text, len(self._texts)):06d}"
 
     def restored(self, marked: str) -> str:
-        """`marked` with the text of each mark in its place."""
+        """`marked` with the original text in place of each mark."""
         texts = list(self._texts)
         return marked if not texts else re.sub(rf"{self._stem}(\d{{6}})", lambda found: texts[int(found[1])], marked)
 
 
 class _Finder:
-    """Finds the characters of some tokens in texts. It also finds a part of a token at the end of a text, since the
-    other part may stand beside the text in the template or in another text."""
+    """Finds the characters of tokens in texts, including a part of a token at the end of a text, because the other part
+    may be next to it in the template or in another text."""
 
     def __init__(self, tokens: Collection[str], between: Collection[str] = ()) -> None:
-        """`between`: tags at which templates may cut a text, or which they may take out of it. Each is like an end."""
+        """`between`: tags at which templates may cut a text, or which they may remove from it. Each counts as an
+        end."""
         self._between = re.compile(f"({_pattern(between)})") if between else None
         self._tokens = re.compile(_pattern(tokens)) if tokens else None
         self._longest = max(map(len, tokens), default=0)
@@ -60,7 +60,7 @@ class _Finder:
         self._first, self._last = ({token[at] for token in tokens} for at in (0, -1))
 
     def marked(self, text: str, mark: Callable[[str], str]) -> str:
-        """`text` with a mark in place of all that was found."""
+        """`text` with a mark in place of everything found."""
         if self._tokens is None:
             return text
         if self._between is not None and len(pieces := self._between.split(text)) > 1:
@@ -91,37 +91,38 @@ class _Finder:
         return next((head[:size] for size in range(len(head), 0, -1) if head[:size] in self._ends), "")
 
     def replaced(self, text: str, names: Mapping[str, str]) -> str:
-        """`text` with each token's name in its place."""
+        """`text` with each token replaced by its secret name."""
         return text if self._tokens is None else self._tokens.sub(lambda found: names[found[0]], text)
 
 
 class SpecialTokens:
-    """The tokens that only the chat template of one model may write. May be used from several threads."""
+    """The tokens that only the chat template of one model may write. Any thread may use it."""
 
     def __init__(self, tokenizer: Tokenizer, formats: ModelFormats) -> None:
         self._tokenizer = tokenizer
         source = "" if tokenizer.template is None else tokenizer.template.source
         added = tokenizer.added_tokens()
-        # Some tokenizers do not flag the tokens of turns: if the template names such a token, it counts too.
+        # Some tokenizers do not flag the tokens of turns. A token that the template names counts too.
         names = {
             name for name, special in added.items() if name.strip() and (special or (_is_tag(name) and name in source))
         }
-        # An answer that a client sends back holds the tags of the model's own thinking and calls.
+        # An answer that a client sends back contains the tags of the model's reasoning and calls.
         calls = () if formats.calls is None else formats.calls.tags
         own = {name for name in calls if not added.get(name)}
-        if formats.reasoning is not None and not formats.reasoning.special:  # special ones end whole messages
+        # The special ones among them end whole messages
+        if formats.reasoning is not None and not formats.reasoning.special:
             own |= {formats.reasoning.begin, formats.reasoning.end}
         self._names = tuple(sorted(names))
         self._everywhere = _Finder(names)
         self._in_answers = _Finder(names - own, own)
 
     def prepare(self) -> None:
-        """Does now what `encode` does at its first call: it holds the GIL for a few tenths of a second."""
+        """Creates the twin now instead of at the first `encode`. It holds the GIL for some tenths of a second."""
         _twin(self._tokenizer, self._names)
 
     def marked(self, conversation: Conversation, marks: Marks) -> Conversation:
-        """`conversation` with marks in place of all special tokens' characters in its texts. Raises RecursionError for
-        JSON that is nested too deep."""
+        """`conversation` with marks in place of special tokens' characters in its texts. Raises RecursionError for JSON
+        that is nested too deep."""
         tools = conversation.tools
         if tools is not None:
             shown = tuple(replace(tool, shown=self._value(tool.shown, marks)) for tool in tools.tools)
@@ -135,7 +136,8 @@ class SpecialTokens:
         )
 
     def encode(self, rendered: str, marks: Marks, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a template's text with marks. Its special tokens are those that the template wrote."""
+        """Token ids of a template's text with marks. Only special tokens that the template wrote become special
+        tokens."""
         twin, names = _twin(self._tokenizer, self._names)
         text = marks.restored(self._everywhere.replaced(rendered, names))
         [encoding] = twin.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -161,7 +163,7 @@ class SpecialTokens:
         )
 
     def _value(self, value: Any, marks: Marks, finder: _Finder | None = None) -> Any:
-        """`value`, of JSON's types, with marks in its texts."""
+        """A JSON `value` with marks in its texts."""
         finder = finder or self._everywhere
         if isinstance(value, str):
             return finder.marked(value, marks.mark)
@@ -174,7 +176,7 @@ class SpecialTokens:
 
 @lru_cache(maxsize=4)
 def _twin(tokenizer: Tokenizer, special: tuple[str, ...]) -> tuple[RustTokenizer, dict[str, str]]:
-    """A tokenizer with secret names for the `special` tokens of another one, and these names. The real names are plain
+    """A copy of a tokenizer in which the `special` tokens have secret names, and these names. The real names are plain
     text to it.
 
     Raises:
@@ -203,18 +205,18 @@ def _twin(tokenizer: Tokenizer, special: tuple[str, ...]) -> tuple[RustTokenizer
 
 
 def _new_stem() -> str:
-    """Digits that nobody can guess."""
+    """Digits that cannot be guessed."""
     return f"{secrets.randbits(80):025d}"
 
 
 def _is_tag(name: str) -> bool:
-    """Whether a token that is not flagged looks like one of turns, and not like whitespace, digits or a word."""
+    """Whether an unflagged token looks like a token of turns, and not like whitespace, digits or a word."""
     return len(name) > 2 and not any(end.isalnum() or end.isspace() for end in (name[0], name[-1]))
 
 
 def _pattern(tokens: Collection[str]) -> str:
-    """A regular expression for any of `tokens`, the longest that fits. It tries each character once, also where a
-    thousand tokens begin alike."""
+    """A regular expression for any of `tokens`, longest first. It tries each character once, even if a thousand tokens
+    begin alike."""
     branches: dict[str, list[str]] = {}
     for token in tokens:
         if token:

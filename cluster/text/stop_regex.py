@@ -1,4 +1,4 @@
-"""Regular expressions that end a text: by RE2, whose matching takes linear time, over a window of bounded length."""
+"""Regular expressions that end a text, by RE2 (linear time), over a window of bounded length."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import re2
 from configs.errors import RequestError
 
 _WINDOW_CHARS = 256
-"""Longest match that is found. A search of it takes 3 us, and 40 us for the worst pattern that is let in."""
+"""Longest match that is found. Searching it takes 3 us, and 40 us for the worst accepted pattern."""
 _MAX_CHARS = 256
 _MAX_PROGRAM_SIZE = 1000
 _ASSERTIONS = frozenset("AzZbBG")
 
 
 class StopRegex:
-    """One checked pattern. Holds no state of a text."""
+    """One checked pattern, without the state of a text."""
 
     __slots__ = ("_at_end", "_pattern", "source")
 
     def __init__(self, source: str, param: str) -> None:
-        """Raises RequestError, naming `param`: the pattern is invalid, too large, matches nothing at all, or
-        asserts."""
+        """Raises RequestError, naming `param`, if the pattern is invalid, too large, matches the empty text, or has
+        assertions."""
         self.source = source
         if not 0 < len(source) <= _MAX_CHARS:
             raise RequestError(f"{param} must have 1 to {_MAX_CHARS} characters.", param=param)
         if _has_assertion(source):
-            # Whether one holds depends on text that has not come yet.
+            # An assertion would depend on text that has not come yet.
             raise RequestError(f"{param} must not use ^, $, \\A, \\z, \\b or \\B.", param=param)
         options = re2.Options()
         options.log_errors = False
@@ -42,8 +42,11 @@ class StopRegex:
             raise RequestError(f"{param} matches the empty text.", param=param)
 
     def first_end(self, before: str, text: str) -> int | None:
-        """The number of characters of `text` up to the end of the first match that ends in it; None without one.
-        `before`: the text before, at least the last characters of it that a match may have."""
+        """Number of characters of `text` up to the end of the first match that ends in it. None without a match.
+
+        Args:
+            before: the text before it, at least the last characters that a match may include.
+        """
         before = before[-_WINDOW_CHARS:]
         if self._pattern.search(before + text) is None:
             return None
@@ -54,12 +57,12 @@ class StopRegex:
 
     @staticmethod
     def window(before: str, text: str) -> str:
-        """The part of `before` and `text` to keep for the next call."""
+        """The part of `before` and `text` that the next call needs."""
         return (before + text)[-_WINDOW_CHARS:]
 
 
 def _has_assertion(source: str) -> bool:
-    """Whether an unescaped ^ or $, or an escape that asserts, stands outside a character class."""
+    """Whether an unescaped ^ or $, or an escape that is an assertion, occurs outside a character class."""
     in_class = False
     chars = enumerate(source)
     for i, char in chars:

@@ -1,6 +1,6 @@
-"""Ends of a text: stop strings and stop patterns, wherever the text is cut.
+"""Stop strings and stop patterns, which end a text.
 
-Owns the state between two pieces of one text. Which text comes out and why it ends does not depend on the pieces.
+It owns the state between two pieces of one text. The result does not depend on how the text is cut into pieces.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from cluster.text.stop_regex import StopRegex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """How tokens become the text of an answer, and what in the text ends it."""
+    """How tokens become the text of an answer, and what ends it."""
 
     stops: Sequence[str] = ()
-    """None of them empty."""
+    """None of them is empty."""
     patterns: Sequence[StopRegex] = ()
     include_stop: bool = False
-    """A stop string, and the text of a stop token, stay in the answer. What a pattern matches always does."""
+    """Whether a stop string, and the text of a stop token, stay in the answer. What a pattern matches always stays."""
     skip_special_tokens: bool = True
     prompt_only: bool = False
-    """The one token that is generated is no part of the answer, which is about the prompt."""
+    """Whether the one generated token is not part of the answer, because the request is about the prompt."""
 
 
 class TextEnd:
-    """Finds the end of one text that comes in pieces, and holds back only what may still become a stop string.
+    """Finds the end of one text that comes in pieces, and holds back only what may become a stop string.
 
-    Per stop string it keeps how long a prefix of it the text ends with (Knuth-Morris-Pratt), so the result does not
-    depend on how the text was cut, and a character costs the same however long the strings are. The match that ends
-    first wins; of two strings that end together the longer, and a string before a pattern. What a pattern matches stays
-    in the text: nothing is held for it.
+    For each stop string it stores the length of the prefix with which the text ends (Knuth-Morris-Pratt). So the result
+    does not depend on the pieces, and a character costs the same for strings of any length. The match that ends first
+    wins. Of two strings that end together, the longer one wins, and a string wins over a pattern. What a pattern
+    matches stays in the text, so nothing is held back for it.
     """
 
     __slots__ = ("_failures", "_held", "_options", "_states", "_stops", "_tail")
@@ -45,8 +45,12 @@ class TextEnd:
         self._tail = ""  # the end of the text so far, for patterns
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
-        """(text that is certain, the stop string or pattern met or None). After a match the rest is dropped. Without
-        `may_end` a match that ends in `text` does not count."""
+        """Returns the text that is certain, and the stop string or pattern that was found, or None. Text after a match
+        is dropped.
+
+        Args:
+            may_end: if False, a match that ends in `text` does not count.
+        """
         end, source = len(text), None
         if self._options.patterns:
             for pattern in self._options.patterns if may_end else ():
@@ -60,7 +64,7 @@ class TextEnd:
         return certain, stop
 
     def flush(self) -> str:
-        """The text held back, for a sequence that ended otherwise."""
+        """The text held back, for a sequence that ended in another way."""
         held, self._held = self._held, ""
         return held
 

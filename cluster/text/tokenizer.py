@@ -1,7 +1,7 @@
 """The tokenizer of a model's directory: text to ids, ids to bytes, and the model's chat template.
 
-transformers reads the directory; encoding and decoding go to the Rust tokenizer directly, which is safe to use from
-several threads. Its batches alone release the GIL, so single texts are batches of one.
+transformers reads the directory. Encoding and decoding use the Rust tokenizer directly, which is thread-safe. Only its
+batch calls release the GIL, so single texts are batches of one.
 """
 
 from __future__ import annotations
@@ -24,37 +24,43 @@ from configs.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Batches of one leave nothing to the pool of threads that the Rust tokenizer would start, and warn of in each fork.
+# Batches of one need no thread pool, which the Rust tokenizer would start, and about which it would warn in each fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """One model's tokenizer. All methods may be called from any thread."""
+    """One model's tokenizer. Any thread may call all methods."""
 
     def __init__(self, fast: PreTrainedTokenizerFast, *, chat_template: str | None = None) -> None:
-        """`chat_template` is used in place of the model's own. `fast` is owned from here on."""
+        """`chat_template` replaces the model's own. `fast` belongs to this object from now on."""
         self._fast = fast
         self._rust: RustTokenizer = fast.backend_tokenizer
-        # A tokenizer.json may carry the truncation and padding it was trained with.
+        # A tokenizer.json may contain the truncation and padding of its training.
         self._rust.no_truncation()
         self._rust.no_padding()
         self.vocab_size = max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        """One more than the largest id, added tokens included."""
+        """The largest id plus one, added tokens included."""
         added = self._rust.get_added_tokens_decoder()
         self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._byte_level = isinstance(self._rust.decoder, decoders.ByteLevel)
         source = fast.chat_template if chat_template is None else chat_template
         self.template = None if source is None else ChatTemplate(source, fast.special_tokens_map)
-        """The chat template; None when the model has none."""
-        self._bytes: dict[int, bytes] = {}  # bytes of the tokens seen so far; bounded by the vocabulary
+        """The chat template. None if the model has none."""
+        self._bytes: dict[int, bytes] = {}  # bytes of the tokens seen so far, at most the vocabulary
         self._texts: dict[int, str] = {}
 
     @classmethod
     def load(cls, path: str | Path, *, chat_template: str | None = None) -> Tokenizer:
-        """Reads a directory with tokenizer.json; a Jinja file `chat_template` is used in place of the model's own.
-        Raises CheckpointError where there is no tokenizer at `path`, or one that cannot be read, and ConfigError where
-        `chat_template` cannot be read, or is not Jinja."""
+        """Reads a directory with tokenizer.json.
+
+        Args:
+            chat_template: a Jinja file that replaces the model's own template.
+
+        Raises:
+            CheckpointError: there is no tokenizer at `path`, or it cannot be read.
+            ConfigError: `chat_template` cannot be read, or is not Jinja.
+        """
         source = Path(path).expanduser()
         fast = _load_directory(source)
         template = None if chat_template is None else read_template(chat_template)
@@ -67,8 +73,8 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Most characters of a text that one token stands for. 0: that is not known, since the tokenizer drops or
-        shortens characters before it splits a text."""
+        """Most characters of a text per token. 0 if it is unknown, because the tokenizer drops or shortens characters
+        before it splits a text."""
         strips = any(token.lstrip or token.rstrip for token in self._rust.get_added_tokens_decoder().values())
         if strips or not self._byte_level or self._rust.normalizer is not None:
             return 0
@@ -84,22 +90,22 @@ class Tokenizer:
         return self._fast.eos_token_id
 
     def to_json(self) -> str:
-        """The text of a tokenizer.json with all of it, added tokens included."""
+        """The whole tokenizer as the text of a tokenizer.json, added tokens included."""
         return str(self._rust.to_str())
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of `text`, which holds no lone surrogates. Releases the GIL; 1-2 ms for 4 kB."""
+        """Ids of `text`, which must not contain lone surrogates. Releases the GIL; 1-2 ms for 4 kB."""
         [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids` on their own. Releases the GIL."""
+        """Text of `ids` without context. Releases the GIL."""
         [text] = self._rust.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def added_tokens(self) -> dict[str, bool]:
-        """The texts that are always one token, and whether each is flagged as special."""
+        """The texts that always are one token, and whether each is flagged as special."""
         return {token.content: token.special for token in self._rust.get_added_tokens_decoder().values()}
 
     def token_id(self, text: str) -> int | None:
@@ -108,14 +114,14 @@ class Tokenizer:
         return id_
 
     def special_id(self, text: str) -> int | None:
-        """The id of the special token that is written as `text`; None where it is no special token."""
+        """The id of the special token that is written as `text`. None if there is no such special token."""
         id_ = self._rust.token_to_id(text)
         return id_ if id_ in self._special_ids else None
 
     def detokenizer(
         self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()
     ) -> Detokenizer:
-        """A decoder for the tokens that follow `prompt_ids`; of special tokens, those `shown` are not skipped."""
+        """A decoder for the tokens after `prompt_ids`. It skips special tokens except `shown`."""
         hidden: frozenset[int] = frozenset()
         if skip_special_tokens:
             hidden = self._special_ids.difference(map(self.special_id, shown)) if shown else self._special_ids
@@ -124,14 +130,14 @@ class Tokenizer:
         return StreamDetokenizer(self._rust, prompt_ids, hidden)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The raw bytes one token stands for: half an emoji stays half an emoji. Empty for an unknown id."""
+        """The raw bytes of one token, which may be half an emoji. Empty for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._token_bytes(token_id)
         return known
 
     def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text, U+FFFD for what is not a whole character."""
+        """`token_bytes` as text, with U+FFFD for incomplete characters."""
         known = self._texts.get(token_id)
         if known is None:
             known = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")
@@ -154,7 +160,7 @@ class Tokenizer:
 
 @cache
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the other 68 for U+0100 and on."""
+    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the other 68 for U+0100 onwards."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -165,7 +171,8 @@ def _load_directory(directory: Path) -> PreTrainedTokenizerFast:
         raise CheckpointError(f"no tokenizer: {directory} is no directory")
     try:
         if (directory / "tokenizer.json").is_file():
-            # Not AutoTokenizer: it imports torch (2.7 s against 0.6 s), and tokenizer.json says all it would find out.
+            # Not AutoTokenizer, because it imports torch (2.7 s against 0.6 s), and tokenizer.json has all it would
+            # find out.
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
@@ -177,6 +184,6 @@ def _load_directory(directory: Path) -> PreTrainedTokenizerFast:
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(f"the tokenizer in {directory} has no tokenizer.json; save it once as a fast tokenizer")
     if not tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).ids:
-        # transformers makes a family's tokenizer of config.json alone, without a word in it.
+        # From config.json alone, transformers would make a family's tokenizer without a vocabulary.
         raise CheckpointError(f"{directory} holds no tokenizer; set `tokenizer` to a directory with one")
     return cast("PreTrainedTokenizerFast", tokenizer)  # is_fast means this type

@@ -1,4 +1,4 @@
-"""Events that an answer consists of once reasoning and tool calls are told apart, in the order the model wrote it.
+"""The events of a parsed answer: reasoning, text and tool calls, in the order the model wrote them.
 
 Every route that shows answers converts these: a stream one by one, a whole answer after `collect`.
 """
@@ -11,21 +11,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for the reader."""
+    """Text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text of the model's thinking, without its tags."""
+    """Text of the model's reasoning, without its tags."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStarted:
-    """A tool call begins. Calls of one answer count from 0; none begins before the one before it has ended."""
+    """The beginning of a tool call. The calls of an answer are numbered from 0. A call begins after the one before it
+    has ended."""
 
     index: int
     id: str
@@ -34,7 +35,8 @@ class CallStarted:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The next piece of a call's arguments. All pieces of an index, joined, are the JSON text the model wrote."""
+    """The next piece of a call's arguments. All pieces with one index, joined, are the JSON text that the model
+    wrote."""
 
     index: int
     fragment: str
@@ -50,7 +52,7 @@ class Call:
     id: str
     name: str
     arguments: str
-    """JSON text; cut off where the answer was."""
+    """JSON text, cut off if the answer was."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Tools for a model whose chat template cannot show them: its system message tells of them, and text stands for calls
-and results.
+"""Tools for a model whose chat template cannot show them: the system message describes them, and calls and results are
+text.
 
-Owns the words. Calls are written as the style has them, by default as Hermes does: many models have seen that form.
+This module owns the wording. Calls are written in the given style, by default Hermes's, which many models have seen.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from cluster.text.tools.tool_use import ToolUse, offers_tools
 
 @dataclass(frozen=True, slots=True)
 class GenericTools:
-    """How one model is shown tools, calls and results without its template's help."""
+    """How tools, calls and results are shown to a model without its template's help."""
 
     layout: CallLayout
     """How calls are written."""
     shows_system: bool
-    """The chat template shows a system message; else what it says begins the first user message."""
+    """Whether the chat template shows a system message. If not, the system text begins the first user message."""
 
     def turns(self, given: Sequence[Turn], use: ToolUse | None) -> list[Turn]:
-        """`given`, at least one, as turns of system, user and assistant that are text alone, no two of one role in a
-        row: templates may want roles to alternate, and calls that follow one another have several results. The first
-        turn tells of the tools `use`."""
+        """`given`, at least one turn, as turns of system, user and assistant that are text only. No two consecutive
+        turns have one role, because templates may require alternating roles, and consecutive calls have several
+        results. The first turn describes the tools `use`."""
         turns = list(given)
         if use is not None and offers_tools(use):
             if turns[0].role != "system":
@@ -40,7 +40,7 @@ class GenericTools:
         ]
 
     def _instructions(self, use: ToolUse) -> str:
-        """The system text that tells the model of its tools."""
+        """The system text that describes the tools."""
         layout = self.layout
         call = f'{{"name": "<name of the tool>", "{layout.arguments_key}": {{<its arguments>}}}}'
         lines = [

@@ -1,7 +1,7 @@
-"""Grammars for answers that call tools, in llguidance's JSON. Text to text: what is put together here is checked later.
+"""Grammars for answers with tool calls, in llguidance's JSON. Text to text: the results are checked later.
 
-A grammar writes calls in the model's own format, so that the reader of the format reads them back. The arguments of
-each tool are a grammar of their own, checked before.
+A grammar writes calls in the model's own format, so that the format's parser can read them. The arguments of each tool
+are a separate grammar, which was checked before.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from cluster.text.reasoning import ReasoningStyle
 from cluster.text.tools.styles import CallStyle
 
 SpecialId = Callable[[str], int | None]
-"""The id of a special token by its text; None for text that is none."""
+"""Returns the id of a special token by its text, or None."""
 _ANY_TEXT = r"/(?s:.*)/"
 
 
 class CallGrammar:
-    """The form of calls of some tools, in one format."""
+    """The form of calls to some tools, in one format."""
 
     def __init__(self, names: Sequence[str], arguments: Sequence[str], style: CallStyle, special_id: SpecialId) -> None:
-        """`names`: of the tools that may be called; `arguments`: for each, the grammar of its arguments: a checked one,
-        of a JSON schema. `style` has a layout."""
+        """Args:
+        names: tools that may be called.
+        arguments: for each, the checked grammar of its arguments.
+        style: a style with a layout.
+        """
         assert style.layout is not None, f"{style.name} has no layout"
         self._layout = style.layout
         self._write = _writer(style.tags, special_id)
@@ -36,19 +39,19 @@ class CallGrammar:
             self._schemas += _named(f"arguments_{i}", schema)
 
     def alone(self, *, parallel: bool) -> str:
-        """An answer that is one call, or with `parallel` at least one."""
+        """An answer that is one call, or with `parallel` one or more calls."""
         return self._grammar(f"start: {self._calls(parallel)}")
 
     def or_answer(self, answer: str, *, parallel: bool) -> str:
-        """An answer that is calls and nothing else, or matches the grammar `answer`; the layout has a tag."""
+        """An answer that consists of calls only, or matches the grammar `answer`. The layout must have a tag."""
         rules = f"start: calls | @response\ncalls: {self._calls(parallel)}"
         return self._grammar(rules, *_named("response", answer))
 
     def in_text(self) -> str:
-        """Any text in which every call is a right one; the layout has a tag."""
+        """Any text in which every call is valid. The layout must have a tag."""
         layout = self._layout
         tag = layout.tag
-        # A list of calls ends where its end is; calls in tags of their own follow one another like any text.
+        # A list of calls ends at its end tag. Calls with their own tags may follow each other like any text.
         more = "" if layout.separator.startswith(layout.end) else f"({self._write(layout.separator)} call)*"
         head = self._write.up_to(tag, "head")
         body = f"body: {self._write(layout.begin.removeprefix(tag))} call {more} {self._write(layout.end)}"
@@ -67,8 +70,8 @@ class CallGrammar:
 def after_reasoning(
     answer: str, style: ReasoningStyle, special_id: SpecialId, *, is_open: bool, is_call: bool = False
 ) -> str:
-    """The grammar `answer`, which may be of calls alone, for a model that may think before it answers, or with
-    `is_open` does."""
+    """The grammar `answer` (which may be calls only) for a model that may reason first, or with `is_open` has begun
+    to."""
     end = special_id(style.end)
     if end is None:
         thinking = f"thinking[suffix={literal(style.end)}]: {_ANY_TEXT}"
@@ -82,13 +85,13 @@ def after_reasoning(
 
 
 def _named(name: str, grammar: str) -> list[dict[str, Any]]:
-    """The parts of `grammar`, to stand below another: the first is called `name`, the others keep their names."""
+    """The rules of `grammar`, for use inside another one: the first is called `name`, the others retain their names."""
     first, *others = json.loads(grammar)["grammars"]
     return [{**first, "name": name}, *others]
 
 
 class LarkText:
-    """Writes literal text as Lark has it, with the special tokens in it by their ids: they have no bytes to match."""
+    """Writes literal text in Lark. Special tokens in it are written by id, because they have no bytes to match."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         """`ids`: of special tokens, by text."""
@@ -101,12 +104,13 @@ class LarkText:
         return " ".join(f"<[{self._ids[piece]}]>" if i % 2 else literal(piece) for i, piece in pieces if piece)
 
     def up_to(self, tag: str, rule: str) -> str:
-        """The rule of any text up to `tag` and with it. It is one lazy token of the grammar, which has a rule TEXT."""
+        """The rule for any text up to and including `tag`: one lazy token of the grammar, which must have a rule
+        TEXT."""
         return f"{rule}: TEXT <[{self._ids[tag]}]>" if tag in self._ids else f"{rule}[lazy]: TEXT {literal(tag)}"
 
 
 def literal(text: str) -> str:
-    """`text` as a string of Lark."""
+    """`text` as a Lark string."""
     return json.dumps(text, ensure_ascii=False)
 
 

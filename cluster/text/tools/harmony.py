@@ -15,27 +15,28 @@ from cluster.text.tools.sink import Sink
 from cluster.text.tools.text_stream import Reading, TextStream
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END = TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
-"""The tags within an answer: special tokens. The model ends it with another."""
+"""The tags within an answer, which are special tokens. The model ends an answer with another one."""
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 NEXT = f"{START}assistant"
-"""The words between two messages of an answer; a prompt ends with them, too."""
+"""The text between two messages of an answer. A prompt also ends with it."""
 CALL = f"{CHANNEL}commentary to=functions.{{}} {CONSTRAIN}json{MESSAGE}"
-"""The head of a call, for a name."""
+"""The head of a call, to be formatted with a name."""
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 
 
 def read_messages(text: TextStream, sink: Sink) -> Reading[None]:
-    """The messages of an answer, or what follows the first; the one that the prompt has begun has no head."""
+    """Parses the messages of an answer, or those after the first one. The message that the prompt has begun has no
+    head."""
     has_content = False
     while (yield from text.peek()):
         head: list[str] = []
         has_head = (yield from text.skip(START)) or (yield from text.skip(CHANNEL))
         if has_head and not (yield from text.take_until((MESSAGE,), head.append)):
-            return  # a head that is cut off is no text
+            return  # a head that is cut off is not text
         recipient = _RECIPIENT.search(words := "".join(head))
         if recipient is not None and recipient[1] in sink.tools:
-            # The recipient may stand before the channel, too.
+            # The recipient may also come before the channel.
             sink.start_call(recipient[1])
             yield from text.take_json(sink.arguments, stop_at="<")
             yield from text.take_until((END,), lambda _: None)

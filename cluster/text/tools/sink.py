@@ -1,7 +1,7 @@
-"""The sink into which the readers of an answer put what they found: events in order, and the rule for whitespace.
+"""Where parsers of an answer put what they found: events in order, and the rule for whitespace.
 
-Whitespace next to a call or to the end of the reasoning is layout of the format, not text: it is held until what
-follows is known. Anything else that a reader gives away comes out.
+Whitespace next to a call or to the end of the reasoning is part of the format, not text. It is held until what follows
+is known. Everything else that a parser emits becomes an event.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cluster.text.tools.text_stream import SPACE
 
 
 class Sink:
-    """The events of one answer, as few as there can be: neighbours of one kind are one."""
+    """The events of one answer. Neighbouring events of one kind are merged."""
 
     __slots__ = (
         "_calls_only",
@@ -37,10 +37,10 @@ class Sink:
         calls_only: bool = False,
     ) -> None:
         """Args:
-        tools: for each name that may be called, the JSON schema of its arguments.
-        new_id: an id for a call that brings none.
-        max_calls: calls after as many are read and dropped.
-        calls_only: content is dropped.
+        tools: JSON schema of the arguments of each tool that may be called, by name.
+        new_id: makes an id for a call without one.
+        max_calls: further calls are read and dropped.
+        calls_only: whether content is dropped.
         """
         self.tools = tools
         self.num_calls = 0
@@ -48,7 +48,7 @@ class Sink:
         self._max_calls = max_calls
         self._calls_only = calls_only
         self._dropping = False
-        # Each with the pieces of its text; the index of a call stands for its arguments.
+        # (kind, pieces of text); a call's index stands for its arguments.
         self._events: list[tuple[type[Content | Reasoning] | CallStarted | int, list[str]]] = []
         self._space: list[str] = []  # held whitespace
         self._kind: type[Content | Reasoning] = Content  # the kind of the held whitespace
@@ -66,11 +66,11 @@ class Sink:
         self._say(Reasoning, text)
 
     def end_reasoning(self) -> None:
-        """The closing tag is there: the whitespace before it is gone."""
+        """Ends the reasoning at its closing tag, and drops the whitespace before it."""
         self._space.clear()
 
     def start_call(self, name: str, id_: str | None = None) -> None:
-        """`name` is one of `tools`. The arguments that follow are this call's."""
+        """Begins a call to `name`, one of `tools`. The arguments that follow belong to it."""
         self._space.clear()
         self._dropping = self._max_calls is not None and self.num_calls >= self._max_calls
         if not self._dropping:
@@ -82,13 +82,13 @@ class Sink:
             self._add(self.num_calls - 1, fragment)
 
     def end(self) -> None:
-        """The answer is over: held whitespace was text after all, unless a call is before it."""
+        """Ends the answer: held whitespace was text, unless a call is before it."""
         space = "".join(self._space)
         if space and (self._kind is Reasoning or not self.num_calls):
             self._add(self._kind, space)
 
     def _say(self, kind: type[Content | Reasoning], text: str) -> None:
-        """Adds what is certain of the held whitespace and `text`; the whitespace that `text` ends with is held."""
+        """Adds the held whitespace and `text`, except the whitespace at its end, which is held."""
         if not text:
             return
         self._kind = kind

@@ -1,7 +1,7 @@
-"""The formats models write tool calls in: one reader for each.
+"""The formats in which models write tool calls, with one parser each.
 
-A reader takes a whole answer. What is a call becomes a call as soon as its name is known and its arguments begin;
-what only looked like one becomes content. A call names one of the request's tools, whatever the format.
+A parser reads a whole answer. A call becomes an event as soon as its name is known and its arguments begin. Text that
+only looked like a call becomes content. In every format, a call must name one of the request's tools.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ def _random_id() -> str:
 
 
 def _mistral_id() -> str:
-    """Mistral's templates take nine letters and digits, and nothing else."""
+    """Mistral's templates accept only nine letters and digits."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """The text around the calls of an answer that is nothing else."""
+    """The text around calls in an answer that consists of calls only."""
 
     begin: str
     separator: str
     end: str
     arguments_key: str = "arguments"
     tag: str = ""
-    """The tag that `begin` begins with when calls may stand beside other text."""
+    """The tag at the start of `begin`, if calls may appear among other text."""
     head: str = ""
-    """The text before the arguments of a call, for its name; empty: calls are JSON objects of name and arguments."""
+    """The text before the arguments of a call, to be formatted with its name. If empty, calls are JSON objects with
+    name and arguments."""
 
     def around(self, name: str) -> tuple[str, str]:
-        """The text before and after the arguments of a call of that name."""
+        """The text before and after the arguments of a call with this name."""
         if self.head:
             return self.head.format(name), ""
         return f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments_key)}: ', "}"
@@ -58,14 +59,14 @@ class CallStyle:
     name: StyleName
     read: Callable[[TextStream, Sink], Reading[None]]
     tags: tuple[str, ...] = ()
-    """Tags that a tokenizer may have as special tokens, which an answer's text must then show."""
+    """Tags that may be special tokens, which an answer's text must then show."""
     new_id: Callable[[], str] = _random_id
     layout: CallLayout | None = None
-    """How a grammar writes calls in this format; None where it writes none."""
+    """How a grammar writes calls in this format. None if it cannot."""
 
 
 def read_content(text: TextStream, sink: Sink) -> Reading[None]:
-    """An answer without calls."""
+    """Parses an answer without calls."""
     yield from text.take_until((), sink.content)
 
 
@@ -180,7 +181,7 @@ def _qwen3_coder(text: TextStream, sink: Sink) -> Reading[None]:
 
 
 def _xml_parameters(text: TextStream, sink: Sink, schema: Mapping[str, Any]) -> Reading[None]:
-    """Parameters up to `</function>`, as the JSON they mean; cut off where the answer is."""
+    """Parses parameters up to `</function>`, and emits the JSON that they mean, cut off if the answer is."""
     properties = schema.get("properties")
     is_empty = True
     while True:
@@ -200,10 +201,8 @@ def _xml_parameters(text: TextStream, sink: Sink, schema: Mapping[str, Any]) -> 
 
 
 def _xml_value(text: TextStream, sink: Sink, kind: object) -> Reading[None]:
-    """One value up to `</parameter>`. Less one newline at either end, a string is text as it stands.
-
-    `kind`: the schema's `type`; anything but strings is JSON, or a string where it is not.
-    """
+    """Reads one value up to `</parameter>`. A string is the text without one newline at either end. With another schema
+    type (`kind`), the value is JSON, or a string if it is not valid JSON."""
     yield from text.skip("\n")
     ends = ("\n</parameter>", "</parameter>")
     if kind == "string":
@@ -218,7 +217,7 @@ def _xml_value(text: TextStream, sink: Sink, kind: object) -> Reading[None]:
 
 
 def _typed(value: str, kind: object) -> str:
-    """JSON text of `value` read as one of the types `kind` names: a name, a list of names, or nothing for any type."""
+    """JSON text of `value`, read as one of the types in `kind`: a name, a list of names, or None for any type."""
     kinds = [kind] if isinstance(kind, str) else kind
     text = value.lower() if value in ("True", "False") else "null" if value == "None" else value
     try:
@@ -236,10 +235,8 @@ def _typed(value: str, kind: object) -> str:
 
 
 def _call_object(text: TextStream, sink: Sink, *, stop_at: str = "", needs_arguments: bool = False) -> Reading[bool]:
-    """`{"name": …, "arguments": {…}}`, in any order and with other keys, which are dropped; whether it is a call.
-
-    When it is, the mark is removed; when not, what was read is still marked.
-    """
+    """Reads `{"name": …, "arguments": {…}}`, in any order and with other keys, which are dropped. Returns whether it is
+    a call. If it is, the mark is removed; if not, what was read is still marked."""
     if not (yield from text.skip("{")):
         return False
     name: str | None = None
@@ -276,9 +273,10 @@ def _call_object(text: TextStream, sink: Sink, *, stop_at: str = "", needs_argum
 
 
 def _calls(text: TextStream, sink: Sink, *, in_list: bool = False) -> Reading[bool]:
-    """One call after the other, with or without `;` or `,` between them; whether there was one.
+    """Reads calls one after another, with or without `;` or `,` between them. Returns whether there was one.
 
-    `in_list`: `[` calls with `,` between them `]`.
+    Args:
+        in_list: whether `[` and `]` enclose calls that are separated by `,`.
     """
     if in_list:
         yield from text.skip("[")
@@ -302,22 +300,23 @@ def _calls(text: TextStream, sink: Sink, *, in_list: bool = False) -> Reading[bo
 def _stream_arguments(
     text: TextStream, sink: Sink, name: str, *, id_: str | None = None, stop_at: str = ""
 ) -> Reading[None]:
-    """The point of no return: what is next is a call to `name`, and the JSON that follows its arguments."""
+    """Commits to a call to `name`, and emits the JSON that follows as its arguments."""
     text.unmark()
     sink.start_call(name, id_)
     yield from text.take_json(sink.arguments, stop_at=stop_at)
 
 
 def _no_call(text: TextStream, sink: Sink) -> None:
-    """The marked text was no call after all. Where the answer was cut off before that was certain, it is nothing: half
-    a call is no text. Before a tag or the name of a tool it may have been any JSON, and is text."""
+    """Emits the marked text as content, because it was not a call. If the answer was cut off before that was certain,
+    it is dropped: half a call is not text. Before a tag or the name of a tool it may have been any JSON, and is
+    text."""
     marked = text.unmark()
     if not (text.cut and text.is_call):
         sink.content(marked)
 
 
 def _rest_of_object(text: TextStream) -> Reading[None]:
-    """Keys after the arguments, a call's id for one, and the closing brace."""
+    """Reads the keys after the arguments, such as a call's id, and the closing brace."""
     yield from text.skip_space()
     while (yield from text.skip(",")):
         if (yield from _key(text)) is None:
@@ -328,14 +327,14 @@ def _rest_of_object(text: TextStream) -> Reading[None]:
 
 
 def _closing(text: TextStream, sink: Sink, tag: str) -> Reading[None]:
-    """`tag`, whitespace before it; models leave it out at times."""
+    """Reads `tag` and whitespace before it, if they are next. Models sometimes omit it."""
     space = yield from text.skip_space()
     if not (yield from text.skip_last(tag)):
         sink.content(space)
 
 
 def _key(text: TextStream) -> Reading[str | None]:
-    """The key of an object's next value, its colon and the whitespace around them."""
+    """Reads the key of an object's next value, its colon and the whitespace around them."""
     yield from text.skip_space()
     key, is_whole = yield from _string(text)
     yield from text.skip_space()
@@ -346,8 +345,8 @@ def _key(text: TextStream) -> Reading[str | None]:
 
 
 def _tool_name(text: TextStream, sink: Sink) -> Reading[str | None]:
-    """The JSON string that is next, if it is the name of a tool. What an answer holds of one that was cut off inside it
-    is no name, but a call's."""
+    """Reads the next JSON string if it is the name of a tool. A string that the answer cuts off is no name, but part of
+    a call."""
     name, is_whole = yield from _string(text)
     if name is None:
         return None
@@ -356,7 +355,7 @@ def _tool_name(text: TextStream, sink: Sink) -> Reading[str | None]:
 
 
 def _string(text: TextStream) -> Reading[tuple[str | None, bool]]:
-    """The JSON string that is next, and whether it comes to its end; None for anything else."""
+    """Reads the next JSON string. Returns it and whether it is complete, or None if something else is next."""
     if (yield from text.peek()) != '"':
         return None, False
     parts: list[str] = []
@@ -368,7 +367,7 @@ def _string(text: TextStream) -> Reading[tuple[str | None, bool]]:
 
 
 def _argument_text(value: str) -> str | None:
-    """The arguments that a JSON value stands for, which may be in a string of their own; None when they are none."""
+    """The arguments in a JSON value, which may be a string that contains JSON. None if it has none."""
     try:
         decoded = msgspec.json.decode(value)
         if isinstance(decoded, str):
@@ -421,7 +420,7 @@ STYLES: Mapping[StyleName, CallStyle] = {
 
 
 def detect_calls(template: str) -> StyleName | None:
-    """The format that a chat template shows to the model; None when it shows none, or one that has no reader here."""
+    """The format that a chat template shows to the model. None if it shows none, or one without a parser here."""
     if harmony.ANALYSIS in template:
         return "harmony"
     if "[TOOL_CALLS]" in template:
@@ -429,9 +428,9 @@ def detect_calls(template: str) -> StyleName | None:
     if "<｜tool▁call▁begin｜>" in template:
         return "deepseek_v3"
     if "<function=" in template:
-        # Llama 3.1's other format has the function tag with JSON in it.
+        # Llama 3.1's other format has JSON inside a function tag.
         return "qwen3_coder" if "<parameter=" in template else None
     if "<tool_call>" in template:
-        # GLM uses the tag for a format of its own: keys and values in tags.
+        # GLM uses this tag for another format, with keys and values in tags.
         return None if "<arg_key>" in template else "hermes"
     return "llama3_json" if '"parameters": dictionary of argument name and its value' in template else None

@@ -1,7 +1,7 @@
 """Text that comes in pieces, read by generators as if it were whole.
 
-A reader is a generator that yields when it needs the next piece. What it returns depends on the text alone, never on
-where the pieces were cut, and every character is looked at a constant number of times.
+A reader is a generator that yields when it needs the next piece. Its result depends only on the text, not on the
+pieces, and it looks at every character a constant number of times.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ _MAX_NAME = 128
 
 
 class TextStream:
-    """The text of one answer, and how far it has been read.
-
-    At most one mark is set at a time: it keeps the text read since, for a reader that may find out that what it read
-    was something else.
-    """
+    """The text of one answer, and how far it has been read. At most one mark is set at a time. It retains the text read
+    since, for a reader that may find out that it read something else."""
 
     __slots__ = ("_kept", "_mark", "_num_dropped", "_position", "_text", "cut", "ended", "is_call")
 
     def __init__(self) -> None:
         self.ended = False
         self.cut = False
-        """It ended at a limit; set with `ended`."""
+        """Whether the text ended at a limit. Set with `ended`."""
         self.is_call = False
-        """Whether what is marked can only be a call, for what was read of it: a tag or the name of a tool."""
+        """Whether the marked text can only be a call, because a tag or a tool's name was read."""
         self._text = ""
         self._position = 0
         self._num_dropped = 0
@@ -39,11 +36,11 @@ class TextStream:
 
     @property
     def position(self) -> int:
-        """Characters read so far."""
+        """Number of characters read so far."""
         return self._num_dropped + self._position
 
     def push(self, text: str) -> None:
-        """Appends `text`. Readers leave at most the length of a tag unread, so this copies no more than that."""
+        """Appends `text`. Readers leave at most a tag's length unread, so this copies no more than that."""
         if self._kept is not None:
             self._kept.append(self._text[self._mark : self._position])
             self._mark = 0
@@ -52,20 +49,20 @@ class TextStream:
         self._position = 0
 
     def mark(self, tag: str = "", *, is_call: bool = False) -> None:
-        """Keeps what is read from here on, as if `tag` were read first. Sets `is_call`, which a tag says by itself."""
+        """Sets the mark here, as if `tag` had been read after it. A tag also sets `is_call`."""
         self.is_call = is_call or bool(tag)
         self._kept = [tag]
         self._mark = self._position
 
     def unmark(self) -> str:
-        """Removes the mark: the text read since it was set, tag included."""
+        """Removes the mark. Returns the text read since it was set, tag included."""
         assert self._kept is not None, "no mark is set"
         text = "".join(self._kept) + self._text[self._mark : self._position]
         self._kept = None
         return text
 
     def peek(self) -> Reading[str]:
-        """The next character, left unread; "" at the end."""
+        """The next character, which stays unread. "" at the end."""
         while self._position == len(self._text):
             if self.ended:
                 return ""
@@ -73,7 +70,7 @@ class TextStream:
         return self._text[self._position]
 
     def skip_space(self) -> Reading[str]:
-        """Reads whitespace: JSON's and no other."""
+        """Reads JSON's whitespace characters."""
         space: list[str] = []
         while (char := (yield from self.peek())) and char in SPACE:
             space.append(char)
@@ -81,7 +78,7 @@ class TextStream:
         return "".join(space)
 
     def skip(self, tag: str) -> Reading[bool]:
-        """Reads `tag` if it is next; otherwise nothing."""
+        """Reads `tag` if it is next, otherwise nothing."""
         while True:
             if self._text.startswith(tag, self._position):
                 self._position += len(tag)
@@ -91,7 +88,7 @@ class TextStream:
             yield
 
     def skip_last(self, tag: str) -> Reading[bool]:
-        """Reads `tag` if it is next, or as much of it as an answer holds that was cut off inside it."""
+        """Reads `tag` if it is next, or the part of it with which a cut-off answer ends."""
         if (yield from self.skip(tag)):
             return True
         rest = self._text[self._position :]
@@ -101,10 +98,8 @@ class TextStream:
         return True
 
     def take_until(self, tags: tuple[str, ...], sink: Callable[[str], None]) -> Reading[str]:
-        """Hands text to `sink` up to the first of `tags`, which is read too; returns it, "" at the end.
-
-        No tag may contain another. Only the start of a tag is held back.
-        """
+        """Passes text to `sink` up to the first of `tags`, which is read too. Returns that tag, or "" at the end. No
+        tag may contain another one. Only the start of a tag is held back."""
         while True:
             text, start = self._text, self._position
             found = [(at, tag) for tag in tags if (at := text.find(tag, start)) >= 0]
@@ -122,13 +117,14 @@ class TextStream:
             yield
 
     def take_json(self, sink: Callable[[str], None], *, stop_at: str = "") -> Reading[bool]:
-        """Hands the JSON value that is next to `sink`, piece by piece; whether it came to its end.
+        """Passes the next JSON value to `sink`, piece by piece. Returns whether it is complete.
 
-        It looks at brackets, strings and delimiters only: text that is wrong inside its brackets still has an end.
+        It only looks at brackets, strings and delimiters, so a value that is wrong inside its brackets still has an
+        end.
 
         Args:
-            stop_at: characters that, outside strings, end the value before its brackets do (none of them JSON's): how
-                the closing tag around a broken value begins.
+            stop_at: characters that end the value outside strings, before its brackets do (none of them JSON's): the
+                first character of the closing tag after a broken value.
         """
         depth = 0
         in_string = escaped = scalar = done = False
@@ -170,7 +166,8 @@ class TextStream:
             yield
 
     def take_name(self) -> Reading[str]:
-        """Reads the characters that names of tools are made of; longer than any name, if there is no end to them."""
+        """Reads characters that may be part of a tool's name. Returns more than any name's length if they do not
+        end."""
         name: list[str] = []
         while len(name) <= _MAX_NAME:
             char = yield from self.peek()
@@ -182,6 +179,6 @@ class TextStream:
 
 
 def _num_held(text: str, start: int, tags: tuple[str, ...]) -> int:
-    """Length of the longest start of a tag that `text[start:]` ends with."""
+    """Length of the longest beginning of a tag with which `text[start:]` ends."""
     lengths = (length for tag in tags for length in range(1, len(tag)) if text.endswith(tag[:length], start))
     return max(lengths, default=0)

@@ -1,4 +1,4 @@
-"""The tools of a request: which may be called, whether one must be, and how many at once."""
+"""The tools of a request: which may be called, whether a call is required, and how many at once."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ class ToolMode(StrEnum):
     """How a request's tools are used."""
 
     NONE = "none"
-    """The model is not told of them, and nothing is read as a call."""
+    """The tools are not shown to the model, and nothing is parsed as a call."""
     AUTO = "auto"
     """The model decides."""
     REQUIRED = "required"
-    """The answer is at least one call."""
+    """The answer has at least one call."""
     NAMED = "named"
     """The answer is a call of the one tool that may be called."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One function the model may call."""
+    """One function that the model may call."""
 
     name: str
     parameters: Mapping[str, Any]
-    """JSON schema of its arguments, an object's."""
+    """JSON schema of its arguments, which is an object's."""
     strict: bool
-    """Arguments follow the schema whether or not a call is required."""
+    """Whether arguments must follow the schema even if no call is required."""
     shown: Mapping[str, Any]
-    """The tool as the request has it, for the chat template."""
+    """The tool as in the request, for the chat template."""
     path: str
-    """The place where the request has it."""
+    """Its path in the request."""
     param: str
-    """Path of `parameters` there."""
+    """Path of its `parameters` in the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ToolUse:
     """The tools of one request. There is at least one."""
 
     tools: tuple[Tool, ...]
-    """All of them, as the model sees them."""
+    """All tools, as shown to the model."""
     callable: tuple[Tool, ...]
     """The tools that may be called."""
     mode: ToolMode
@@ -61,26 +61,26 @@ class ToolUse:
 
 
 def offers_tools(use: ToolUse | None) -> bool:
-    """Whether the model is told of the tools: one that is may call them."""
+    """Whether the tools are shown to the model, which may then call them."""
     return use is not None and use.mode is not ToolMode.NONE
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The tools that a request lets the model call."""
+    """Which tools a request allows."""
 
     mode: ToolMode = ToolMode.AUTO
     names: Mapping[str, str] | None = None
-    """The names of those that may be called, each by the path at which the request has it. None: all."""
+    """Names of the tools that may be called, with their paths in the request. None for all."""
 
 
 def function_tool(function: Mapping[str, Any], path: str, *, parameters_name: str = "parameters") -> Tool:
     """One tool.
 
     Args:
-        function: its `name`, `parameters`, `description`, `strict` and whatever else the template may show.
+        function: its `name`, `parameters`, `description`, `strict`, and anything else that the template may show.
         path: of the function in the request.
-        parameters_name: what the request calls `parameters`.
+        parameters_name: the request's name for `parameters`.
     """
     parameters = function.get("parameters") or _NO_ARGUMENTS
     shown = {"type": "function", "function": {**function, "parameters": dict(parameters)}}
@@ -89,8 +89,14 @@ def function_tool(function: Mapping[str, Any], path: str, *, parameters_name: st
 
 
 def tool_use(tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> ToolUse | None:
-    """The tools of a request; None when it has none. `parallel`: an answer may have several calls, where it need not be
-    one of one tool. Raises RequestError with the path of the field at fault."""
+    """The tools of a request, or None if it has none.
+
+    Args:
+        parallel: whether an answer may have several calls, unless it must be one call of one tool.
+
+    Raises:
+        RequestError: a field is wrong; it has the field's path.
+    """
     if not tools:
         if choice.names is not None or choice.mode not in (ToolMode.NONE, ToolMode.AUTO):
             raise RequestError("tool_choice is only allowed with tools.", param="tool_choice")
