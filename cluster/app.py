@@ -1,4 +1,4 @@
-"""The import path of every config file: `cluster.app:build_app`. The application is `cluster/serve/app.py`'s."""
+"""The import path in every config file: `cluster.app:build_app`. The application is in `cluster/serve/app.py`."""
 
 from cluster.serve.app import build_app
 

@@ -1,7 +1,7 @@
-"""How a process of ours writes its log: to stderr, which Ray keeps, one line an event, as text or as JSON.
+"""The log format of Lockstep's processes: to stderr, which Ray stores, one line per event, as text or JSON.
 
-Every line says which replica and which rank it is of. What a line has beside its message comes in `extra={"fields":
-{...}}`: values of a request or of the engine, never its text.
+Every line names its replica and rank. Further values come in `extra={"fields": {...}}`: values of a request or of the
+engine, never its text.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, the process's names, the line's fields, `error`."""
+    """One JSON object per line: time, level, logger, message, the process's names, the line's fields, `error`."""
 
     def __init__(self, process: Mapping[str, str]) -> None:
         super().__init__()
         self._process = dict(process)
-        # Values that JSON does not know are written as text: a line must not be lost for a value in it.
+        # Values that JSON lacks are written as text, so that no line is lost.
         self._encoder = msgspec.json.Encoder(enc_hook=str)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -53,20 +53,18 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Ours, among those of the root."""
+    """The handler of Lockstep among those of the root logger."""
 
 
 def formatter(log_format: str, **process: str) -> logging.Formatter:
-    """A formatter of `observability.log_format` (console or json) for a process of these names, e.g. replica and
+    """A formatter of `observability.log_format` (console or json), for a process with these names, such as replica and
     rank."""
     return (JsonFormatter if log_format == "json" else ConsoleFormatter)(process)
 
 
 def log_to_stderr(log_format: str = "console", **process: str) -> None:
-    """Shows what Lockstep logs in this process, and others' warnings; Ray keeps it, and passes it on to the driver.
-
-    Called again, it gives the process other names.
-    """
+    """Shows Lockstep's log and warnings of others in this process. Ray stores it and passes it on to the driver.
+    Another call changes the process's names."""
     logging.basicConfig(level=logging.WARNING, handlers=[_Handler(sys.stderr)])
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _Handler):

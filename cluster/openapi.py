@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document, made of the table of routes and of the models that check and write the bodies."""
+"""Builds the OpenAPI 3.1 document from the table of routes and the types of the bodies."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ class _WithoutTitles(GenerateJsonSchema):
 
 
 def build_document(version: str) -> dict[str, Any]:
-    """The document as plain data, the same on every run. Raises ValueError where two models that differ have one
-    name."""
+    """The document as plain data, the same on every run. Raises ValueError if two different models have one name."""
     schemas = _request_schemas()
     for name, schema in _answer_schemas().items():
         if schemas.setdefault(name, schema) != schema:
@@ -141,8 +140,8 @@ def _success(route: Route) -> dict[str, Any]:
     if route.answer is not None:
         content["application/json"] = {"schema": _schema_of(route.answer)}
     if route.event is not None:
-        # This version of OpenAPI has no word for a stream of events, and to some tools a `schema` is that of each: what
-        # their data holds has a name of our own.
+        # This version of OpenAPI cannot describe a stream of events, and some tools read `schema` as that of each
+        # event. So the type of the events' data has a name of its own.
         content["text/event-stream"] = {"x-event-schema": _schema_of(route.event)}
     if not content:
         content[route.media_type] = {"schema": {"type": "string"}}

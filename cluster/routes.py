@@ -1,7 +1,7 @@
-"""Every route of the endpoint: what it takes and gives, who may call it, and what answers it.
+"""All routes of the endpoint: input and output types, required roles, and handlers.
 
-The one table of them: the app (`serve.ingress`), the roles of API keys and the OpenAPI document are folds over it.
-Fields come from the models themselves: a new one is in the document without a change here.
+The app (`serve.ingress`), the roles of API keys and the OpenAPI document are built from this one table. Fields come
+from the models, so a new field is in the document without a change here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Version(msgspec.Struct):
 
 
 class Handlers:
-    """The objects that answer the routes of one replica; its own methods wait for nothing."""
+    """The objects that answer the routes of one replica. Its own methods do not wait."""
 
     def __init__(self, model: ServedModel, requests: ActiveRequests, document: bytes) -> None:
         """`document`: the OpenAPI document, as JSON."""
@@ -69,14 +69,14 @@ class Handlers:
         self.page = page()
 
     async def health(self, request: Request) -> PlainResponse:
-        """GET /health. Raises OverloadedError when the engine is dead."""
+        """GET /health. Raises OverloadedError if the engine is dead."""
         state = self.model.state
         if state is EngineState.DEAD:
             raise OverloadedError("The engine is dead.")
         return _json(status.Probe("ok", state))
 
     async def ready(self, request: Request) -> PlainResponse:
-        """GET /ready. Raises OverloadedError while the engine does not run."""
+        """GET /ready. Raises OverloadedError while the engine is not running."""
         self.requests.check_admits()
         state = self.model.state
         if state is not EngineState.RUNNING:
@@ -113,14 +113,15 @@ PlainHandler = Callable[[Request], Awaitable[PlainResponse]]
 Tag = Literal["OpenAI", "Anthropic", "SGLang and vLLM", "Operations"]
 
 _ANY = (400, 401, 403, 429, 431, 500)
-"""Errors of every route: an odd header, no key, a key of the wrong role or a Host that is not ours, a quota, too many
-headers, a fault of ours."""
+"""Errors of every route: an invalid header, no key, a key of the wrong role or a foreign Host, a quota, too many
+headers, an internal error."""
 _ENDPOINT = (*_ANY, 408, 413, 415, 503)
-"""Routes that may have a body: it can be wrong, slow, large or of another type, and the server can be stopping."""
+"""Further errors of routes that may have a body: it can be wrong, slow, large or of another type, and the server can be
+stopping."""
 _MODEL = (*_ENDPOINT, 404)
-"""Routes where something may be named that does not exist: a model, or a response."""
+"""Further errors of routes that name something that may not exist: a model, or a response."""
 _GENERATES = (*_MODEL, 409, 504)
-"""Routes that wait for the engine: too long, or until an operator ends them."""
+"""Further errors of routes that wait for the engine: a timeout, or an operator ends the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +131,18 @@ class Route:
     tag: Tag
     method: Literal["GET", "POST", "DELETE"]
     path: str
-    """The path in the form of Starlette, where `:path` after a name says that slashes belong to it."""
+    """The path in Starlette's form, in which `:path` after a name means that the value may contain slashes."""
     about: str
-    """A sentence; the document adds whether an admin key is needed."""
+    """A sentence. The document adds whether an admin key is needed."""
     handler: ModelHandler | None = None
-    """The handler that answers it for the model of a replica; with one of the next two in its place None."""
+    """The handler, if it only needs the replica's model. None if one of the next two is set."""
     serving: Callable[[Handlers], Handler] | None = None
-    """The handler that answers it with more of a replica than its model."""
+    """The handler, if it needs more of a replica than its model."""
     plain: Callable[[Handlers], PlainHandler] | None = None
-    """The handler that answers it at once, without a body, and also while the server stops."""
+    """The handler of a route without a body, which answers at once, also while the server is stopping."""
     request: type[BaseModel] | None = None
     answer: Any = None
-    """A struct type, or a union of them. None: not JSON."""
+    """A struct type, or a union of them. None if the answer is not JSON."""
     media_type: str = "application/json"
     """Type of an answer that is not JSON."""
     event: Any = None
@@ -149,9 +150,9 @@ class Route:
     errors: Sequence[int] = _ENDPOINT
     error: Any = ErrorBody
     roles: Set[Role] = USERS
-    """The roles of the keys that may call it; `ANYONE`: no key is asked for."""
+    """The roles of keys that may call it. `ANYONE`: no key is needed."""
     costs: bool = False
-    """Whether it counts against a key's quota though it is no POST."""
+    """Whether it counts against a key's quota although it is not a POST."""
 
 
 _openai = partial(Route, "OpenAI", errors=_MODEL)
@@ -166,7 +167,7 @@ PATH_PARAMETERS = {
     "request_id": "The answer's id, or the request's `x-request-id`.",
     "response_id": "The id of a response.",
 }
-"""Descriptions of the parameters in paths, by their names."""
+"""Descriptions of path parameters, by name."""
 
 ROUTES: tuple[Route, ...] = (
     _openai(

@@ -1,8 +1,5 @@
-"""The routes for operators: /v1/admin/weights, /abort_request and /flush_cache in SGLang's shape, and /sleep, /wake_up
-and /is_sleeping in vLLM's. They ask for an admin key.
-
-They act on the replica that answers.
-"""
+"""The routes for operators: /v1/admin/weights, /abort_request and /flush_cache in SGLang's form, and /sleep, /wake_up
+and /is_sleeping in vLLM's. They need an admin key, and act on the replica that answers."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from configs.errors import ConfigError, EngineError, RequestError
 
 
 class AbortRequest(Shape):
-    """POST /abort_request: one of the two."""
+    """POST /abort_request: one of the two fields."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -44,28 +41,27 @@ class WeightsRequest(Shape):
     """POST /v1/admin/weights."""
 
     model: str
-    """A local directory, or a Hugging Face id, of the same model as the one that serves."""
+    """A local directory, or a Hugging Face id, of the same model as the served one."""
     revision: str | None = None
     """Commit or tag of the repository on the Hub."""
     version: str | None = None
-    """Name of the weights from then on. None: the last part of `model`, and `revision`."""
+    """Name of the new weights. If null, the last part of `model`, and `revision`."""
     running: Running = "continue"
-    """The fate of requests that run. continue: they go on with the keys and values that they have. finish: they end
-    with the weights that they began with, and others wait. recompute: they go on with the tokens that they have, whose
-    keys and values are computed again."""
+    """What happens to running requests. continue: they continue with their KV. finish: they end with the old weights,
+    and others wait. recompute: they keep their tokens and compute their KV again with the new weights."""
 
 
 class Aborted(msgspec.Struct):
-    """How many requests were ended."""
+    """Number of requests that were ended."""
 
     aborted: int
 
 
 class Slept(msgspec.Struct):
-    """The engine sleeps, or goes on."""
+    """The answer to /sleep and /wake_up."""
 
     seconds: float
-    """The time that took."""
+    """Seconds that it took."""
 
 
 class Sleeping(msgspec.Struct):
@@ -75,13 +71,13 @@ class Sleeping(msgspec.Struct):
 
 
 class Flushed(msgspec.Struct):
-    """The engine was told to."""
+    """The answer to /flush_cache."""
 
     success: bool = True
 
 
 async def abort_request(requests: ActiveRequests, body: bytes, context: RequestContext) -> HttpResponse:
-    """POST /abort_request: ends the requests whose `x-request-id` is `rid`, or with `abort_all` every one."""
+    """POST /abort_request: ends the requests whose `x-request-id` is `rid`, or all requests with `abort_all`."""
     request = validated(AbortRequest, decode_body(body))
     if not request.abort_all and request.rid is None:
         raise RequestError("rid must be the id of a request.", code="invalid_type", param="rid")
@@ -89,8 +85,12 @@ async def abort_request(requests: ActiveRequests, body: bytes, context: RequestC
 
 
 async def change_weights(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
-    """POST /v1/admin/weights: has other weights serve, of the same shape; answers when they do. Raises RequestError
-    where they cannot be had, or it failed: those there are go on, unless a rank failed in the exchange."""
+    """POST /v1/admin/weights: changes to other weights of the same shape, and answers when they are in use.
+
+    Raises:
+        RequestError: the change is impossible or failed. The old weights stay in use, unless a rank failed while taking
+            the new ones.
+    """
     request = await model.threads.prepared(body, partial(validated, WeightsRequest))
     assert model.update_weights is not None, "an engine behind a socket alone has no ranks to tell"
     try:
@@ -98,14 +98,14 @@ async def change_weights(model: ServedModel, body: bytes, context: RequestContex
     except ConfigError as error:
         raise RequestError(str(error), code="weights_not_changed", param="model") from None
     except EngineError as error:
-        # Its message for clients is about requests; an operator may know what the log says.
+        # The public message is about requests, but an operator may see the log's message.
         raise RequestError(str(error), code="engine_error", status=500) from error
     assert changed is not None, "a path is no part"
     return json_response(changed)
 
 
 async def flush_cache(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
-    """POST /flush_cache: forgets every cached prompt that no running request uses."""
+    """POST /flush_cache: drops every cached prompt that no running request uses."""
     model.engine.flush_cache()
     return json_response(Flushed())
 
@@ -116,8 +116,12 @@ async def is_sleeping(model: ServedModel, body: bytes, context: RequestContext) 
 
 
 async def sleep(model: ServedModel, body: bytes, context: RequestContext, *, wakes: bool) -> HttpResponse:
-    """POST /sleep, which frees the memory of the devices while requests wait, or /wake_up, which has the weights come
-    back and requests go on. Answers when that is done. Raises RequestError where it is so already, or cannot be."""
+    """POST /sleep, which frees the memory of the devices while requests wait, or /wake_up, which restores the weights
+    and continues requests. Answers when that is done.
+
+    Raises:
+        RequestError: the engine is in that state already, or cannot sleep.
+    """
     if model.sleep is None:
         raise RequestError("This engine has no ranks that could sleep.", code="no_change")
     try:

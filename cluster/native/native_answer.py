@@ -1,7 +1,7 @@
-"""Answers of /generate: one object for each sequence, whole, or as it has grown with each step.
+"""Answers of /generate: one object per sequence, whole or after each step.
 
-A stream's objects are cumulative, as SGLang's are: each holds the whole text so far. Only the last one holds the
-likeliest tokens: in all of them, they would be most of the stream.
+A stream's objects are cumulative, as SGLang's are: each has the whole text so far. Only the last one has the likeliest
+tokens, which would otherwise make up most of the stream.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from cluster.requests.json_parts import DONE, event_parts, finite, json_parts, l
 from cluster.text.tokenizer import Tokenizer
 
 Entry = tuple[float | None, int, str | None]
-"""Log probability, token id, and the token's text when it is asked for."""
+"""Log probability, token id, and the token's text if requested."""
 
 
 class MatchedStop(msgspec.Struct, tag_field="type", tag="stop"):
-    """The model ended, or a stop string or token did."""
+    """End of sequence, a stop string or a stop token."""
 
     matched: int | str | None
 
@@ -36,7 +36,7 @@ class ReachedLength(msgspec.Struct, tag_field="type", tag="length"):
 
 
 class WasAborted(msgspec.Struct, tag_field="type", tag="abort"):
-    """Somebody ended it."""
+    """The request was ended from outside."""
 
     message: str
 
@@ -50,7 +50,7 @@ class MetaInfo(msgspec.Struct, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     e2e_latency: float | msgspec.UnsetType = msgspec.UNSET
-    """Seconds; once the sequence has ended."""
+    """Seconds. Present once the sequence has ended."""
     input_token_logprobs: list[Entry] | msgspec.UnsetType = msgspec.UNSET
     output_token_logprobs: list[Entry] | msgspec.UnsetType = msgspec.UNSET
     input_top_logprobs: list[list[Entry] | None] | msgspec.UnsetType = msgspec.UNSET
@@ -59,17 +59,17 @@ class MetaInfo(msgspec.Struct, kw_only=True):
 
 
 class NativeAnswer(msgspec.Struct):
-    """One sequence, so far."""
+    """One sequence so far."""
 
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
     index: int | msgspec.UnsetType = msgspec.UNSET
-    """The sequence's index, in a stream of several."""
+    """The sequence's index, in a stream of several sequences."""
 
 
 class NativeWriter(AnswerWriter):
-    """Answers of /generate."""
+    """Writes answers of /generate."""
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class NativeWriter(AnswerWriter):
         with_text: bool,
     ) -> None:
         """Args:
-        starts: for each prompt, the position from which on log probabilities of its tokens are wanted; -1: of none.
+        starts: for each prompt, the position from which log probabilities of its tokens are wanted. -1 for none.
         ids: for each prompt.
-        as_list: whole answers are a list, and streamed ones say which sequence they are of.
-        with_text: log probabilities come with their tokens' text.
+        as_list: whether whole answers are a list, and streamed ones have an index.
+        with_text: whether log probabilities include their tokens' text.
         """
         super().__init__(run)
         self._as_list = as_list
@@ -130,13 +130,13 @@ class _Output:
     prompt: list[Entry] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
-        """Takes what a step brought."""
+        """Adds what a step produced."""
         self.got.add(delta)
         for token, row in zip(delta.token_ids, delta.logprobs, strict=False):
             self.logprobs.append(self._entry(row.logprob, token))
 
     def shown(self) -> NativeAnswer:
-        """The sequence as clients read it."""
+        """The sequence in the form for clients."""
         output = self.run.output(self.index)
         sampling, prefilled = output.stream.sampling, output.stream.prefilled
         has_ended = self.got.finish_reason is not None
@@ -165,12 +165,12 @@ class _Output:
         return None if logprob is None else finite(logprob), token, text
 
     def _likeliest(self, places: slice) -> Iterator[list[Entry]]:
-        """The engine's log probabilities that stand at `places`, for each token."""
+        """The engine's log probabilities at the positions `places`, for each token."""
         for row in self.got.logprobs:
             yield [self._entry(logprob, id_) for id_, logprob in row.top[places]]
 
     def _prompt_entries(self) -> Iterator[Entry]:
-        """The prompt's tokens from `start` on, kept for all objects of a stream; the first of all has no log
+        """The prompt's tokens from `start` on, cached for all objects of a stream. The first prompt token has no log
         probability."""
         yield from self.prompt
         if self.got.prompt_logprobs is None:
@@ -182,7 +182,7 @@ class _Output:
             yield entry
 
     def _prompt_top_logprobs(self) -> Iterator[list[Entry] | None]:
-        """The likeliest tokens in the places of those."""
+        """The likeliest tokens at the positions of those."""
         if self.got.prompt_logprobs is None:
             return
         if self.start == 0:

@@ -1,7 +1,7 @@
-"""The route /generate, SGLang's own: texts or token ids in, text, ids and log probabilities out.
+"""The route /generate, SGLang's own: texts or token ids in; text, ids and log probabilities out.
 
-What RL trainers and evaluation harnesses speak: no messages, no model name, one prompt or a batch of them, and for each
-parameter one value or one for each prompt.
+RL trainers and evaluation harnesses use it: no messages, no model name, one prompt or a batch, and for each parameter
+one value or one per prompt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from worker.protocol import MAX_ROW_REQUESTED
 _DEFAULT_NEW_TOKENS = 128
 _T = TypeVar("_T")
 _ForEach = Annotated[list[_T], Field(max_length=MAX_SEQUENCES)]
-"""A value for each prompt."""
+"""One value per prompt."""
 
 _Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 _Start = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
@@ -43,7 +43,7 @@ class NativeSampling(SamplingFields):
     """`sampling_params`: every sampling field of the other routes, and SGLang's names."""
 
     max_new_tokens: _Count | None = None
-    """None: 128. 0: only the prompt is of interest."""
+    """Null means 128. 0: only the prompt is of interest."""
     min_new_tokens: _Count | None = None
     sampling_seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     n: int | None = Field(None, ge=1)
@@ -61,14 +61,14 @@ class NativeRequest(Shape):
     """`meta_info.id` of the answer."""
     return_logprob: bool | _ForEach[bool] | None = None
     logprob_start_len: _Start | _ForEach[_Start] | None = None
-    """Position in the prompt from which its tokens' log probabilities are wanted too; -1: none."""
+    """Position in the prompt from which its tokens' log probabilities are wanted too. -1 for none."""
     top_logprobs_num: _Count | _ForEach[_Count] | None = None
     token_ids_logprob: _Asked | _ForEach[_Asked] | None = None
-    """Tokens whose log probabilities are wanted at every place of the answer."""
+    """Tokens whose log probabilities are wanted at every position of the answer."""
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     priority: int | None = Field(None, ge=-(2**53) + 1, le=2**53 - 1)
-    """Lower goes first among the client's requests. Across clients it counts within what the key is granted."""
+    """Lower goes first among the client's requests. Across clients it counts within the range granted to the key."""
 
 
 _SAMPLING = FieldPolicy(
@@ -93,7 +93,7 @@ _FIELDS = FieldPolicy(
 
 
 class _Checked(NamedTuple):
-    """A request whose fields were checked, and what it asks for each prompt."""
+    """A request with checked fields, and its values for each prompt."""
 
     request: NativeRequest
     is_batch: bool
@@ -102,7 +102,7 @@ class _Checked(NamedTuple):
     sampling: list[NativeSampling]
     options: list[JobOptions]
     starts: list[int]
-    """Positions, as `NativeWriter` has them."""
+    """Positions, see `NativeWriter`."""
 
 
 async def generate(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
@@ -203,12 +203,12 @@ def _check(
 
 
 async def _job(model: ServedModel, checked: _Checked, context: RequestContext) -> Job:
-    """One job of one for each prompt, which may differ in all but how their texts end."""
+    """Joins one job per prompt. They may differ in everything except how their texts end."""
     request, prompts = checked.request, checked.prompts
     single = len(prompts) == 1
     jobs = []
     for i, (prompt, fields, options) in enumerate(zip(prompts, checked.sampling, checked.options, strict=True)):
-        await asyncio.sleep(0)  # each may allow as many tokens as there are
+        await asyncio.sleep(0)  # each may ask for all tokens of the vocabulary
         param = "text" if request.input_ids is None else "input_ids"
         limit = model.checked_max_tokens(
             prompt, fields.max_new_tokens, default=_DEFAULT_NEW_TOKENS, param=param if single else f"{param}[{i}]"
@@ -238,7 +238,7 @@ def _spread(value: _T | list[_T] | None, count: int, default: _T, param: str) ->
 
 
 def _spread_ids(value: list[int] | list[list[int]] | None, count: int) -> list[list[int]]:
-    """Token ids for each prompt."""
+    """Token ids of each prompt."""
     ids: list[Any] = list(value or ())
     if ids and isinstance(ids[0], list):
         return _spread(ids, count, [], "token_ids_logprob")

@@ -1,8 +1,8 @@
-"""The route /v1/score: how likely each of some tokens is to come next, for many texts at once, without generating text.
+"""The route /v1/score, in SGLang's form for generative models: probabilities of some tokens after each of many texts.
 
-SGLang's shape for models that write. Texts that begin alike are items behind their common beginning, as many in one
-prompt as the engine takes: it is computed once, and they in one step. Where the engine takes none, or one of them is
-too long, every text is a prompt of its own, and those of one query share its pages.
+Texts with a common beginning become scored items after it, as many in one prompt as the engine accepts: the beginning
+is computed once, and the items in one step. If the engine accepts no items, or an item is too long, every text is a
+separate prompt, and prompts of one query share its pages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CROSS_ENCODER_FIELDS = ("text_1", "text_2", "queries", "documents", "data_1", "
 
 
 class ScoreRequest(Shape):
-    """POST /v1/score: each of `items`, put after `query`, is a prompt."""
+    """POST /v1/score: each of `items`, appended to `query`, is a prompt."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -50,30 +50,30 @@ class ScoreRequest(Shape):
     model: str | None = None
     query: str | _Ids
     items: str | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[_Ids], Field(fail_fast=True)]
-    """Texts where `query` is one, token ids where it is token ids."""
+    """Texts if `query` is a text, token ids if it is token ids."""
     label_token_ids: list[int] = Field(min_length=1, max_length=MAX_ROW_REQUESTED)
     """The tokens to score."""
     apply_softmax: bool | None = None
-    """The scores of an item add up to 1. Otherwise they are probabilities among all tokens."""
+    """Whether the scores of an item add up to 1. Otherwise they are probabilities among all tokens."""
     item_first: bool | None = None
-    """Items come before the query."""
+    """Whether items come before the query."""
 
 
 class Scores(msgspec.Struct):
-    """One list for each item, with one score for each label."""
+    """One list per item, with one score per label."""
 
     id: str
     model: str
     scores: list[list[float]]
     usage: Usage
-    """Tokens that texts have in common count once for all that were put into one prompt."""
+    """Common tokens count once for all texts in one prompt."""
     object: str = "scoring"
 
 
 async def score(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /v1/score. Raises RequestError for a bad request."""
     labels, softmax, groups, ignored = await model.threads.prepared(body, partial(_checked, model))
-    # Greedy: what is sampled is dropped.
+    # Greedy, because the sampled token is dropped.
     sampling = SamplingParams(
         max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=0, logprob_token_ids=tuple(labels)
     )
@@ -88,7 +88,7 @@ async def score(model: ServedModel, body: bytes, context: RequestContext) -> Htt
 
 
 def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[list[int], bool, list[Group], list[str]]:
-    """The labels, whether their scores add up to 1, the prompts, and the fields that are ignored."""
+    """The labels, whether their scores add up to 1, the prompts, and the ignored fields."""
     for name in _CROSS_ENCODER_FIELDS:
         if raw.get(name) is not None:
             raise RequestError(
@@ -100,7 +100,7 @@ def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[list[int], boo
     labels = request.label_token_ids
     check_token_ids(labels, "label_token_ids", model.vocab_size)
     prompts = []
-    # One at a time: each has the whole query, so all of them may be very long.
+    # Encoded one at a time: each contains the whole query, so together they may be very long.
     for i, prompt in enumerate(_prompts(model, request)):
         model.checked_max_tokens(prompt, 1, param=f"items[{i}]")
         prompts.append(prompt)
@@ -130,17 +130,18 @@ def _prompts(model: ServedModel, request: ScoreRequest) -> Iterator[list[int]]:
 
 
 class Group(NamedTuple):
-    """Texts of one prompt."""
+    """Texts that form one prompt."""
 
     prompt: list[int]
     item_lens: tuple[int, ...] = ()
-    """Lengths of the items that it ends with; none: it is one text."""
+    """Lengths of the items at its end. Empty if it is a single text."""
 
 
 def grouped(prompts: Sequence[list[int]], max_item_tokens: int, max_model_len: int) -> list[Group]:
-    """`prompts` in their order, those that begin alike as items behind what all of them have in common."""
+    """Groups `prompts`, in order: prompts with a common beginning become items after it."""
     longest, shortest = max(map(len, prompts)), min(map(len, prompts))
-    pairs = zip(min(prompts), max(prompts), strict=False)  # the first and the last in order differ first
+    # In sorted order, the first and the last one have the shortest common beginning
+    pairs = zip(min(prompts), max(prompts), strict=False)
     shared = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shortest)
     shared = min(shared, shortest - 1)  # no item is empty
     room = min(max_item_tokens, max_model_len - 1 - shared)
@@ -156,13 +157,13 @@ def grouped(prompts: Sequence[list[int]], max_item_tokens: int, max_model_len: i
         parts[-1].append(item)
         left -= len(item)
     query = prompts[0][:shared]
-    # One item alone is the end of a prompt like any other.
+    # A single item is simply the end of a prompt.
     lens = [tuple(map(len, items)) if len(items) > 1 else () for items in parts]
     return [Group([*query, *itertools.chain(*items)], of_items) for items, of_items in zip(parts, lens, strict=True)]
 
 
 class _ScoreWriter(AnswerWriter):
-    """Answers of /v1/score, which are never streamed."""
+    """Writes answers of /v1/score, which are never streamed."""
 
     def __init__(self, run: Run, model_name: str, *, softmax: bool) -> None:
         super().__init__(run)
@@ -184,7 +185,7 @@ class _ScoreWriter(AnswerWriter):
 
 
 def _scores(logprobs: Sequence[float], *, softmax: bool) -> list[float]:
-    """Probabilities of log probabilities; with `softmax`, among these alone."""
+    """Probabilities from log probabilities. With `softmax`, among these tokens only."""
     top = max(logprobs) if softmax else 0.0
     if top == -math.inf:
         return [0.0] * len(logprobs)

@@ -1,4 +1,4 @@
-"""The routes that show what this replica is and does: /server_info, /v1/loads, /load, /health_generate, timelines."""
+"""The routes that show a replica's state: /server_info, /v1/loads, /load, /health_generate, timelines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ServerInfo(msgspec.Struct):
     version: str
     model: str
     weights_version: str | None
-    """None: the weights are those of the start."""
+    """Null for the weights of the start."""
     max_model_len: int
     vocab_size: int
     engine: EngineInfo | None
@@ -45,18 +45,18 @@ class ServerInfo(msgspec.Struct):
 
 
 class Load(msgspec.Struct):
-    """The load of a replica's engine; the names are SGLang's. A replica is one data-parallel rank."""
+    """The load of a replica's engine, with SGLang's names. A replica is one data-parallel rank."""
 
     dp_rank: int
     timestamp: float
-    """Unix time, seconds."""
+    """Unix time in seconds."""
     num_running_reqs: int
     num_waiting_reqs: int
     num_waiting_tokens: int
     num_used_tokens: int
     """KV tokens that running requests hold."""
     num_total_tokens: int
-    """Used and waiting ones."""
+    """KV tokens that are held, plus waiting tokens."""
     max_total_num_tokens: int
     token_usage: float
     """0 to 1."""
@@ -68,7 +68,7 @@ class Load(msgspec.Struct):
 
 
 class Loads(msgspec.Struct):
-    """The loads of this endpoint: one, for the replica that answers."""
+    """The loads of this endpoint: one, of the replica that answers."""
 
     timestamp: str
     version: str
@@ -76,7 +76,7 @@ class Loads(msgspec.Struct):
 
 
 class ServerLoad(msgspec.Struct):
-    """How many requests run or wait; vLLM's shape."""
+    """Number of running and waiting requests, in vLLM's form."""
 
     server_load: int
 
@@ -89,7 +89,7 @@ class Probe(msgspec.Struct):
 
 
 class Healthy(msgspec.Struct):
-    """A token was generated."""
+    """The answer of /health_generate: a token was generated."""
 
     latency_s: float
     status: str = "ok"
@@ -118,8 +118,12 @@ async def server_load(model: ServedModel, body: bytes, context: RequestContext) 
 
 
 async def health_generate(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
-    """GET /health_generate: waits for one token, which is generated ahead of what waits; calls at one time share it.
-    Raises OverloadedError where none came in time, and EngineError where the engine failed."""
+    """GET /health_generate: waits for one token, which is generated before waiting requests. Concurrent calls share it.
+
+    Raises:
+        OverloadedError: no token came in time.
+        EngineError: the engine failed.
+    """
     begin = time.monotonic()
     try:
         await model.probe(_PROBE_TIMEOUT_S)
@@ -129,8 +133,11 @@ async def health_generate(model: ServedModel, body: bytes, context: RequestConte
 
 
 async def request_timeline(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
-    """GET /v1/timelines/{request_id}: of a request that has ended; of others' to an admin alone. Raises RequestError
-    (404) where none of that id is among the last."""
+    """GET /v1/timelines/{request_id}: the timeline of an ended request. Only an admin key gets those of other clients.
+
+    Raises:
+        RequestError: 404 if no request with this id is among the last ones.
+    """
     request_id = context.path_params["request_id"]
     telemetry = model.engine.telemetry
     record = telemetry.recent.find(request_id, None if context.role is Role.ADMIN else context.client)
@@ -140,7 +147,7 @@ async def request_timeline(model: ServedModel, body: bytes, context: RequestCont
             code="request_not_found",
             status=404,
         )
-    # A long life takes tens of milliseconds to write down.
+    # Writing a long timeline takes tens of milliseconds.
     pauses = telemetry.pauses_between(record.context.arrived_s, record.ended_s)
     return json_response(await asyncio.to_thread(timeline, record, telemetry.board.steps(), pauses))
 

@@ -1,6 +1,6 @@
-"""The routes /tokenize and /detokenize: what the model's tokenizer makes of a text or a chat, and of token ids.
+"""The routes /tokenize and /detokenize: the token ids of a text or a chat, and the text of token ids.
 
-Clients and load generators count with them; the ids are those that a request with the same fields would run on.
+Clients and load generators use them for counting. The ids are those on which a request with the same fields would run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OWN_FIELDS = frozenset({"prompt", "messages", "model", "add_special_tokens", "r
 
 
 class TokenizeRequest(Shape):
-    """POST /tokenize: a `prompt`, or `messages` with any field of a chat that the chat template reads."""
+    """POST /tokenize: a `prompt`, or `messages` with any chat field that the chat template reads."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=exactly_one(prompt="string", messages="array"))
 
@@ -38,7 +38,7 @@ class TokenizeRequest(Shape):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    """Null: true for a prompt. A chat's template writes the special tokens itself."""
+    """Null means true for a prompt. A chat's template writes the special tokens itself."""
     return_token_strs: bool | None = None
 
 
@@ -75,7 +75,7 @@ async def tokenize(model: ServedModel, body: bytes, context: RequestContext) -> 
 
 
 def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[TokenizeRequest, list[int] | Conversation, list[str]]:
-    """A request, its prompt's tokens or its chat, and the fields that are ignored."""
+    """A request, its prompt's tokens or its chat, and the ignored fields."""
     request = validated(TokenizeRequest, raw)
     model.check_name(request.model)
     if (request.prompt is None) == (request.messages is None):

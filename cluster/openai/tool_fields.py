@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice` as OpenAI's two APIs have them, which differ in how deep a function lies."""
+"""Reads `tools` and `tool_choice` of OpenAI's two APIs, which nest a function differently."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ def parse_tools(
     *,
     nested: bool = True,
 ) -> ToolUse | None:
-    """The tools of a request, whose shape is checked; None when it has none. `nested`: a function lies below
-    `function`, as in chat completions; False: in its place, as in responses. Raises RequestError with the path of the
-    field at fault, e.g. `tools[0].function.name`."""
+    """The tools of a request, or None if it has none. The types are checked already.
+
+    Args:
+        nested: whether a function is below `function`, as in chat completions. If False, its fields are in the tool
+            itself, as in responses.
+
+    Raises:
+        RequestError: a field is wrong; it has the field's path, such as `tools[0].function.name`.
+    """
     functions = [
         function_tool(tool["function"], f"tools[{i}].function")
         if nested

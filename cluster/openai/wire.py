@@ -1,5 +1,4 @@
-"""Bodies to send: whole answers, SSE chunks and error bodies as msgspec structs, each the shape of one OpenAI
-object."""
+"""Response bodies: whole answers, SSE chunks and errors as msgspec structs, each with the form of one OpenAI object."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ import msgspec
 from cluster.requests.job import Usage
 
 
-# The garbage collector has nothing to look for in the next two, of which an answer holds many.
+# The garbage collector need not visit the next two structs, of which an answer holds many.
 class TopLogprob(msgspec.Struct, gc=False):
     token: str
     logprob: float
     bytes: tuple[int, ...]
-    """The token's raw bytes, which need not be whole characters."""
+    """The token's raw bytes, which may be a part of a character."""
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
@@ -26,31 +25,32 @@ class TokenLogprob(msgspec.Struct, gc=False):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """One entry for each token the usage counts, the one that ended the text included."""
+    """One entry for each token that the usage counts, including the one that ended the text."""
 
     content: list[TokenLogprob]
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Aligned lists, one entry for each token the usage counts; with echo the prompt's tokens come first."""
+    """Lists of equal length, one entry for each token that the usage counts. With echo, the prompt's tokens come
+    first."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    """None for a prompt's first token, which nothing precedes."""
+    """Null for a prompt's first token, which has no token before it."""
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Characters of the text before the token's."""
+    """Number of characters of the text before the token's."""
 
 
 class PromptLogprob(msgspec.Struct):
     logprob: float
     rank: int | None
-    """1 for the likeliest; None for a prompt token that is not among those asked for."""
+    """1 for the likeliest. Null for a prompt token that is not among the requested likeliest ones."""
     decoded_token: str
 
 
 PromptLogprobsJson = list[dict[int, PromptLogprob] | None]
-"""For each prompt token, by token id; None for the first."""
+"""For each prompt token, by token id. Null for the first one."""
 
 
 Reason = Literal["stop", "length", "tool_calls", "abort"]
@@ -70,12 +70,12 @@ class ToolCall(msgspec.Struct):
 
 class AssistantMessage(msgspec.Struct):
     content: str | None
-    """Null for an answer of calls alone."""
+    """Null for an answer with calls only."""
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    """The reasoning by its other name: clients read one or the other."""
+    """The reasoning under another name; clients read one or the other."""
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -106,7 +106,7 @@ class FunctionDelta(msgspec.Struct, omit_defaults=True):
 
 
 class ToolCallDelta(msgspec.Struct, omit_defaults=True):
-    """The first of an index has everything and empty arguments, the others pieces of the arguments."""
+    """The first chunk of an index has all fields and empty arguments; later ones have pieces of the arguments."""
 
     index: int
     function: FunctionDelta
@@ -137,7 +137,7 @@ class ChatChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    """Present with include_usage: null in every chunk but the last, unless it was asked for in all."""
+    """Present with include_usage: null in every chunk but the last, unless it was requested in all."""
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     """Present in the first chunk."""
@@ -156,7 +156,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """A whole completion, and also one chunk of a streamed one."""
+    """A whole completion, or one chunk of a streamed one."""
 
     id: str
     created: int
@@ -172,15 +172,15 @@ class ModelCard(msgspec.Struct):
 
     id: str
     created: int
-    """Unix time, seconds."""
+    """Unix time in seconds."""
     created_at: str
-    """The time in the form of RFC 3339."""
+    """The time as in RFC 3339."""
     display_name: str
     max_model_len: int
     tool_template: Literal["own", "generic", "none"]
-    """How the model is shown tools: by its chat template, in the generic form, or not at all."""
+    """How tools are shown to the model: by its chat template, in the generic form, or not at all."""
     numerics: Literal["exact", "fast"]
-    """exact: not one bit of a logit depends on the number of ranks, or on what else runs."""
+    """exact: no bit of a logit depends on the number of ranks or on other requests."""
     owned_by: str = "lockstep"
     object: Literal["model"] = "model"
     type: Literal["model"] = "model"
@@ -188,7 +188,7 @@ class ModelCard(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """All models, on the one page there is."""
+    """All models, on a single page."""
 
     data: list[ModelCard]
     first_id: str

@@ -1,6 +1,6 @@
-"""Words of several tokens that must not occur in an answer: the last token is banned where the others just came.
+"""Words of several tokens that must not occur in an answer: their last token is banned after the others.
 
-A word of one token is a bias that always holds, and no matter of a guide.
+A word of one token is a bias that always applies, and needs no guide.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from worker.protocol import UInt32Array
 
 
 class BadWordsGuide:
-    """A `cluster.scheduling.request.Guide` that keeps an answer free of `words`."""
+    """A `cluster.scheduling.request.Guide` that keeps `words` out of an answer."""
 
     def __init__(self, words: Sequence[Sequence[int]], every: UInt32Array) -> None:
         """Args:
-        words: at least two token ids each, all of the vocabulary.
+        words: at least two token ids each, all in the vocabulary.
         every: the mask that allows the whole vocabulary.
         """
         self._words = [(list(word[:-1]), word[-1]) for word in words]
         self._num_kept = max(len(before) for before, _ in self._words)
-        self._last: list[int] = []  # tokens to remember: those before the longest word's last
+        self._last: list[int] = []  # number of last tokens to remember: the longest word without its last token
         self._every = every
         self._drafts: list[int] = []
 
@@ -56,7 +56,7 @@ class BadWordsGuide:
 
 
 class BothGuides:
-    """Allows what both of two guides allow."""
+    """A guide that allows what both of two guides allow."""
 
     def __init__(self, first: Guide, second: Guide) -> None:
         self._both = (first, second)

@@ -1,8 +1,8 @@
-"""The program that checks grammars: `python -m cluster.structured.check_process`, its socket as standard input.
+"""The program that checks grammars: `python -m cluster.structured.check_process`, with a socket as standard input.
 
-The first process reads the tokenizer and checks nothing itself. It forks a child, which a grammar that takes too much
-CPU time or memory, or breaks the compiler, may end; the next one is forked in milliseconds. Forking is safe here: there
-is a single thread, and nothing has been done but to read the tokenizer.
+The first process reads the tokenizer and checks nothing itself. It forks a child for the checks. A grammar that takes
+too much CPU time or memory, or breaks the compiler, may end the child; the next one is forked in milliseconds. Forking
+is safe here: there is a single thread, and only the tokenizer was read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cluster.structured.spec import GrammarSpec
 from configs.errors import RequestError
 from parallel.sockets import receive_frame
 
-# A new request's grammar waits, where there are no cores to spare, rather than the answers that are under way.
+# Lower CPU priority: without free cores, a new request's grammar waits instead of running answers.
 _NICENESS = 5
 
 
@@ -41,7 +41,7 @@ class _Checks:
         self._compiler = GrammarCompiler({token["content"]: token["id"] for token in added if token.get("special")})
 
     def reply(self, spec: GrammarSpec) -> Reply:
-        """The verdict on `spec`, unless the process dies of it."""
+        """Checks `spec`. The process may die of it."""
         try:
             grammar = self._compiler.compile(spec)
             try:
@@ -67,8 +67,8 @@ def main() -> None:
     except ValueError as error:
         checks = f"Structured output is not available with this model's tokenizer: {error}"
     gc.collect()
-    gc.freeze()  # a collection would touch, and so copy, every page that holds an object
-    checking = mmap.mmap(-1, 1)  # shared with the child: whether it owes a reply
+    gc.freeze()  # a garbage collection would touch, and so copy, every page with an object
+    checking = mmap.mmap(-1, 1)  # shared with the child: whether it has to send a reply
     while True:
         if (pid := os.fork()) == 0:
             _serve(sock, checks, checking)
@@ -76,7 +76,7 @@ def main() -> None:
         if code == 0:
             return
         if not checking[0]:
-            continue  # a reply to nothing would be taken for that to the next grammar
+            continue  # a reply without a question would be taken for the next grammar's
         checking[0] = False
         reason = "takes too much time" if code == -signal.SIGPROF else "takes too much memory, or breaks the compiler"
         try:
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def _serve(sock: socket.socket, checks: _Checks | str, checking: mmap.mmap) -> NoReturn:
-    """The child: answers until the other end closes. `checks` is an error where there are none."""
+    """Runs in the child: answers until the other end closes. `checks` is an error if the tokenizer cannot be used."""
     status = 1
     try:
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + CHECK_MEMORY_BYTES,) * 2)
@@ -98,7 +98,8 @@ def _serve(sock: socket.socket, checks: _Checks | str, checking: mmap.mmap) -> N
             else:
                 signal.setitimer(signal.ITIMER_PROF, CHECK_CPU_S)
                 reply = checks.reply(spec)
-                # Not while it writes: half a reply would be taken for the beginning of another.
+                # The limit is lifted while writing, because half a reply would be taken for the beginning of another
+                # one.
                 signal.setitimer(signal.ITIMER_PROF, 0)
             checking[0] = False
             sock.sendall(pack(reply))
@@ -108,11 +109,11 @@ def _serve(sock: socket.socket, checks: _Checks | str, checking: mmap.mmap) -> N
     except BaseException:  # noqa: BLE001 -- said here, since nothing runs after this process
         traceback.print_exc()
     finally:
-        os._exit(status)  # nothing of the first process is to be cleaned up here
+        os._exit(status)  # skips the cleanup of the first process's objects
 
 
 def _address_space() -> int:
-    """Bytes of it that this process has."""
+    """Bytes of memory of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

@@ -1,4 +1,4 @@
-"""Checks grammars before a request is queued: in a process that hostile ones cannot take down, each grammar once."""
+"""Checks grammars before a request is queued: each grammar once, in a process that may be killed by a hostile one."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _ROOT = Path(__file__).parents[2]
 _MAX_CHECKING = 1024
 _MAX_WAIT_S = 2.0
 _MAX_CACHE_BYTES = 32 << 20
-# The first answer has to wait for the tokenizer.
+# The first reply also waits for the tokenizer.
 _REPLY_TIMEOUT_S = 60.0
-_ENTRY_BYTES = 512  # a cached refusal's and the dictionary's own
+_ENTRY_BYTES = 512  # bytes of a cached refusal and its dictionary entry
 _TOO_MANY = "Too many grammars wait to be checked; try again later."
 
 
 class GrammarChecker:
-    """Makes of a `GrammarSpec` what `SamplingParams.grammar` holds, or a RequestError.
+    """Turns a `GrammarSpec` into the value of `SamplingParams.grammar`, or raises RequestError.
 
-    Owns one process, a thread that talks to it, both started by the first check or by `start`, and the grammars that
-    were checked lately. One event loop's; nothing in it blocks the loop.
+    It owns one process, a thread that talks to it (both started by `start` or the first check), and a cache of checked
+    grammars. Used on one event loop, which it never blocks.
     """
 
     def __init__(self, make_setup: Callable[[], Setup]) -> None:
@@ -48,21 +48,25 @@ class GrammarChecker:
         self._cache: OrderedDict[bytes, Checked | Refused] = OrderedDict()
         self._cache_bytes = 0
         self._checking: dict[bytes, asyncio.Task[Checked | Refused]] = {}
-        # The newest goes first: a flood then waits for itself, and for its time to be up.
+        # The newest goes first, so that a flood of grammars only delays itself, until its time is up.
         self._work: queue.LifoQueue[tuple[GrammarSpec | None, Future[Reply | None]] | None] = queue.LifoQueue()
         self._thread: threading.Thread | None = None
-        # The thread's:
+        # used by the thread only
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
     async def start(self) -> None:
-        """Starts the process unless it runs: then the first check need not wait for it. Raises OverloadedError where it
+        """Starts the process unless it runs, so that the first check need not wait for it. Raises OverloadedError if it
         cannot be started now; the next call tries again."""
         await self._ask(None)
 
     async def check(self, spec: GrammarSpec) -> str:
-        """The checked grammar. Raises RequestError where it is wrong or too complex, OverloadedError where too many
-        wait for their check or the process does not answer."""
+        """The checked grammar.
+
+        Raises:
+            RequestError: the grammar is wrong or too complex.
+            OverloadedError: too many checks wait, or the process does not answer.
+        """
         key = msgspec.msgpack.encode(spec)
         known = self._cache.get(key)
         if known is not None:
@@ -74,14 +78,14 @@ class GrammarChecker:
                     raise OverloadedError(_TOO_MANY)
                 task = self._checking[key] = asyncio.create_task(self._check(key, spec))
                 task.add_done_callback(lambda _: self._checking.pop(key, None))
-            # One caller that goes away must not take the check from the others.
+            # A caller that leaves must not cancel the check for the others.
             known = await asyncio.shield(task)
         if isinstance(known, Refused):
             raise RequestError(known.message, code=known.code, param=known.param)
         return known.grammar
 
     async def close(self) -> None:
-        """Ends process and thread; checks under way end with OverloadedError."""
+        """Ends process and thread. Running checks end with OverloadedError."""
         for task in list(self._checking.values()):
             task.cancel()
         await asyncio.gather(*self._checking.values(), return_exceptions=True)
@@ -89,7 +93,7 @@ class GrammarChecker:
             self._work.put(None)
             if self._socket is not None:
                 with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # nobody waits for a reply any more
+                    self._socket.shutdown(socket.SHUT_RDWR)  # no caller waits for a reply any more
             await asyncio.to_thread(self._thread.join)
             self._thread = None
 
@@ -102,7 +106,7 @@ class GrammarChecker:
         return reply
 
     async def _ask(self, spec: GrammarSpec | None) -> Reply | None:
-        """The reply to `spec`, once the process runs. Raises OverloadedError when its turn does not come in time."""
+        """The reply to `spec`, once the process runs. Raises OverloadedError if its turn does not come in time."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammar-checker", daemon=True)
             self._thread.start()
@@ -110,7 +114,7 @@ class GrammarChecker:
         self._work.put((spec, future))
         reply = asyncio.wrap_future(future)
         await asyncio.wait([reply], timeout=_MAX_WAIT_S)
-        if not reply.done() and future.cancel():  # not possible once it has begun
+        if not reply.done() and future.cancel():  # impossible once it has begun
             raise OverloadedError(_TOO_MANY)
         return await reply
 
@@ -121,7 +125,7 @@ class GrammarChecker:
                 try:
                     future.set_result(self._exchange(spec))
                 except Exception as error:  # noqa: BLE001 -- whatever it was, a request waits for its reply
-                    # The question may still be answered: this process is of no use any more.
+                    # A late reply may still come, so this process cannot be used any more.
                     fault = "cannot be started" if self._process is None else "does not answer"
                     logger.error("the process that checks grammars %s: %r", fault, error)
                     self._end_process()
@@ -141,7 +145,7 @@ class GrammarChecker:
 
     def _start_process(self) -> None:
         setup = pack(self._make_setup())
-        # Isolated from what the environment would import, and able to import this very code.
+        # Isolated from the environment's imports, but able to import this code.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(_ROOT), *filter(None, sys.path)))}
         command = [sys.executable, "-m", "cluster.structured.check_process"]
         self._socket, theirs = socket.socketpair()

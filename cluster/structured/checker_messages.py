@@ -1,4 +1,4 @@
-"""Messages to the process that checks grammars: msgpack frames over one socket. The first is a `Setup`; then each
+"""Messages to the process that checks grammars: msgpack frames over one socket. The first is a `Setup`. Then each
 `GrammarSpec` is answered by a `Reply`."""
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from parallel.sockets import pack_frame
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The model's side of matching."""
+    """What a grammar check needs to know about the model."""
 
     tokenizer: str
     """A tokenizer.json."""
     vocab_size: int
-    """Token ids of the model. Only those that the tokenizer knows too are ever allowed."""
+    """Number of token ids of the model. Only ids that the tokenizer has too are ever allowed."""
     eos_token_ids: list[int]
 
 
@@ -34,7 +34,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class Died(msgspec.Struct, tag="died", frozen=True):
-    """The grammar took more than it may."""
+    """The grammar exceeded a limit."""
 
     reason: str
     """Completes a sentence that begins with the grammar."""
@@ -44,5 +44,5 @@ Reply = Checked | Refused | Died
 
 
 def pack(message: Setup | GrammarSpec | Reply) -> bytes:
-    """One frame: msgpack, with its length in front."""
+    """One frame: msgpack with a length prefix."""
     return pack_frame(msgspec.msgpack.encode(message))

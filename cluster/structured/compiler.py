@@ -1,4 +1,5 @@
-"""Turns a `GrammarSpec` into llguidance's own JSON of a grammar. Runs where it can be killed: see `check_process`."""
+"""Turns a `GrammarSpec` into llguidance's JSON of a grammar. It runs in a process that may be killed: see
+`check_process`."""
 
 from __future__ import annotations
 
@@ -21,22 +22,22 @@ _MAX_MESSAGE_CHARS = 300
 
 
 class GrammarCompiler:
-    """Compiles for one model, whose special tokens may occur in texts around JSON."""
+    """Compiles for one model. Its special tokens may occur in texts around JSON."""
 
     def __init__(self, special_tokens: dict[str, int]) -> None:
         """`special_tokens`: id by text."""
         self._text = LarkText(special_tokens)
 
     def compile(self, spec: GrammarSpec) -> str:
-        """The grammar, not yet known to be one that llguidance can run. Raises RequestError where it cannot be
-        compiled, with the field and, where it can, the place in it."""
+        """The grammar, which may still be too much for llguidance. Raises RequestError if it cannot be compiled, with
+        the field and, if possible, the position in it."""
         match spec.kind:
             case GrammarKind.JSON_SCHEMA:
                 return _grammars([{"json_schema": _schema(_json(spec), spec, spec.param)}])
             case GrammarKind.REGEX:
                 return LLMatcher.grammar_from_regex(_unanchored(spec.body.decode()))
             case GrammarKind.CHOICE:
-                # A terminal: one automaton, where a rule would try each choice by itself.
+                # A terminal is one automaton, whereas a rule would try each choice separately.
                 return _lark("start: CHOICE\nCHOICE: " + "|".join(map(literal, _json(spec))))
             case GrammarKind.GRAMMAR:
                 return _lark(_as_lark(spec))
@@ -69,7 +70,7 @@ class GrammarCompiler:
 
 
 def clean_message(message: str) -> str:
-    """The words of an error of llguidance, without the excerpt of a grammar that the caller never wrote."""
+    """The message of an llguidance error, without the excerpt of a grammar that the caller did not write."""
     lines = (line.strip() for line in message.replace("<non-verbose/>", "").splitlines())
     text = " ".join(line for line in lines if line and not _CODE_FRAME.match(line))
     return _POSITION.sub("", text)[:_MAX_MESSAGE_CHARS]
@@ -106,7 +107,7 @@ def _as_lark(spec: GrammarSpec) -> str:
 
 
 def _unanchored(regex: str) -> str:
-    """`regex` without an outer ^ and $, which change nothing where all of an answer must match."""
+    """`regex` without an outer ^ and $, which have no effect because the whole answer must match."""
     regex = regex.removeprefix("^")
     escapes = len(regex) - 1 - len(regex[:-1].rstrip("\\"))
     return regex[:-1] if regex.endswith("$") and escapes % 2 == 0 else regex

@@ -1,7 +1,8 @@
-"""Guides of a coordinator's requests: tokens in, masks out, computed by threads that hold the GIL for microseconds.
+"""The guides of a coordinator's requests: tokens in, masks out. Threads compute the masks and hold the GIL only for
+microseconds.
 
-The step loop never waits: it leaves tokens with a guide and is woken when the mask is there. Grammars were checked
-before they come here (`checker`), so neither their compiles nor their masks take long.
+The step loop never waits: it gives tokens to a guide and is woken when the mask is done. The grammars were checked
+before (`checker`), so neither compiles nor masks take long.
 """
 
 from __future__ import annotations
@@ -28,32 +29,32 @@ from worker.protocol import UInt32Array
 
 logger = logging.getLogger(__name__)
 
-# While one of them compiles the grammar of a new answer, for up to 40 ms, the other goes on with masks.
+# Two threads: while one compiles the grammar of a new answer, for up to 40 ms, the other one computes masks.
 _NUM_THREADS = 2
 _MAX_TEMPLATES = 16
 _Work = queue.SimpleQueue["GrammarGuide | None"]
 
 
 class GrammarGuide:
-    """A `cluster.scheduling.request.Guide` for one answer; made by `RequestGuides.open`."""
+    """A `cluster.scheduling.request.Guide` for one answer, created by `RequestGuides.open`."""
 
     def __init__(self, grammar: str, matchers: Matchers, copy: Callable[[str], LLMatcher], work: _Work) -> None:
-        """`copy` makes the matcher of a new answer to a grammar."""
+        """`copy`: makes the matcher of a new answer to a grammar."""
         self._grammar = grammar
         self._matchers = matchers
         self._copy = copy
         self._work = work
-        # Written by the step loop:
+        # written by the step loop
         self._tokens: list[int] = []
-        self._drafts: tuple[int, Sequence[int]] = (0, ())  # with the number of tokens they follow
+        self._drafts: tuple[int, Sequence[int]] = (0, ())  # with the number of tokens before them
         self._is_closed = False
-        # Written by the thread that holds the lock; what the step loop reads, each in one go:
+        # Written by the thread that holds the lock. The step loop reads each in one operation.
         self._lock = threading.Lock()
         self._matcher: LLMatcher | None = None
-        self._shares_lexer = True  # the lexer has states that other answers made, and may be full because of them
+        self._shares_lexer = True  # the lexer has states of other answers, and may be full because of them
         self._num_taken = 0
         self._seconds_left = MASK_CPU_S
-        # With the number of tokens it follows, and the masks behind drafts.
+        # With the number of tokens before it, and the masks after drafts.
         self._mask: tuple[int, UInt32Array, Sequence[UInt32Array]] | None = None
         self.is_finished = False
         self._error: GuideError | None = None
@@ -78,7 +79,7 @@ class GrammarGuide:
         self._is_closed = True
 
     def advance(self) -> None:
-        """Computes the mask after the tokens that there are; called by threads of `RequestGuides`."""
+        """Computes the mask after the current tokens. Called by the threads of `RequestGuides`."""
         with self._lock:
             if self._is_closed or self.is_finished or self._error is not None:
                 return
@@ -86,7 +87,7 @@ class GrammarGuide:
                 self._take()
             except MatchError as error:
                 self._end(str(error))
-            except Exception as error:  # whatever it was, a request waits for this mask
+            except Exception as error:  # whatever failed, a request waits for this mask
                 logger.exception("a grammar cannot be followed")
                 self._end(f"the grammar breaks the matcher ({type(error).__name__})")
 
@@ -106,7 +107,7 @@ class GrammarGuide:
             self.is_finished = True
         else:
             num_tokens, drafts = self._drafts
-            # The time of what is only looked ahead is not the answer's.
+            # Time for looking ahead does not count as the answer's.
             self._mask = self._num_taken, mask, self._foresee(mask, drafts) if num_tokens == self._num_taken else ()
 
     def _next_mask(self) -> UInt32Array | None:
@@ -116,14 +117,14 @@ class GrammarGuide:
         except MatchError:
             if not self._shares_lexer:
                 raise
-        # Perhaps other answers have filled its lexer with states: now it gets one of its own.
+        # Other answers may have filled the lexer with states, so it gets a lexer of its own now.
         self._shares_lexer = False
         self._matcher = self._matchers.build(self._grammar)
         self._matcher.consume_tokens(self._tokens[: self._num_taken])
         return self._matchers.mask(self._matcher)
 
     def _foresee(self, mask: UInt32Array | None, drafts: Sequence[int]) -> list[UInt32Array]:
-        """The masks behind `drafts`, as `ahead` has them; `mask` is the one of the first."""
+        """The masks after `drafts`, as for `ahead`. `mask` is that of the first draft."""
         masks: list[UInt32Array] = []
         if not drafts or self._matcher is None:
             return masks
@@ -136,7 +137,7 @@ class GrammarGuide:
                 if (mask := self._matchers.mask(matcher)) is not None:
                     masks.append(mask)
         except MatchError:
-            pass  # whether the answer goes on is seen when it is there
+            pass  # whether the answer continues is decided when the token is there
         return masks
 
     def _end(self, reason: str) -> None:
@@ -145,10 +146,10 @@ class GrammarGuide:
 
 
 class RequestGuides:
-    """Makes the guides of a coordinator's requests, and owns the threads that compute the masks of grammars."""
+    """Creates the guides of a coordinator's requests, and owns the threads that compute masks of grammars."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], wake: Callable[[], None]) -> None:
-        """`wake`: called, from a thread, when a guide has something to tell."""
+        """`wake`: called from a thread when a guide has a mask or an error."""
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._wake = wake
@@ -162,8 +163,11 @@ class RequestGuides:
         self._enough_bytes = 0
 
     def set_tokenizer(self, tokenizer: str) -> None:
-        """Makes grammars possible. `tokenizer`: text of a tokenizer.json. Holds the GIL for as long as it takes to read
-        it: before there are requests, or their first grammar would stop all of them."""
+        """Enables grammars. Holds the GIL while it reads the tokenizer, so call it before there are requests.
+
+        Args:
+            tokenizer: text of a tokenizer.json.
+        """
         try:
             self.matchers = Matchers(Setup(tokenizer, self._vocab_size, self._eos_token_ids))
         except ValueError as error:
@@ -175,8 +179,11 @@ class RequestGuides:
             self._threads[-1].start()
 
     def make(self, request: GenerateRequest) -> Guide | None:
-        """A guide for `request`, if it needs one: for its grammar, for its bad words, or for both. Raises GuideError
-        where there is no tokenizer, or a bad word has an id outside the vocabulary."""
+        """A guide for `request`, for its grammar, its bad words or both. None if it needs none.
+
+        Raises:
+            GuideError: there is no tokenizer, or a bad word has an id outside the vocabulary.
+        """
         words = [word for word in request.sampling.bad_words if len(word) > 1]
         if any(not 0 <= token < self._vocab_size for word in words for token in word):
             raise GuideError(f"bad_words has an id outside 0 to {self._vocab_size - 1}")
@@ -187,7 +194,7 @@ class RequestGuides:
         return guide if bad_words is None else BothGuides(guide, bad_words)
 
     def open(self, grammar: str) -> GrammarGuide:
-        """A guide for one answer to a checked grammar; its first mask is on its way. Raises GuideError."""
+        """A guide for one answer to a checked grammar. Its first mask is being computed. Raises GuideError."""
         if self.matchers is None:
             raise GuideError("the engine has no tokenizer yet, which grammars need")
         guide = GrammarGuide(grammar, self.matchers, self._copy, self._work)
@@ -195,14 +202,14 @@ class RequestGuides:
         return guide
 
     def close(self) -> None:
-        """Ends the threads, if there are any. Guides that wait for a mask wait on."""
+        """Ends the threads. Guides that wait for a mask never get one."""
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
             thread.join()
 
     def _copy(self, grammar: str) -> LLMatcher:
-        """A matcher for a new answer. Raises MatchError where too much memory is in use."""
+        """A matcher for a new answer. Raises MatchError if too much memory is in use."""
         assert self.matchers is not None, "a guide was opened"
         if _memory_bytes() > self._enough_bytes:
             raise MatchError("too many long grammars are in use; try again later")
@@ -210,7 +217,7 @@ class RequestGuides:
             template = self._templates.pop(grammar, None)
         if template is None:
             template = self.matchers.build(grammar)
-        # Compiled and warm: another request with the same grammar takes a copy in microseconds.
+        # Compiled and warm, so another request with the same grammar copies it in microseconds.
         with self._lock:
             self._templates[grammar] = template
             if len(self._templates) > _MAX_TEMPLATES:
@@ -220,11 +227,11 @@ class RequestGuides:
     def _run(self) -> None:
         while (guide := self._work.get()) is not None:
             guide.advance()
-            if self._work.empty():  # the next step can then take the rows of all these masks
+            if self._work.empty():  # so that the next step can take the rows of all these masks
                 self._wake()
 
 
 def _memory_bytes() -> int:
-    """Memory of this process."""
+    """Bytes of memory of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()

@@ -13,11 +13,11 @@ from worker.protocol import UInt32Array
 
 
 class MatchError(Exception):
-    """A grammar, or an answer to it, that llguidance gave up; says why."""
+    """llguidance gave up on a grammar, or on an answer to it. The message says why."""
 
 
 class Matchers:
-    """Makes matchers and their masks. Both release the GIL and may be asked for from any thread."""
+    """Creates matchers and masks. Both release the GIL, and any thread may call them."""
 
     def __init__(self, setup: Setup) -> None:
         """Holds the GIL for 0.3 s for 49k tokens. Raises ValueError for a tokenizer that llguidance cannot use."""
@@ -25,7 +25,7 @@ class Matchers:
         try:
             self._tokenizer = LLTokenizer(setup.tokenizer, n_vocab=setup.vocab_size, eos_token=eos)
         except ValueError:
-            # It may have more ids than the model: masks are cut to the model's.
+            # It may have more ids than the model, so masks are cut to the model's.
             self._tokenizer = LLTokenizer(setup.tokenizer, eos_token=eos)
         self._limits = LLParserLimits(**PARSER_LIMITS)
         size = setup.vocab_size
@@ -33,12 +33,12 @@ class Matchers:
         self._ends = mask_of([id_ for id_ in self._tokenizer.eos_tokens if id_ < size], size)
 
     def build(self, grammar: str) -> LLMatcher:
-        """A matcher of llguidance's JSON of a grammar; in its state of error where the grammar is wrong."""
+        """A matcher for llguidance's JSON of a grammar. If the grammar is wrong, the matcher is in its error state."""
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
 
     def mask(self, matcher: LLMatcher) -> UInt32Array | None:
-        """[mask_words(vocab_size)] of the tokens that may come next; None: nothing but end of sequence may. Raises
-        MatchError where `matcher` is in its state of error."""
+        """The mask of the next token [mask_words(vocab_size)]. None if only end of sequence may follow. Raises
+        MatchError if `matcher` is in its error state."""
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: len(self._ids)] & self._ids
         if matcher.is_error():
             raise MatchError(clean_message(matcher.get_error()))

@@ -1,4 +1,5 @@
-"""JSON schemas before llguidance sees them: limits, what can never end, and objects that need not stay open."""
+"""Prepares JSON schemas for llguidance: checks limits, refuses schemas without finite matches, and closes open
+objects."""
 
 from __future__ import annotations
 
@@ -13,23 +14,23 @@ _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependen
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 _MAX_PARAM_CHARS = 200
-# With these about, whether an object is open is decided by several schemas together.
+# Next to these keywords, several schemas together decide whether an object is open.
 _ENTANGLING = {"not", "if", "dependentSchemas", "unevaluatedProperties"}
 _OF_OBJECTS = {"properties", "patternProperties", "additionalProperties", "required", "$ref", "allOf", "anyOf", "oneOf"}
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
-_LARGEST_BOUND = 2**63 - 1024  # the largest double that an int64 holds; llguidance refuses most bounds beyond it
+_LARGEST_BOUND = 2**63 - 1024  # the largest double that fits in an int64; llguidance refuses most bounds beyond it
 
 
 def prepare_schema(schema: object, param: str, *, strict: bool = True) -> dict[str, Any]:
-    """The schema to compile: `schema`, checked, with objects closed that do not say whether they are open, and without
-    bounds of numbers that llguidance cannot keep. Not `strict`: also without patterns and least numbers of properties
-    that it cannot.
+    """The checked schema to compile. `schema` is changed in place.
 
-    It is changed in place. An object that names its properties and says nothing about others would otherwise be
-    followed by any number of made-up ones. The closed schema allows less: whatever matches it matches `schema`.
+    Objects that do not say whether they are open are closed, because an object that only names its properties would
+    otherwise be followed by any number of invented ones. The closed schema allows less: everything that matches it
+    matches `schema`. Number bounds that llguidance cannot represent are removed. Without `strict`, so are patterns and
+    minimum numbers of properties that it cannot enforce.
 
     Raises:
-        RequestError: not a schema, too deep, too many enum values, or nothing finite can match it.
+        RequestError: this is no schema, it is nested too deep, has too many enum values, or has no finite match.
     """
     if not isinstance(schema, dict | bool):
         raise RequestError(f"{param} must be a JSON schema.", code="invalid_type", param=param)
@@ -62,7 +63,7 @@ def prepare_schema(schema: object, param: str, *, strict: bool = True) -> dict[s
 
 
 def _schemas(schema: object, param: str) -> Iterator[tuple[object, str, int]]:
-    """Every schema in `schema` with its path and depth; what is data (enum, const, default) is not looked into."""
+    """Every schema in `schema` with its path and depth. Data (enum, const, default) is skipped."""
     stack: list[tuple[object, str, int]] = [(schema, param, 0)]
     while stack:
         node, path, depth = stack.pop()
@@ -79,7 +80,7 @@ def _schemas(schema: object, param: str) -> Iterator[tuple[object, str, int]]:
 
 
 def _merges(node: dict[str, Any]) -> bool:
-    """Several schemas have a say in the properties of one object."""
+    """Whether several schemas apply to the properties of one object."""
     parts = [part for part in _list(node.get("allOf")) if isinstance(part, dict) and not _OF_OBJECTS.isdisjoint(part)]
     if len(parts) > 1:
         return True
@@ -87,7 +88,8 @@ def _merges(node: dict[str, Any]) -> bool:
 
 
 def _bound(node: dict[str, Any]) -> None:
-    """Bounds as wide as an int64, a float32 or a double become the widest that llguidance knows, which allow less."""
+    """Replaces bounds as wide as an int64, a float32 or a double by the widest that llguidance supports, which allow
+    less."""
     for sign, keys in ((-1, ("minimum", "exclusiveMinimum")), (1, ("maximum", "exclusiveMaximum"))):
         for key in keys:
             bound = node.get(key)
@@ -109,8 +111,8 @@ def _close(node: dict[str, Any]) -> None:
 
 
 def _forgive(node: dict[str, Any]) -> None:
-    """Takes away a pattern that looks around, which llguidance does not, and a least number of properties where some
-    may be missing, of which it counts only the unnamed ones."""
+    """Removes a pattern with lookarounds, which llguidance lacks, and a minimum number of properties if some may be
+    missing, because llguidance only counts unnamed ones."""
     pattern = node.get("pattern")
     if isinstance(pattern, str) and _LOOK_AROUND.search(pattern):
         del node["pattern"]
@@ -122,14 +124,14 @@ def _forgive(node: dict[str, Any]) -> None:
 
 
 class _Finite:
-    """Whether a schema has a match that ends: the least fixed point over its local references."""
+    """Decides whether a schema has a finite match: the least fixed point over its local references."""
 
     def __init__(self, root: object) -> None:
         self._root = root
-        self._ends: dict[str, bool] = {}  # by reference; False until shown otherwise
+        self._ends: dict[str, bool] = {}  # by reference; False until proven otherwise
 
     def ends(self) -> bool:
-        """Whether the root has one. References that lead nowhere are left to the compiler to refuse."""
+        """Whether the root has a finite match. The compiler refuses references that lead nowhere."""
         while True:
             known = dict(self._ends)
             result = self._node(self._root)
@@ -158,7 +160,7 @@ class _Finite:
 
 
 def _required(node: dict[str, Any], kind: object) -> list[object]:
-    """The schemas of what a value of type `kind` cannot do without."""
+    """The schemas of the parts that a value of type `kind` must have."""
     properties = node.get("properties")
     if kind == "object" and isinstance(properties, dict):
         return [properties[name] for name in _names(node) if name in properties]
@@ -179,7 +181,7 @@ def _list(value: object) -> list[Any]:
 
 
 def _resolve(root: object, reference: str) -> object:
-    """The schema that a local reference (`#`, `#/$defs/a`) points at; True for any other."""
+    """The schema at a local reference (`#`, `#/$defs/a`). True for any other reference."""
     if not reference.startswith("#"):
         return True
     node = root

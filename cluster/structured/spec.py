@@ -1,7 +1,7 @@
-"""The grammar that an answer must match: OpenAI's `response_format`, vLLM's and SGLang's fields.
+"""The grammar that an answer must match, from OpenAI's `response_format` and the fields of vLLM and SGLang.
 
-Reads fields whose shape is checked, which costs next to nothing; whether the schema, regex or grammar itself is any
-good is found out by `checker.GrammarChecker`, in another process.
+The fields have the right types already, so reading them is cheap. `checker.GrammarChecker` finds out in another process
+whether the schema, regex or grammar itself is valid.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cluster.structured.grammar_limits import MAX_GRAMMAR_BYTES
 from configs.errors import RequestError
 
 GRAMMAR_FIELDS = ("response_format", "structured_outputs", "regex", "ebnf", "json_schema")
-"""OpenAI's, vLLM's and three of SGLang's, of which `json_schema` is a schema or its JSON text."""
+"""OpenAI's, vLLM's and three of SGLang's fields. `json_schema` is a schema or its JSON text."""
 
 
 class GrammarKind(StrEnum):
@@ -26,32 +26,32 @@ class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"
     """A schema as JSON."""
     REGEX = "regex"
-    """A regular expression in Rust's syntax, UTF-8; the whole answer matches it."""
+    """A regular expression in Rust's syntax, UTF-8, which the whole answer must match."""
     CHOICE = "choice"
     """A JSON list of strings."""
     GRAMMAR = "grammar"
-    """A grammar in Lark's syntax as llguidance has it, or in GBNF, UTF-8."""
+    """A grammar in llguidance's Lark syntax, or in GBNF, UTF-8."""
     STRUCTURAL_TAG = "structural_tag"
     """JSON of a `StructuralTag`."""
     COMPILED = "compiled"
-    """llguidance's JSON of a grammar: what a check returned, put into a larger one by this server."""
+    """llguidance's JSON of a grammar: the result of a check, which this server has put into a larger grammar."""
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One grammar as it was asked for."""
+    """One requested grammar."""
 
     kind: GrammarKind
     body: bytes
     param: str
-    """Path of the field it came from, for errors."""
+    """Path of its field, for errors."""
     strict: bool = True
-    """A keyword of the schema that cannot be enforced is refused; False: it is ignored."""
+    """Whether a schema keyword that cannot be enforced is refused. If False, it is ignored."""
     compact: bool = False
-    """JSON without any whitespace; False: at most one space after each comma and colon."""
+    """Whether the JSON has no whitespace. If False, at most one space after each comma and colon."""
 
 
 class Tag(msgspec.Struct, frozen=True):
-    """A piece of text whose middle is JSON of a schema."""
+    """Text with JSON of a schema in its middle."""
 
     begin: str
     schema: dict[str, Any] | bool
@@ -59,14 +59,14 @@ class Tag(msgspec.Struct, frozen=True):
 
 
 class StructuralTag(msgspec.Struct, frozen=True):
-    """Free text in which each trigger must go on as one of the tags that begin with it."""
+    """Free text in which each trigger must continue as one of the tags that begin with it."""
 
     structures: list[Tag]
     triggers: list[str]
 
 
 def schema_grammar(schema: object, param: str, *, strict: bool = True) -> GrammarSpec:
-    """JSON of a schema, which may be given as text. Raises RequestError when it is too long."""
+    """JSON of a schema, which may be given as text. Raises RequestError if it is too long."""
     body = schema.encode() if isinstance(schema, str) else msgspec.json.encode(schema)
     return _spec(GrammarKind.JSON_SCHEMA, body, param, strict=strict)
 
@@ -77,15 +77,21 @@ def object_grammar(param: str) -> GrammarSpec:
 
 
 def text_grammar(kind: GrammarKind, text: str, param: str) -> GrammarSpec:
-    """A grammar of a `kind` that is text. Raises RequestError when it is too long."""
+    """A grammar of a `kind` that is text. Raises RequestError if it is too long."""
     return _spec(kind, text.encode(), param)
 
 
 def read_grammar(own: GrammarSpec | None = None, **fields: Any) -> GrammarSpec | None:
-    """The grammar that the fields of a request ask for, each one of `GRAMMAR_FIELDS`, of the shape that
-    `SamplingFields` describes; None: any text. `own`, of another field and read already, takes the place of
-    `response_format`. Raises RequestError where two of them ask for something, one is too long, or `structured_outputs`
-    has not one form."""
+    """The grammar from the fields of a request, each one of `GRAMMAR_FIELDS` with the types of `SamplingFields`. None
+    for any text.
+
+    Args:
+        own: the grammar of another field, in place of `response_format`.
+
+    Raises:
+        RequestError: two fields ask for a grammar, one is too long, or `structured_outputs` does not have exactly one
+            form.
+    """
     if own is not None:
         fields.pop("response_format", None)
     read = [_READERS[name](value, name) for name, value in fields.items() if value is not None]

@@ -1,4 +1,4 @@
-"""The request of /v1/responses and its input items, as shapes that check what they describe."""
+"""The request of /v1/responses and its input items, as types that check the values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class MessageItem(Shape):
-    """A turn of the conversation, of this request or of an earlier answer."""
+    """A turn of the conversation, from this request or an earlier answer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -39,7 +39,7 @@ class MessageItem(Shape):
 
 
 class FunctionCallItem(Shape):
-    """A call the model made earlier."""
+    """A call that the model made earlier."""
 
     type: Literal["function_call"]
     call_id: str
@@ -63,7 +63,7 @@ class ReasoningPart(Shape):
 
 
 class ReasoningInputItem(Shape):
-    """Earlier thinking of the model; templates that want it get it."""
+    """Earlier reasoning of the model, for templates that read it."""
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] | None = Field(None, fail_fast=True)
@@ -85,7 +85,7 @@ _Input = str | Annotated[list[_InputItem], Field(min_length=1, fail_fast=True), 
 
 
 class FunctionTool(FunctionParam):
-    """A function the model may call."""
+    """A function that the model may call."""
 
     type: Literal["function"] | None = None
 
@@ -105,7 +105,7 @@ class AllowedTools(Shape):
 
 
 class JsonSchemaFormat(Shape):
-    """JSON of a schema."""
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     name: str
@@ -115,14 +115,14 @@ class JsonSchemaFormat(Shape):
 
 
 class ResponseTextConfig(Shape):
-    """How the text is written."""
+    """The form of the text."""
 
     format: Annotated[TextFormatParam | JsonObjectParam | JsonSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(Shape):
-    """How much the model thinks."""
+    """How much the model reasons."""
 
     effort: ReasoningEffort | None = None
     summary: str | None = None
@@ -141,17 +141,17 @@ _ToolChoice = (
 
 
 class InputTokensRequest(Shape):
-    """POST /v1/responses/input_tokens: what of a request makes its prompt."""
+    """POST /v1/responses/input_tokens: the part of a request that determines its prompt."""
 
-    # A schema cannot say that it may be left out where a previous response is known.
+    # A schema cannot say that a field may only be omitted with a previous response.
     model_config = ConfigDict(json_schema_extra={"required": ["input"]})
 
     model: str | None = None
-    """None: the one that is served."""
+    """If null, the served model."""
     input: Annotated[str | list[dict[str, Any]] | None, Checked(_Input | SkipJsonSchema[None])] = None
-    """A text, or items. None only with `previous_response_id`."""
+    """A text, or items. Null only with `previous_response_id`."""
     instructions: str | None = None
-    """A system message before everything else; not carried over by `previous_response_id`."""
+    """A system message before everything else. `previous_response_id` does not carry it over."""
     previous_response_id: str | None = Field(None, max_length=200)
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
@@ -173,10 +173,10 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
     """A text, or items."""
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     max_tool_calls: int | None = Field(None, ge=1)
-    """Without effect: it counts calls of tools that the server runs, and there are none."""
+    """Without effect: it counts calls of tools that the server runs, of which there are none."""
     metadata: dict[str, str] | None = Field(None, max_length=_MAX_METADATA)
     store: bool | None = None
-    """Keep the response for GET and `previous_response_id`; true unless false."""
+    """Store the response for GET and `previous_response_id`. True unless false."""
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -212,7 +212,7 @@ FIELDS = FieldPolicy(
 
 
 def ignored_options(request: ResponsesRequest) -> list[str]:
-    """Options of `request` that ask for a style this server does not have."""
+    """Options of `request` for styles that this server does not support."""
     ignored = []
     if request.text is not None and request.text.verbosity not in (None, "medium"):
         ignored.append("text.verbosity")
@@ -222,7 +222,7 @@ def ignored_options(request: ResponsesRequest) -> list[str]:
 
 
 def check_options(request: ResponsesRequest) -> None:
-    """Raises RequestError for values that only together, or only here, are wrong."""
+    """Raises RequestError for values that are wrong together, or only on this server."""
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is only allowed with stream: true.", param="stream_options")
     for i, wanted in enumerate(request.include or ()):
