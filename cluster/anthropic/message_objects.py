@@ -1,4 +1,5 @@
-"""Objects of /v1/messages: the message, its content blocks, the events of a stream, and errors. Anthropic's names."""
+"""Objects of /v1/messages, with Anthropic's names: the message, its content blocks, the events of a stream, and
+errors."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
     thinking: str = ""
     signature: str = ""
-    """Always empty: thinking of this model is taken back unsigned."""
+    """Always empty: this server accepts its own reasoning back without a signature."""
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
@@ -31,7 +32,7 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(msgspec.Struct):
-    """The prompt's tokens are `input_tokens` and `cache_read_input_tokens` together."""
+    """`input_tokens` and `cache_read_input_tokens` together are the prompt's tokens."""
 
     input_tokens: int
     output_tokens: int
@@ -132,14 +133,14 @@ class AnthropicErrorDetail(msgspec.Struct):
 
 
 class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
-    """The body of every answer of these routes that is not a success, and the last event of a stream that failed."""
+    """The body of every error response of these routes, and the last event of a stream that failed."""
 
     error: AnthropicErrorDetail
     request_id: str | None = None
 
     @classmethod
     def of(cls, error: RequestError, request_id: str | None = None) -> AnthropicError:
-        """`error` as clients read it."""
+        """`error` in the form for clients."""
         kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         return cls(AnthropicErrorDetail(kind, str(error)), request_id)
 

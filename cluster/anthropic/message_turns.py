@@ -1,4 +1,4 @@
-"""A request of /v1/messages as a conversation."""
+"""Turns a request of /v1/messages into a conversation."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.NAME
 
 
 def conversation(request: CountTokensRequest) -> Conversation:
-    """The conversation that the model goes on with. Raises RequestError, with the path of the field at fault."""
+    """The conversation that the model continues. Raises RequestError with the path of the wrong field."""
     turns = _turns(request)
     if not turns:
         raise RequestError("messages has only system messages, all empty.", param="messages")
     if len(turns) > 1 and turns[-1] == Turn(role="assistant", path=turns[-1].path):
-        turns.pop()  # an answer that was cut off before it said anything
-    # The answer goes on where the caller's beginning of it ends.
+        turns.pop()  # an answer that was cut off before its first text
+    # The answer continues the beginning that the caller gave.
     continued = turns[-1].role == "assistant"
     if continued and not turns[-1].text:
         raise RequestError("The final message has no content to continue.", param=turns[-1].path)
@@ -54,7 +54,7 @@ def conversation(request: CountTokensRequest) -> Conversation:
 
 
 def output_grammar(request: MessagesRequest) -> GrammarSpec | None:
-    """The grammar that `output_config.format` asks for, if any. Raises RequestError for too long a schema."""
+    """The grammar for `output_config.format`, if any. Raises RequestError for a schema that is too long."""
     output = request.output_config
     if output is None or output.format is None:
         return None
@@ -112,5 +112,5 @@ def _assistant_turn(blocks: Sequence[Block], path: str) -> Turn:
 def _result_turn(result: ToolResultParam, path: str) -> Turn:
     text = _text(result.content or "")
     if result.is_error:
-        text = f"Error:\n{text}" if text else "Error:"  # a template has no other place for it
+        text = f"Error:\n{text}" if text else "Error:"  # a template has no other position for it
     return Turn(role="tool", text=text, call_id=result.tool_use_id, path=path)

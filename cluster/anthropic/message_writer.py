@@ -1,4 +1,4 @@
-"""The answers of /v1/messages: one message made of what the model says, and the events that tell of it."""
+"""Writes answers of /v1/messages: one message, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def sse(event: objects.MessageEvent) -> bytes:
 
 
 def message_usage(usage: Usage) -> MessageUsage:
-    """Tokens as Anthropic counts them: those found in the prefix cache apart."""
+    """Token counts in Anthropic's form, with cached tokens counted separately."""
     cached = usage.prompt_tokens_details.cached_tokens
     return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
 class MessageWriter(BlockBuilder, AnswerWriter):
-    """Answers of /v1/messages."""
+    """Writes answers of /v1/messages."""
 
     def __init__(self, run: Run, model_name: str, request_id: str) -> None:
-        """`request_id`: what an error in the stream names."""
+        """`request_id`: named by an error in the stream."""
         BlockBuilder.__init__(self)
         AnswerWriter.__init__(self, run)
         self._message = objects.AnthropicMessage(id=run.job.id, model=model_name, usage=MessageUsage(0, 0, 0))
@@ -104,7 +104,7 @@ class MessageWriter(BlockBuilder, AnswerWriter):
         yield sse(objects.ContentBlockStop(self._index))
 
     def _stop(self) -> objects.Stop:
-        """Why the model stopped, and the stop sequence that made it."""
+        """The reason why the model stopped, and the stop sequence if one ended the text."""
         last = self._last
         assert last is not None, "a sequence ends with a delta"
         if last.finish_reason is FinishReason.LENGTH:
@@ -115,7 +115,7 @@ class MessageWriter(BlockBuilder, AnswerWriter):
 
 
 def _object(text: str) -> dict[str, object]:
-    """The JSON object `text` spells; empty where the model was cut off inside it, or wrote something else."""
+    """The JSON object in `text`. Empty if the model was cut off inside it, or wrote something else."""
     try:
         decoded = msgspec.json.decode(text or "{}")
     except msgspec.DecodeError:

@@ -59,7 +59,7 @@ async def count_tokens(model: ServedModel, body: bytes, context: RequestContext)
 def _checked(
     model: ServedModel, kind: type[_Request], raw: Mapping[str, Any]
 ) -> tuple[_Request, list[str], Conversation]:
-    """A request, the fields that are ignored, and what it has the model go on with. Raises RequestError."""
-    # Whoever counts may send the whole request.
+    """A request, its ignored fields, and the conversation that the model continues. Raises RequestError."""
+    # A client may send the whole request for counting.
     request, ignored = model.checked(kind, raw, FIELDS, MessagesRequest)
     return request, ignored, conversation(request)

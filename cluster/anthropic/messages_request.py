@@ -1,4 +1,4 @@
-"""The request of /v1/messages and its blocks, as shapes that check what they describe."""
+"""The request of /v1/messages and its blocks, as types that check the values."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ Texts = Annotated[list[TextParam], Field(fail_fast=True)]
 
 
 class ThinkingParam(Shape):
-    """The thinking of an earlier turn; templates that want it get it."""
+    """The reasoning of an earlier turn, for templates that read it."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class RedactedThinkingParam(Shape):
-    """Thinking of another server's model: nothing that this one can read."""
+    """Reasoning of another server's model, which this one cannot read."""
 
     type: Literal["redacted_thinking"]
 
 
 class ToolUseParam(Shape):
-    """A call the model made earlier."""
+    """A call that the model made earlier."""
 
     type: Literal["tool_use"]
     id: str
@@ -69,7 +69,7 @@ _Said = Annotated[TextParam | ThinkingParam | RedactedThinkingParam | ToolUsePar
 
 
 class SystemParam(Shape):
-    """Instructions, before all else or in between."""
+    """Instructions, at the beginning or between turns."""
 
     role: Literal["system"]
     content: str | Texts
@@ -83,7 +83,7 @@ class UserParam(Shape):
 
 
 class AssistantParam(Shape):
-    """An earlier turn of the model. It may be empty: `max_tokens` cuts a call off before its arguments."""
+    """An earlier turn of the model. It may be empty, because `max_tokens` may cut a call off before its arguments."""
 
     role: Literal["assistant"]
     content: str | Annotated[list[_Said], Field(fail_fast=True)]
@@ -95,7 +95,7 @@ Message = SystemParam | UserParam | AssistantParam
 
 
 class ToolParam(Shape):
-    """A tool the model may use."""
+    """A tool that the model may use."""
 
     type: Literal["custom"] | None = None
     name: FunctionName
@@ -105,7 +105,7 @@ class ToolParam(Shape):
 
 
 class ToolChoiceParam(Shape):
-    """Whether, and which, tools are used."""
+    """Whether tools are used, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -113,21 +113,21 @@ class ToolChoiceParam(Shape):
 
 
 class ThinkingConfig(Shape):
-    """Whether the model thinks first."""
+    """Whether the model reasons first."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
 
 
 class OutputFormat(Shape):
-    """JSON of a schema."""
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Shape):
-    """The form of the text, and how much the model thinks."""
+    """The form of the text, and how much the model reasons."""
 
     effort: ReasoningEffort | None = None
     format: OutputFormat | None = None
@@ -140,7 +140,7 @@ class RequestMetadata(Shape):
 
 
 class CountTokensRequest(Shape):
-    """POST /v1/messages/count_tokens: what of a request makes its prompt."""
+    """POST /v1/messages/count_tokens: the part of a request that determines its prompt."""
 
     model: str
     messages: list[Annotated[Message, Field(discriminator="role")]] = Field(min_length=1, fail_fast=True)
@@ -165,7 +165,7 @@ FIELDS = FieldPolicy(
         **UNSUPPORTED,
         "compaction": neutral(),
         "container": neutral(),
-        # Nothing is cleared here: what asks to keep it all, as Claude Code does, asks for nothing.
+        # This server never clears context, so a request to keep all of it, as Claude Code sends, has no effect.
         "context_management": neutral({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
         "mcp_servers": neutral([]),
         "output_format": neutral(),

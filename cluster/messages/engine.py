@@ -305,7 +305,7 @@ class WeightsChanged(msgspec.Struct, frozen=True):
     load_s: float
     """Seconds for reading the weights, while steps ran."""
     staged_in: Literal["device", "host"]
-    """Where the weights were staged: on the device or on the host."""
+    """Memory in which the weights were staged: the device's or the host's."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

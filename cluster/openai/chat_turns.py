@@ -1,4 +1,4 @@
-"""A request of chat completions as a conversation."""
+"""Turns a chat completions request into a conversation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OWN_VARIABLES = frozenset({"chat_template", "tokenize", "messages", "tools", "d
 
 
 def conversation(request: ChatRequest) -> Conversation:
-    """The conversation that the model goes on with. Raises RequestError, with the path of the field at fault."""
+    """The conversation that the model continues. Raises RequestError with the path of the wrong field."""
     tools = parse_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
     turns = parse_turns(request.messages)
     options = []
@@ -65,7 +65,7 @@ def _turn(message: Message, path: str) -> Turn:
         )
     if isinstance(message, ToolMessage):
         return Turn(role="tool", text=text, call_id=message.tool_call_id, name=message.name, path=f"{path}.role")
-    # `developer` is the newer name of `system`, which is what templates know.
+    # `developer` is the newer name of `system`, which templates know.
     return Turn(role="user" if message.role == "user" else "system", text=text, name=message.name, path=f"{path}.role")
 
 

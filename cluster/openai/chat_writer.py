@@ -1,4 +1,4 @@
-"""Deltas to the bytes of /v1/chat/completions: chunks of a stream in their fixed order, or one whole answer."""
+"""Writes answers of /v1/chat/completions: the chunks of a stream in their fixed order, or one whole answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Re
 
 
 class ChatWriter(OpenAIWriter):
-    """Answers of /v1/chat/completions."""
+    """Writes answers of /v1/chat/completions."""
 
     _chunk = wire.ChatChunk
 
@@ -25,7 +25,7 @@ class ChatWriter(OpenAIWriter):
         super().__init__(run, request, model)
         self._shows_reasoning = request.include_reasoning is not False
         self._begun = False
-        self._calling: set[int] = set()  # choices whose stream has a call
+        self._calling: set[int] = set()  # choices that have streamed a call
 
     def events(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
         if not self._begun:
@@ -45,7 +45,7 @@ class ChatWriter(OpenAIWriter):
                 shown = [ChatDelta(content="")]
             for i, shape in enumerate(shown):
                 choice = ChatChunkChoice(delta.index, shape)
-                if i == 0:  # facts about the tokens are told once
+                if i == 0:  # facts about the tokens are sent once
                     choice.logprobs = self._logprobs(delta.token_ids, delta.logprobs)
                     choice.token_ids = self._token_ids(delta.token_ids)
                 yield self._event([choice])
@@ -81,7 +81,7 @@ class ChatWriter(OpenAIWriter):
         return ChatChunkChoice(index, ChatDelta(content=text))
 
     def _shape(self, event: Event) -> ChatDelta | None:
-        """`event` as clients read it; None when it is not shown."""
+        """`event` in the form for clients. None if it is not shown."""
         match event:
             case Content(text):
                 return ChatDelta(content=text)
@@ -103,7 +103,7 @@ class ChatWriter(OpenAIWriter):
         return message
 
     def _reason(self, reason: FinishReason, *, called: bool) -> wire.Reason:
-        # OpenAI says `stop` of a call it was told to make.
+        # OpenAI's reason is `stop` for a call that the request required.
         form = self._job.form
         if called and reason is FinishReason.STOP and form is not None and not form.call_is_named:
             return "tool_calls"

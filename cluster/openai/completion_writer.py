@@ -1,4 +1,4 @@
-"""Deltas to the bytes of /v1/completions: chunks of a stream in their fixed order, or one whole answer."""
+"""Writes answers of /v1/completions: the chunks of a stream in their fixed order, or one whole answer."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from cluster.requests.served_model import ServedModel
 
 
 class CompletionWriter(OpenAIWriter):
-    """Answers of /v1/completions."""
+    """Writes answers of /v1/completions."""
 
     _chunk = Completion
 
     def __init__(
         self, run: Run, request: CompletionRequest, model: ServedModel, echoes: Sequence[Echo] | None = None
     ) -> None:
-        """`echoes`: each prompt's text, to stand before its answers."""
+        """`echoes`: each prompt's text, which comes before its answers."""
         super().__init__(run, request, model)
         self._echoes = echoes
-        self._begun: set[int] = set()  # choices of a stream that have had a chunk
+        self._begun: set[int] = set()  # choices that have streamed a chunk
 
     def events(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
         for delta in deltas:
@@ -70,7 +70,7 @@ class CompletionWriter(OpenAIWriter):
         return CompletionChoice(index, text, None, None)
 
     def _first(self, delta: Delta) -> Iterator[bytes]:
-        """The chunk with the prompt, when it is asked for in any way."""
+        """The chunk with the prompt, if the request asks for its text or ids."""
         if self._echoes is None and not self._shows_ids:
             return
         text, logprobs = "", None
@@ -93,7 +93,7 @@ class CompletionWriter(OpenAIWriter):
         offsets: Sequence[int],
         whole: WholePromptLogprobs | None = None,
     ) -> CompletionLogprobs | None:
-        """The tokens' log probabilities; with `whole` and an echo, the prompt's come first."""
+        """The tokens' log probabilities. With `whole` and an echo, the prompt's come first."""
         k = self._num_logprobs
         if k < 0:
             return None
@@ -114,7 +114,7 @@ class CompletionWriter(OpenAIWriter):
         )
 
     def _by_name(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """`top` by the tokens' text. Parts of a character have one text: of these the likeliest stays."""
+        """`top` by the tokens' text. Of tokens with the same text (parts of a character), the likeliest is shown."""
         named: dict[str, float] = {}
         for id_, logprob in top:
             named.setdefault(self._name(id_), logprob)

@@ -1,4 +1,4 @@
-"""The prompt as a part of an answer: its text, where its tokens stand in it, and their log probabilities."""
+"""The prompt as a part of an answer: its text, the offsets of its tokens, and their log probabilities."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cluster.requests.engine_client import WholePromptLogprobs
 from cluster.requests.json_parts import LOWEST_LOGPROB, finite
 from cluster.text.tokenizer import Tokenizer
 
-_BLOCK = 64  # positions that are read out at once
-_TOKENS_AT_ONCE = 512  # that are decoded: 5 ms with the slowest of decoders
+_BLOCK = 64  # positions that are converted at once
+_TOKENS_AT_ONCE = 512  # tokens that are decoded at once: 5 ms with the slowest decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,17 @@ class Echo:
 
     text: str
     offsets: list[int]
-    """Characters of `text` before each of the prompt's tokens."""
+    """Number of characters of `text` before each of the prompt's tokens."""
 
     @classmethod
     async def of(
         cls, prompt: str | Sequence[int], ids: Sequence[int], tokenizer: Tokenizer, *, skip_special_tokens: bool
     ) -> Echo:
-        """The echo of one prompt, whose tokens are `ids`; the event loop has its turn meanwhile. `prompt`: as the
-        request has it; text comes back as it is, token ids are decoded."""
+        """The echo of one prompt with the tokens `ids`. The event loop serves others meanwhile.
+
+        Args:
+            prompt: as in the request. Text is returned unchanged; token ids are decoded.
+        """
         given = prompt if isinstance(prompt, str) else None
         detokenizer = tokenizer.detokenizer((), skip_special_tokens=skip_special_tokens and given is None)
         starts = []
@@ -45,14 +48,14 @@ class Echo:
         decoded = "".join(pieces) + detokenizer.flush()
         if given is None:
             return cls(decoded, starts)
-        # Special tokens that the tokenizer put in front are no text of the caller's.
+        # Special tokens that the tokenizer added in front are not the caller's text.
         added = len(decoded) - len(given) if decoded.endswith(given) else 0
         return cls(given, [min(max(start - added, 0), len(given)) for start in starts])
 
 
 def prompt_top_logprobs(whole: WholePromptLogprobs, ids: Sequence[int], k: int) -> Iterator[list[tuple[int, float]]]:
-    """For each token after the first: (id, logprob) of the `k` likeliest in its place, and of its own if it is none of
-    them and `k` is not 0."""
+    """For each token after the first: (id, logprob) of the `k` likeliest tokens at its position, and of the token
+    itself if it is not among them and `k` is not 0."""
     for first in range(0, len(whole.logprobs), _BLOCK):
         rows = slice(first, first + _BLOCK)
         tops = np.maximum(whole.top_logprobs[rows, :k], LOWEST_LOGPROB).tolist()
@@ -69,7 +72,8 @@ def prompt_top_logprobs(whole: WholePromptLogprobs, ids: Sequence[int], k: int) 
 def prompt_logprobs_json(
     whole: WholePromptLogprobs, ids: Sequence[int], k: int, tokenizer: Tokenizer
 ) -> Iterator[dict[int, PromptLogprob] | None]:
-    """The entries of the field `prompt_logprobs`: each token's own and the `k` likeliest in its place."""
+    """The entries of the field `prompt_logprobs`: each token's own log probability and those of the `k` likeliest
+    tokens at its position."""
     name = tokenizer.token_text
     yield None
     for own, logprob, top in zip(ids[1:], whole.logprobs.tolist(), prompt_top_logprobs(whole, ids, k), strict=True):

@@ -1,4 +1,4 @@
-"""The one model that is served, as /v1/models shows it."""
+"""The served model, as /v1/models shows it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cluster.requests.served_model import ServedModel
 
 
 def model_card(model: ServedModel, name: str) -> ModelCard:
-    """The card of `model`. Raises RequestError (404) for a `name` that is not its own."""
+    """The card of `model`. Raises RequestError (404) if `name` is not its name."""
     model.check_name(name)
     created_at = datetime.fromtimestamp(model.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     numerics = "fast" if model.info is None else model.info.numerics
@@ -17,6 +17,6 @@ def model_card(model: ServedModel, name: str) -> ModelCard:
 
 
 def model_list(model: ServedModel) -> ModelList:
-    """The list of one."""
+    """The list with this one model."""
     card = model_card(model, model.model_name)
     return ModelList(data=[card], first_id=card.id, last_id=card.id)

@@ -1,7 +1,7 @@
-"""Requests of chats and completions, as shapes that check what they describe.
+"""Requests of chats and completions, as types that check the values.
 
-Owns which fields exist, their types and ranges, which known ones are refused because they are not supported, and what
-happens to those nobody knows. It knows neither tokens nor the engine; what goes out is in `wire`.
+This module owns the fields, their types and ranges, which known fields are refused because they are not supported, and
+what happens to unknown ones. It knows neither tokens nor the engine. `wire` has the types of responses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cluster.requests.shapes import (
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
-_MAX_SAFE_INT = 2**53 - 1  # the largest that every JSON reader keeps exact
+_MAX_SAFE_INT = 2**53 - 1  # the largest integer that every JSON reader represents exactly
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 
 
@@ -39,17 +39,17 @@ COMPLETION_DEFAULT_MAX_TOKENS = 16
 
 
 class FunctionParam(Shape):
-    """A function the model may call."""
+    """A function that the model may call."""
 
     name: FunctionName
     description: Description | None = None
     parameters: ArgumentsSchema | None = None
-    """The JSON schema of its arguments, an object's."""
+    """The JSON schema of its arguments, which is an object's."""
     strict: bool | None = None
 
 
 class ToolOffer(Shape):
-    """A tool the model may use."""
+    """A tool that the model may use."""
 
     type: Literal["function"] = "function"
     function: FunctionParam
@@ -109,7 +109,7 @@ _Said = Annotated[ContentPart | RefusalPart, Field(discriminator="type")]
 
 
 def decoded_arguments(given: dict[str, Any] | str | None) -> dict[str, Any] | str:
-    """The arguments of a call, as `Call` has them. Raises RequestError for JSON that is no object."""
+    """The arguments of a call, as in `Call`. Raises RequestError for JSON that is not an object."""
     decoded: Any = given
     if isinstance(given, str):
         try:
@@ -126,11 +126,11 @@ class CalledFunction(Shape):
 
     name: str = Field(min_length=1)
     arguments: Annotated[str | dict[str, Any] | None, AfterValidator(decoded_arguments)] = None
-    """A JSON object, or one written as a string."""
+    """A JSON object, or a string that contains one."""
 
 
 class ToolCallParam(Shape):
-    """A call the model made earlier."""
+    """A call that the model made earlier."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -151,12 +151,12 @@ class AssistantTurn(Shape):
     role: Literal["assistant"]
     content: str | Annotated[list[_Said], Field(fail_fast=True)] | None = None
     refusal: str | None = None
-    """The refusal, where there is no `content`."""
+    """The refusal, if there is no `content`."""
     name: str | None = None
     tool_calls: Annotated[list[ToolCallParam], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """Another name of `reasoning_content`; `reasoning_content` wins."""
+    """Another name of `reasoning_content`, which is used if both are given."""
 
 
 class ToolMessage(Shape):
@@ -169,7 +169,7 @@ class ToolMessage(Shape):
 
 
 def _supported(message: Any) -> Any:
-    """`message`, if it has nothing that no message here may have. Raises RequestError."""
+    """Returns `message` unchanged, or raises RequestError if it has a role or field that is not supported."""
     if not isinstance(message, dict):
         return message
     if message.get("role") == "function":
@@ -194,42 +194,43 @@ class StreamOptions(Shape):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """The usage so far in every chunk."""
+    """Whether every chunk has the usage so far."""
 
 
 class GenerationRequest(SamplingFields):
     """The fields that chat completions and completions share."""
 
     model: str
-    """The name that /v1/models lists."""
+    """The name in /v1/models."""
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    """Most tokens of the answer. None: a completion 16, a chat as many as fit."""
+    """Most tokens of the answer. If null, 16 for a completion, and as many as fit for a chat."""
     n: int | None = Field(None, ge=1)
-    """Answers to each prompt."""
+    """Number of answers to each prompt."""
     stream: bool | None = None
-    """Whether the answer comes as server-sent events."""
+    """Whether the answer is sent as server-sent events."""
     stream_options: StreamOptions | None = None
     """Whether a stream ends with the usage (`include_usage`), and has it in every chunk."""
     prompt_logprobs: int | None = Field(None, ge=0)
-    """Log probabilities of the prompt's tokens, and of as many of the likeliest in their place."""
+    """Log probabilities of the prompt's tokens, and of this number of likeliest tokens at their positions."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
-    """Keep this many of the prompt's last tokens; -1: as many as fit."""
+    """Number of the prompt's last tokens to keep. -1: as many as fit."""
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds its own, such as BOS. None: to a completion's prompt yes, to a chat's text no."""
+    """Whether the tokenizer adds special tokens such as BOS. If null, yes for a completion's prompt, no for a chat's
+    text."""
     return_token_ids: bool | None = None
-    """Whether the answer has the ids of the prompt and of its own tokens."""
+    """Whether the answer has the ids of the prompt's tokens and of its own."""
     return_tokens_as_token_ids: bool | None = None
-    """Log probabilities name tokens `token_id:<id>`."""
+    """Whether log probabilities name tokens `token_id:<id>`."""
     priority: int | None = Field(None, ge=-_MAX_SAFE_INT, le=_MAX_SAFE_INT)
-    """Lower goes first among the client's requests. Across clients it counts within what the key is granted."""
+    """Lower goes first among the client's requests. Across clients it counts within the range granted to the key."""
     cache_salt: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")
-    """Prompts share cached pages only under the same salt. None: one of the client's own."""
+    """Only prompts with the same salt share cached pages. If null, a salt of the client's own."""
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
-    """Takes the place of the header X-Request-Id in the answer's id."""
+    """Used in the answer's id instead of the header X-Request-Id."""
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """-1: none."""
+        """-1 for none."""
         return -1 if self.prompt_logprobs is None else self.prompt_logprobs
 
 
@@ -239,29 +240,29 @@ class ChatRequest(GenerationRequest):
     messages: Messages
     """The conversation, oldest message first."""
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    """Newer name of max_tokens; wins over it."""
+    """Newer name of max_tokens, used if both are given."""
     logprobs: bool | None = None
-    """Log probabilities of the answer's tokens."""
+    """Whether the answer has log probabilities of its tokens."""
     top_logprobs: int | None = Field(None, ge=0)
-    """The number of likeliest tokens in each place, beside the one sampled."""
+    """Number of likeliest tokens at each position, besides the sampled one."""
     add_generation_prompt: bool | None = None
-    """Whether the prompt ends with the opening of an answer. None: true, unless a message is continued."""
+    """Whether the prompt ends with the beginning of an answer. If null, true unless a message is continued."""
     continue_final_message: bool | None = None
-    """The answer goes on where the last message stops."""
+    """Whether the answer continues the last message."""
     documents: list[dict[str, Any]] | None = Field(None, max_length=1024)
-    """For templates that read them: objects with `title` and `text`."""
+    """For templates that read documents: objects with `title` and `text`."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """More variables for the chat template; only those it reads."""
+    """Further variables for the chat template, only those that it reads."""
     reasoning_effort: ReasoningEffort | None = None
     """For templates that read it."""
     include_reasoning: bool | None = None
-    """Whether the answer shows the model's thinking; it is counted either way. None: true."""
+    """Whether the answer shows the model's reasoning. It is counted either way. Null means true."""
     tools: Annotated[list[dict[str, Any]] | None, Checked(_Tools)] = None
-    """Functions the model may call."""
+    """Functions that the model may call."""
     tool_choice: Annotated[str | dict[str, Any] | None, Checked(_ToolChoice)] = None
-    """none, auto, required, or the function to call. None: auto."""
+    """none, auto, required, or the function to call. Null means auto."""
     parallel_tool_calls: bool | None = None
-    """Whether an answer may have several calls. None: true."""
+    """Whether an answer may have several calls. Null means true."""
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -269,7 +270,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int:
-        """-1: none."""
+        """-1 for none."""
         return (self.top_logprobs or 0) if self.logprobs else -1
 
 
@@ -277,17 +278,17 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Prompts
-    """Text, token ids, or a list of either kind, each with its answers."""
+    """Text, token ids, or a list of either kind. Each gets its own answers."""
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
-    """0 only with `echo` or `prompt_logprobs`: the prompt alone is of interest."""
+    """0 only with `echo` or `prompt_logprobs`, if only the prompt is of interest."""
     logprobs: int | None = Field(None, ge=0)
-    """Log probabilities of the tokens, and of as many of the likeliest in their place."""
+    """Log probabilities of the tokens, and of this number of likeliest tokens at their positions."""
     echo: bool | None = None
-    """The prompt is a part of the text, and with `logprobs` of them."""
+    """Whether the answer's text begins with the prompt, and `logprobs` with those of the prompt."""
 
     @property
     def num_logprobs(self) -> int:
-        """-1: none."""
+        """-1 for none."""
         return -1 if self.logprobs is None else self.logprobs
 
 
@@ -313,8 +314,8 @@ _FIELDS = FieldPolicy(UNSUPPORTED, WITHOUT_EFFECT, STYLING, {"stream_options": S
 
 
 def check_request(kind: type[_Request], raw: Mapping[str, Any], server: ServerConfig) -> tuple[_Request, list[str]]:
-    """A checked request of decoded JSON, and the names of its fields that are ignored. Raises RequestError with the
-    path of the field at fault."""
+    """Checks a request of decoded JSON. Returns it with the names of ignored fields. Raises RequestError with the path
+    of the wrong field."""
     asked = {name: value for name, value in raw.items() if name != "best_of" or value != raw.get("n")}
     ignored = _FIELDS.check(kind, asked, strict=server.strict_fields)
     request = validated(kind, raw)
@@ -323,7 +324,7 @@ def check_request(kind: type[_Request], raw: Mapping[str, Any], server: ServerCo
 
 
 def _check_counts(request: ChatRequest | CompletionRequest, server: ServerConfig) -> None:
-    """Limits that are settings, and fields that need one another."""
+    """Checks limits that are settings, and fields that depend on each other."""
     checks.num_sequences(request.n or 1, 1, "n", server)
     if isinstance(request, ChatRequest):
         name = "top_logprobs"

@@ -47,7 +47,7 @@ class Rank:
     index: int
     actor: Any
     location: Location | None = None
-    """Where the rank runs. None until it has reported that."""
+    """Location of the rank. None until it has reported it."""
     pidfd: int = -1
     """A pidfd of its process if that runs on this node, else -1."""
     room_bytes: int = 0

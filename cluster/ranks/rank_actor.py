@@ -91,7 +91,7 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a rank runs."""
+    """Location of a rank."""
 
     node_id: str
     pid: int

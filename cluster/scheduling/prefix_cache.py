@@ -1,13 +1,12 @@
 """Finds the whole pages that hold the KV of a token prefix: a radix tree with locks and LRU eviction.
 
-Knows page ids and tokens, not rows: who pays for a page is `RowPages`' business. An edge of the tree is a run of whole
-pages, so a node's key is a multiple of the page size and siblings differ in their first page.
+It knows page ids and tokens, not rows; `RowPages` decides which row pays for a page. An edge of the tree is a run of
+whole pages, so a node's key is a multiple of the page size, and siblings differ in their first page.
 
-A lock counts on every node up to the root. An unlocked node therefore has only unlocked nodes below it: all pages
-outside the locked paths can be evicted, leaf by leaf.
-
-Each salt has a tree of its own, below a node without pages: what two salts begin with alike, they do not share. Such a
-node goes with its last lock and its last page, so salts take no memory that pages or running requests do not bound.
+A lock counts on every node up to the root. So an unlocked node only has unlocked nodes below it, and all pages outside
+the locked paths can be evicted, leaf by leaf. Each salt has a separate tree, below a node without pages: two salts
+share nothing. Such a node is removed with its last lock and its last page, so that salts take no more memory than pages
+and running requests.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _NOTHING = np.empty(0, np.int32)
 
 
 class Node:
-    """A run of whole pages. Its prefix is that of its parent followed by `tokens`."""
+    """A run of whole pages. Its prefix is its parent's prefix followed by `tokens`."""
 
     __slots__ = ("children", "in_heap", "last_use", "num_locks", "pages", "parent", "salt", "tokens")
 
@@ -33,27 +32,27 @@ class Node:
         self.pages = pages
         """[num_pages]"""
         self.children: dict[bytes, Node] = {}
-        """Children by the bytes of their first page's tokens."""
+        """Children, by the bytes of their first page's tokens."""
         self.salt = salt
-        """The salt of whose tree this is the top, a node without pages; empty for all others."""
+        """The salt, if this is the top of a salt's tree (a node without pages). Empty for all other nodes."""
         self.num_locks = 0
         self.last_use = 0
         self.in_heap = False
 
 
 class PrefixCache:
-    """A radix tree over pages of `page_size` tokens. Deterministic: time is a count of its own operations."""
+    """A radix tree over pages of `page_size` tokens. Deterministic: it measures time by counting its own operations."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self.root = Node(None, _NOTHING, _NOTHING)
-        """The empty prefix without a salt; locking it has no effect."""
+        """The empty prefix without a salt. Locking it has no effect."""
         self._salted: dict[bytes, Node] = {}
         self.num_pages = 0
-        """Pages in the tree."""
+        """Number of pages in the tree."""
         self._num_locked_pages = 0
         self._clock = 0
-        # Evictable leaves by last use. Lazy: an entry may be out of date; each node is in it at most once.
+        # Heap of evictable leaves by last use. Entries may be outdated; each node occurs at most once.
         self._heap: list[tuple[int, int, Node]] = []
         self._heap_serial = 0
 
@@ -69,13 +68,13 @@ class PrefixCache:
 
     @property
     def num_evictable_pages(self) -> int:
-        """Pages that `evict` can return now."""
+        """Number of pages that `evict` can return now."""
         return self.num_pages - self._num_locked_pages
 
     def match(self, node: Node, tokens: Int32Array) -> tuple[Node, Int32Array]:
-        """The longest cached continuation of `node`'s prefix by whole pages of `tokens`, and its pages.
+        """The longest cached continuation of `node`'s prefix by whole pages of `tokens`: its end node and its pages.
 
-        Splits an edge where the match ends inside it, so that the returned node stands for exactly the match.
+        If the match ends inside an edge, the edge is split, so that the node stands for exactly the match.
         """
         size = self._page_size
         num_left = len(tokens) // size
@@ -96,20 +95,22 @@ class PrefixCache:
         return node, np.concatenate(found) if found else _NOTHING
 
     def extend(self, node: Node, tokens: Int32Array, pages: Int32Array) -> tuple[Node, int]:
-        """Inserts `pages`, which hold `tokens` after `node`'s prefix, and moves the caller's lock to their end.
+        """Inserts `pages`, which hold `tokens` after `node`'s prefix, and moves the caller's lock to their end. The
+        caller must hold a lock on `node`, unless it is the root.
 
-        The caller holds a lock on `node` (or it is the root). Returns the end node, locked for the caller, and how
-        many leading pages of `pages` were known already: those stay the caller's, the rest now belongs to the cache.
+        Returns:
+            The end node, locked for the caller, and the number of leading pages that were in the tree already. Those
+            stay the caller's; the others now belong to the cache.
         """
         end, known = self.match(node, tokens)
         num_known = len(known)
         if num_known < len(pages):
-            # The row table's buffers are reused: keep copies.
+            # Copies, because the row table reuses its buffers.
             new_tokens = tokens[num_known * self._page_size :].copy()
             new_pages = pages[num_known:].copy()
             self.num_pages += len(new_pages)
             if end is node and len(node.pages) and not node.children and node.num_locks == 1:
-                # Only the caller stands here: a prompt prefilled in many chunks stays one node.
+                # Only the caller uses this leaf, so it is extended: a prompt with many chunks stays one node.
                 node.tokens = np.concatenate((node.tokens, new_tokens))
                 node.pages = np.concatenate((node.pages, new_pages))
                 self._num_locked_pages += len(new_pages)
@@ -121,11 +122,11 @@ class PrefixCache:
         return end, num_known
 
     def lock(self, node: Node) -> None:
-        """Keeps the pages of `node`'s whole prefix until `unlock`."""
+        """Prevents the eviction of `node`'s whole prefix until `unlock`."""
         self._lock_between(node, self.root)
 
     def unlock(self, node: Node) -> None:
-        """Ends one lock of `node`, which counts as a use of its prefix."""
+        """Ends one lock of `node`. This counts as a use of its prefix."""
         self._clock += 1
         leaf = node
         while node is not self.root:
@@ -139,7 +140,7 @@ class PrefixCache:
         self._offer(leaf)
 
     def evict(self, count: int) -> Int32Array:
-        """Forgets `count` pages, those used longest ago first, and returns them. Needs that many evictable pages."""
+        """Removes the `count` least recently used pages and returns them. That many pages must be evictable."""
         assert count <= self.num_evictable_pages, "evicting more pages than are evictable"
         evicted: list[Int32Array] = []
         num_left = count
@@ -147,13 +148,13 @@ class PrefixCache:
             last_use, _, node = heapq.heappop(self._heap)
             node.in_heap = False
             if node.num_locks or node.children or node.parent is None:
-                continue  # Offered again when its lock or its last child goes; or forgotten.
+                continue  # It is offered again when its lock or its last child is removed; or it is gone.
             if last_use < node.last_use:
                 self._offer(node)
                 continue
             num_taken = min(num_left, len(node.pages))
             num_kept = len(node.pages) - num_taken
-            # Eviction begins at the tail: the front of a prefix is the part others share.
+            # Eviction begins at the tail, because other requests share the front of a prefix.
             evicted.append(node.pages[num_kept:])
             num_left -= num_taken
             if num_kept:
@@ -166,7 +167,7 @@ class PrefixCache:
         return np.concatenate(evicted) if evicted else _NOTHING
 
     def forget(self, node: Node) -> Int32Array:
-        """Forgets the end of `node`'s prefix, as far as nothing locks it or goes on from it, and returns its pages."""
+        """Removes the end of `node`'s prefix, as far as nothing locks or continues it, and returns its pages."""
         forgotten: list[Int32Array] = []
         while len(node.pages) and not node.num_locks and not node.children:
             forgotten.append(node.pages)
@@ -175,8 +176,8 @@ class PrefixCache:
         return np.concatenate(forgotten) if forgotten else _NOTHING
 
     def forget_from(self, lost: Int32Array) -> Int32Array:
-        """Forgets those of the pages `lost` that are in the tree, and all that goes on from them; nothing is locked.
-        Returns the pages of both."""
+        """Removes those of the pages `lost` that are in the tree, and everything that continues them. Nothing may be
+        locked. Returns all removed pages."""
         forgotten: list[Int32Array] = []
         stack = [(child, False) for top in (self.root, *self._salted.values()) for child in top.children.values()]
         while stack:
@@ -190,7 +191,7 @@ class PrefixCache:
                 is_cut = True
             stack += [(child, is_cut) for child in node.children.values()]
             if is_cut:
-                node.parent = None  # eviction, which may still meet it, takes that for a node that is gone
+                node.parent = None  # marks the node as removed for `evict`, which may still find it in the heap
                 forgotten.append(node.pages)
         pages = np.concatenate(forgotten) if forgotten else _NOTHING
         self.num_pages -= len(pages)
@@ -256,7 +257,7 @@ class PrefixCache:
         return num // self._page_size
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Cuts `node` after `num_pages` and returns the new upper part. Locks stay with `node`, the lower part."""
+        """Splits `node` after `num_pages` and returns the new upper part. Locks stay with `node`, the lower part."""
         assert node.parent is not None, "the root is never split"
         cut = num_pages * self._page_size
         upper = Node(node.parent, node.tokens[:cut], node.pages[:num_pages])
@@ -270,7 +271,7 @@ class PrefixCache:
         return upper
 
     def _lock_between(self, node: Node, ancestor: Node) -> None:
-        """Locks `node` and what is above it, up to `ancestor`, which is not locked again."""
+        """Locks `node` and its ancestors below `ancestor`."""
         while node is not ancestor:
             if node.num_locks == 0:
                 self._num_locked_pages += len(node.pages)
@@ -279,7 +280,7 @@ class PrefixCache:
             node = node.parent
 
     def _cut(self, leaf: Node) -> Node:
-        """Takes a leaf out of the tree; returns what was above it."""
+        """Removes a leaf from the tree and returns its parent."""
         parent = leaf.parent
         assert parent is not None, "the root is never evicted"
         del parent.children[self._key(leaf.tokens)]
@@ -288,7 +289,8 @@ class PrefixCache:
         return parent
 
     def _offer(self, node: Node) -> None:
-        """Puts `node` into the heap if it can be evicted now; the top of a salt's tree without pages goes at once."""
+        """Pushes `node` to the heap if it can be evicted now. Removes the top of a salt's tree at once if it is
+        empty."""
         if node is self.root or node.num_locks or node.children or node.in_heap:
             return
         if node.salt:

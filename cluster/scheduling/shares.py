@@ -1,7 +1,7 @@
-"""Shares of clients in the rows of the batch and in the KV pages, and which request is preempted first.
+"""Each client's share of rows and KV pages, and which request is preempted first.
 
-Every client that runs or waits has an equal share. One may hold more as long as no other client waits for it. A client
-may always have one row, also where there are more clients than rows.
+Every client with a running or waiting request has an equal share. A client may hold more while no other client waits
+for it. A client may always have one row, even if there are more clients than rows.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from cluster.scheduling.request import Request
 
 
 class Shares:
-    """Rows and pages that each client holds.
+    """The rows and pages that each client holds.
 
     Args:
-        running: the requests that hold rows, the one admitted last first, and how many pages each has.
-        waiting: clients of requests that wait.
+        running: the requests with rows, the one admitted last first, with the number of pages of each.
+        waiting: clients of waiting requests.
     """
 
     def __init__(
@@ -32,21 +32,21 @@ class Shares:
         self._share = 1 / max(len({*waiting, *self._rows}), 1)
 
     def add(self, client: str, num_pages: int) -> None:
-        """Counts one row more, with its pages."""
+        """Counts one more row of a client, with its pages."""
         self._rows[client] += 1
         self._pages[client] += num_pages
 
     def has_its_share(self, client: str) -> bool:
-        """Whether one row more is more than the client's share."""
+        """Whether one more row exceeds the client's share."""
         return self._rows[client] > 0 and self._usage(client, num_more=1) > self._share
 
     def victim(self, *, level: int | None = None) -> Request | None:
-        """The request to preempt: at the last level, of the client that holds most, of its last priority, the newest.
-        None if no request has to yield.
+        """The request to preempt: at the last level, of the client that holds most, of its last priority, the newest
+        one. None if no request has to yield.
 
         Args:
-            level: the level of a request that waits for a row or pages. Only a client over its share yields to it, by
-                a request at this level or after it, and keeps at least one row. None: pages have run out, so any
+            level: level of a request that waits for a row or pages. Only a client over its share yields to it, with a
+                request at this level or after it, and keeps at least one row. If None, pages have run out and any
                 running request may have to yield.
         """
         requests = self._running

@@ -1,4 +1,4 @@
-"""Reads a step's result: which rows stop, and the log probabilities in it, each for the request that asked."""
+"""Reads a step's result: which rows end, and the log probabilities for each request that wants them."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from worker.protocol import Int32Array, StepResult
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """Facts that `retire` may know of a step, as they were at launch."""
+    """The snapshot of a step at its launch, for `retire`."""
 
     step: int
     rows: Int32Array
-    """Every row the frame names."""
+    """All rows that the frame names."""
     starts: Int32Array
-    """[num_rows] tokens that each had computed before, at least."""
+    """[num_rows]: smallest number of tokens that each row had computed before."""
     sampled: Int32Array
-    """[num_sampled_rows] rows that get tokens."""
+    """[num_sampled_rows]: rows that get tokens."""
     num_samples: Int32Array
-    """[num_sampled_rows] most tokens that each may bring. Empty: one each."""
+    """[num_sampled_rows]: largest number of tokens that each may get. Empty if it is 1 for all."""
     prefilled: list[int]
     """Rows among `sampled` whose prefill ends here."""
     prompt_runs: list[PromptRun]
     item_rows: Int32Array
-    """[num_items] the row of each item."""
+    """[num_items]: row of each scored item."""
     launched_s: float | None = None
-    """When it was, if drafts are chosen by what steps of decodes alone take, and it is one."""
+    """Time of the launch, for a step of decodes while drafts are chosen by step times. None otherwise."""
 
     @property
     def num_inputs(self) -> int:
-        """Input tokens of a step of decodes alone."""
+        """Number of input tokens, for a step of decodes."""
         return int(self.num_samples.sum()) if len(self.num_samples) else len(self.sampled)
 
     def check(self, result: StepResult, generation: int) -> None:
@@ -66,19 +66,19 @@ class Launched:
 
 
 class StepTokens(NamedTuple):
-    """A result's tokens, and which of them count: those of live rows, up to the first that ends its row."""
+    """A result's tokens. Tokens count if their row is live and no earlier token ended it."""
 
     rows: Int32Array
-    """[num_tokens] and so are the others; a row's are one after the other."""
+    """[num_tokens], like the other arrays. The tokens of a row are consecutive."""
     positions: Int32Array
     tokens: Int32Array
     stopped: npt.NDArray[np.bool_]
-    """The token ends its row."""
+    """Whether the token ends its row."""
     is_last: npt.NDArray[np.bool_]
-    """The token uses up the request's length."""
+    """Whether the token uses up the request's length."""
 
     def where(self, kept: npt.NDArray[np.bool_]) -> StepTokens:
-        """The tokens that are kept."""
+        """Whether the token counts."""
         rows, positions, tokens, stopped, is_last = self
         return StepTokens(rows[kept], positions[kept], tokens[kept], stopped[kept], is_last[kept])
 
@@ -86,7 +86,7 @@ class StepTokens(NamedTuple):
     def of(
         cls, table: RowTable, launched: Launched, result: StepResult, eos_token_ids: tuple[int, ...]
     ) -> tuple[StepTokens, npt.NDArray[np.bool_]]:
-        """All tokens of a result, and which of them count."""
+        """All tokens of a result, with which of them count."""
         rows, tokens, counts = launched.sampled, result.tokens, result.num_tokens
         positions = table.num_known[rows]
         if len(counts):
@@ -97,13 +97,12 @@ class StepTokens(NamedTuple):
         kept = table.live[rows]
         if len(counts):
             ends = stopped | is_last | (tokens < 0)
-            num_ended: npt.NDArray[np.int64] = np.cumsum(ends) - ends  # by the tokens before, of all rows
+            num_ended: npt.NDArray[np.int64] = np.cumsum(ends) - ends  # offset of each row's first token
             kept &= num_ended == np.repeat(num_ended[firsts], counts)
         return cls(rows, positions, tokens, stopped, is_last), kept
 
     def broken(self, table: RowTable, launched: Launched, result: StepResult, kept: npt.NDArray[np.bool_]) -> list[int]:
-        """The live rows for which the model answered with a NaN: in place of a token that counts, or among the log
-        probabilities that they asked for."""
+        """The live rows with a NaN in place of a token that counts, or among their requested log probabilities."""
         found: list[npt.NDArray[np.integer]] = []
         if len(self.tokens) and self.tokens.min() < 0:
             found.append(self.rows[kept & (self.tokens < 0)])
@@ -117,13 +116,13 @@ class StepTokens(NamedTuple):
         return [row for row in np.unique(np.concatenate(found)).tolist() if table.live[row]] if found else []
 
     def write(self, table: RowTable, launched: Launched) -> None:
-        """Writes the tokens, all of which are kept, to the table. For rows that verified drafts, corrects
-        `num_computed` and `num_unverified` now that it is known how many were right, and makes the rows ready."""
+        """Writes the tokens, which all count, to the table. For rows with verified drafts, corrects `num_computed` and
+        `num_unverified` and makes the rows ready."""
         rows, positions = self.rows, self.positions
         num_kept = np.bincount(rows, minlength=len(table.live)) if len(launched.num_samples) else None
         table.tokens[rows, positions] = self.tokens
         if len(launched.num_samples):
-            # The later place of a row that is named twice need not be the one that stays.
+            # With repeated indices, numpy need not write the last value, so each row's last index is chosen first.
             is_end = np.ones(len(rows), np.bool_)
             np.not_equal(rows[1:], rows[:-1], out=is_end[:-1])
             rows, positions = rows[is_end], positions[is_end]
@@ -139,7 +138,7 @@ class StepTokens(NamedTuple):
 def find_stopped(
     table: RowTable, rows: Int32Array, tokens: Int32Array, eos_token_ids: tuple[int, ...]
 ) -> npt.NDArray[np.bool_]:
-    """Marks those of `tokens` that end their row."""
+    """Whether each of `tokens` ends its row."""
     stopped = np.zeros(len(rows), np.bool_)
     for eos in eos_token_ids:
         stopped |= tokens == eos
@@ -153,7 +152,7 @@ def find_stopped(
 
 
 def take_prefilled(table: RowTable, rows: list[int], now: float) -> list[Prefilled]:
-    """The prefills of `rows` that got the first token of their answer, `now`."""
+    """The prefills of `rows` that got their answer's first token `now`."""
     prefilled: list[Prefilled] = []
     for row in rows:
         if table.live[row] and not (request := table.request(row)).has_emitted:
@@ -168,8 +167,8 @@ def take_prefilled(table: RowTable, rows: list[int], now: float) -> list[Prefill
 def token_logprobs(
     table: RowTable, rows: Int32Array, kept: npt.NDArray[np.bool_], item_rows: Int32Array, result: StepResult
 ) -> list[TokenLogprobs]:
-    """Log probabilities of the result's tokens that are kept and whose `rows` asked for them, and of rows with items
-    those after each of their items."""
+    """Log probabilities of the tokens that count, for `rows` that requested them, and for scored items the log
+    probabilities after each item."""
     logprobs: list[TokenLogprobs] = []
     for place, (index, logprob) in enumerate(zip(result.logprob_rows.tolist(), result.logprobs.tolist(), strict=True)):
         if not kept[index]:
@@ -190,7 +189,7 @@ def token_logprobs(
 
 
 def prompt_logprobs(table: RowTable, runs: list[PromptRun], result: StepResult) -> list[PromptLogprobs]:
-    """Log probabilities for the rows of `runs` that are live; the next ones they want come after these."""
+    """Prompt log probabilities for the live rows of `runs`. Each request's next ones come after these."""
     taken: list[PromptLogprobs] = []
     offset = 0
     for row, first, num, k in runs:

@@ -92,7 +92,7 @@ class Conversation:
     documents: Sequence[Mapping[str, Any]] | None = None
     """For templates that read documents."""
     options: Sequence[TemplateOption] = ()
-    """Of two options with one name, the first counts."""
+    """If two options have one name, the first counts."""
     continue_final: bool = False
     """Whether the answer continues the last turn."""
     add_generation_prompt: bool = True

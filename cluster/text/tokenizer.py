@@ -184,6 +184,6 @@ def _load_directory(directory: Path) -> PreTrainedTokenizerFast:
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(f"the tokenizer in {directory} has no tokenizer.json; save it once as a fast tokenizer")
     if not tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).ids:
-        # From config.json alone, transformers would make a family's tokenizer without a vocabulary.
+        # With config.json alone, transformers would make a family's tokenizer without a vocabulary.
         raise CheckpointError(f"{directory} holds no tokenizer; set `tokenizer` to a directory with one")
     return cast("PreTrainedTokenizerFast", tokenizer)  # is_fast means this type

@@ -1,6 +1,6 @@
 """Objects that /v1/responses sends: the response object, its output items, and the events of a stream.
 
-Names and order of the fields are OpenAI's. Every struct is plain data; `response_writer` fills them.
+Names and order of the fields are OpenAI's. Every struct is plain data, filled by `response_writer`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
     text: str = ""
     annotations: list[Any] = []
-    """Always empty: nothing here cites."""
+    """Always empty, because this server does not cite."""
     logprobs: list[TokenLogprob] = []
-    """One for each token of the text, when `include` asks for them."""
+    """One for each token of the text, if `include` asks for them."""
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
@@ -43,17 +43,17 @@ class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """The model's thoughts before it answers."""
+    """The model's reasoning before its answer."""
 
     id: str
     content: list[ReasoningText] = []
     summary: list[Any] = []
-    """Always empty: the whole of it is in `content`."""
+    """Always empty: the whole reasoning is in `content`."""
     status: ItemStatus = "in_progress"
 
 
 class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A function the model wants called."""
+    """A call of a function."""
 
     id: str
     call_id: str
@@ -103,12 +103,12 @@ class ReasoningSettings(msgspec.Struct):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """One response, whole or on its way."""
+    """One response, whole or in progress."""
 
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    """Unix time, seconds."""
+    """Unix time in seconds."""
     status: Status
     completed_at: int | None = None
     background: Literal[False] = False
@@ -168,11 +168,11 @@ class ResponseCreated(_Lifecycle, tag="response.created"):
 
 
 class ResponseInProgress(_Lifecycle, tag="response.in_progress"):
-    """It has begun."""
+    """The response has begun."""
 
 
 class ResponseCompleted(_Lifecycle, tag="response.completed"):
-    """The last event of a response that said all it had to say."""
+    """The last event of a complete response."""
 
 
 class ResponseIncomplete(_Lifecycle, tag="response.incomplete"):

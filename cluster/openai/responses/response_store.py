@@ -1,6 +1,6 @@
-"""Responses kept in memory for those who ask for them again: bounded in number, bytes and age, for each client apart.
+"""Stores responses in memory for later requests: limited in number, bytes and age, separately for each client.
 
-A response lives in the replica that made it, and ends with it.
+A response belongs to the replica that made it, and is lost with it.
 """
 
 from __future__ import annotations
@@ -21,64 +21,64 @@ from configs.errors import OverloadedError, RequestError
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StoredResponse:
-    """A response and what it takes to go on from it."""
+    """A response, and what is needed to continue it."""
 
     builder: ResponseBuilder
     items: list[dict[str, Any]]
-    """The conversation it answers, earlier turns included."""
+    """The conversation that it answers, including earlier turns."""
     run: Run | None
-    """While it is made."""
+    """Whether it is in progress."""
     num_bytes: int
-    """Memory its conversation takes, about."""
+    """Approximate bytes of its conversation."""
     error: RequestError | None = None
-    """The error that ended it, if one did."""
+    """The error that ended it, if any."""
 
     @property
     def id(self) -> str:
         return self.builder.response.id
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Everything up to now, the answer included: what the next turn goes on from."""
-        # Its log probabilities are no part of what was said. An answer of nothing is a turn too, where turns alternate.
+        """Everything up to now, including the answer: what the next turn continues."""
+        # Log probabilities are left out. An empty answer counts as a turn too, because turns must alternate.
         said = msgspec.to_builtins(self.builder.response.output, enc_hook=lambda _: [])
         return [*self.items, *(said or [{"type": "message", "role": "assistant", "content": []}])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """How much is kept."""
+    """Limits of the store."""
 
     responses_per_client: int = 1024
     bytes_per_client: int = 32 << 20
     bytes_in_all: int = 256 << 20
     ttl_s: float = 3600.0
-    """Since a response was last put or read."""
+    """Seconds since a response was last stored or read."""
 
 
 @dataclass(slots=True)
 class _Shelf:
-    """One client's responses, the one used longest ago first."""
+    """One client's responses, least recently used first."""
 
     entries: OrderedDict[str, tuple[StoredResponse, float]] = field(default_factory=OrderedDict)
     num_bytes: int = 0
 
 
 class ResponseStore:
-    """The responses of one replica. For use on its event loop only."""
+    """The responses of one replica. Use it on its event loop only."""
 
     def __init__(self, limits: StoreLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits or StoreLimits()
         self._clock = clock
         self._shelves: OrderedDict[str, _Shelf] = OrderedDict()
         self.num_bytes = 0
-        """Size of all that is kept."""
+        """Bytes of all stored responses."""
 
     def __len__(self) -> int:
         return sum(len(shelf.entries) for shelf in self._shelves.values())
 
     def put(self, client: str, stored: StoredResponse) -> None:
-        """Keeps `stored`; what has ended and was used longest ago makes room. Raises OverloadedError where what still
-        runs leaves none."""
+        """Stores `stored`. Finished, least recently used responses are dropped for it. Raises OverloadedError if
+        responses in progress leave no room."""
         self._expire()
         shelf = self._shelves.setdefault(client, _Shelf())
         if not self._make_room(client, 1, stored.num_bytes):
@@ -87,7 +87,7 @@ class ResponseStore:
         self._count(shelf, stored.num_bytes)
 
     def grow(self, client: str, stored: StoredResponse, num_bytes: int) -> None:
-        """`stored` takes `num_bytes` more, if it is still kept."""
+        """Adds `num_bytes` to the size of `stored`, if it is still stored."""
         shelf = self._shelves.get(client)
         if shelf is None or stored.id not in shelf.entries:
             return
@@ -96,7 +96,7 @@ class ResponseStore:
         self._make_room(client, 0, 0)
 
     def get(self, client: str, response_id: str) -> StoredResponse:
-        """Raises RequestError (404) for one that is not kept, or is another client's."""
+        """Returns a response. Raises RequestError (404) if it is not stored, or belongs to another client."""
         self._expire()
         shelf = self._shelves.get(client)
         if shelf is None or response_id not in shelf.entries:
@@ -112,13 +112,13 @@ class ResponseStore:
         return stored
 
     def delete(self, client: str, response_id: str) -> StoredResponse:
-        """Forgets a response and returns it. Raises RequestError (404) as `get` does."""
+        """Removes a response and returns it. Raises RequestError (404) as `get` does."""
         stored = self.get(client, response_id)
         self._remove(client, response_id)
         return stored
 
     def discard(self, client: str, stored: StoredResponse) -> None:
-        """Forgets `stored` if it is kept."""
+        """Removes `stored` if it is stored."""
         shelf = self._shelves.get(client)
         if shelf is not None and stored.id in shelf.entries:
             self._remove(client, stored.id)
@@ -134,7 +134,7 @@ class ResponseStore:
                 del self._shelves[client]
 
     def _make_room(self, client: str, num_more: int, num_bytes: int) -> bool:
-        """Forgets ended responses until as many more of as many bytes fit; whether they do."""
+        """Drops finished responses until there is room for `num` more with `num_bytes`. Returns whether there is."""
         limits, shelf = self._limits, self._shelves[client]
 
         def has_room() -> bool:
@@ -144,7 +144,7 @@ class ResponseStore:
         while not has_room() and self._forget_one(client):
             pass
         while self.num_bytes + num_bytes > limits.bytes_in_all:
-            # Clients that keep most make room first.
+            # Clients with the most stored bytes lose responses first.
             by_size = sorted(self._shelves, key=lambda other: -self._shelves[other].num_bytes)
             if not any(self._forget_one(other) for other in by_size):
                 return False

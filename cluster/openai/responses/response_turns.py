@@ -1,4 +1,5 @@
-"""A response's input as a conversation: what the assistant thought, said and called in one go is one turn."""
+"""Turns a response's input into a conversation. Consecutive reasoning, texts and calls of the assistant form one
+turn."""
 
 from __future__ import annotations
 
@@ -18,12 +19,19 @@ _BEGINS_TURN: Mapping[str, frozenset[str]] = {
     "message": frozenset({"message", "function_call"}),
     "function_call": frozenset(),
 }
-"""After which items of the assistant's turn one of these begins another."""
+"""For each kind of item: the kinds in the assistant's turn after which it begins another turn."""
 
 
 def conversation(request: InputTokensRequest, items: Sequence[Mapping[str, Any]], num_earlier: int) -> Conversation:
-    """The conversation that the model goes on with. `items` are checked by `input_items`, or made by earlier responses;
-    the first `num_earlier` are not of this request. Raises RequestError with the path of the field at fault."""
+    """The conversation that the model continues.
+
+    Args:
+        items: checked by `input_items`, or made by earlier responses.
+        num_earlier: number of leading items that do not come from this request.
+
+    Raises:
+        RequestError: a field is wrong; it has the field's path.
+    """
     effort = None if request.reasoning is None else request.reasoning.effort
     return Conversation(
         turns=turns(items, request.instructions, num_earlier),
@@ -34,7 +42,7 @@ def conversation(request: InputTokensRequest, items: Sequence[Mapping[str, Any]]
 
 
 def text_grammar(request: ResponsesRequest) -> GrammarSpec | None:
-    """The grammar that `text.format` asks for, if any. Raises RequestError for a schema that is too long."""
+    """The grammar for `text.format`, if any. Raises RequestError for a schema that is too long."""
     form = None if request.text is None else request.text.format
     if form is None or form.type == "text":
         return None
@@ -51,11 +59,14 @@ def input_items(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def turns(items: Sequence[Mapping[str, Any]], instructions: str | None, num_earlier: int = 0) -> list[Turn]:
-    """The turns of a response's input; arguments as of `conversation`. Raises RequestError where an output belongs to
-    no call, or the arguments of a call are JSON that is no object."""
+    """The turns of a response's input. Arguments as for `conversation`.
+
+    Raises:
+        RequestError: an output has no call, or the arguments of a call are JSON but not an object.
+    """
     made = [Turn(role="system", text=instructions)] if instructions else []
     called: set[str] = set()
-    said: set[str] = set()  # kinds of what the last turn holds, if it is the assistant's
+    said: set[str] = set()  # kinds of items in the last turn, if it is the assistant's
     for i, item in enumerate(items, -num_earlier):
         kind = item.get("type", "message")
         path = "previous_response_id" if i < 0 else f"input[{i}]"
@@ -83,7 +94,7 @@ def turns(items: Sequence[Mapping[str, Any]], instructions: str | None, num_earl
                 turn = replace(turn, calls=(*turn.calls, call), path=turn.path if turn.calls else path)
             made[-1] = turn
             if turn.thinking if kind == "reasoning" else item.get("content") != []:
-                said.add(kind)  # an item that says nothing ends no turn
+                said.add(kind)  # an empty item ends no turn
     return made
 
 
@@ -95,7 +106,7 @@ def _arguments(call: Mapping[str, Any], path: str) -> dict[str, Any] | str:
 
 
 def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a content that is checked."""
+    """The text of a checked content."""
     if isinstance(content, str):
         return content
     return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)

@@ -1,4 +1,4 @@
-"""The answers of /v1/responses: one response made of what the model says, and the events that tell of it."""
+"""Writes answers of /v1/responses: one response object, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import CallStarted, Content, Event, Reasoning
 from configs.errors import RequestError
 
-_LOGPROB_BYTES = 128  # bytes of memory, about
+_LOGPROB_BYTES = 128  # approximate bytes of memory
 
 
 def sse_parts(event: objects.StreamEvent) -> Iterator[bytes]:
@@ -31,15 +31,15 @@ def sse_parts(event: objects.StreamEvent) -> Iterator[bytes]:
 
 
 class ResponseBuilder(BlockBuilder):
-    """One response as it grows: `begin`, any number of `tell`, then one of `finish`, `cancel` and `fail`. The last
-    events, which may be long, are made as they are read."""
+    """One growing response: call `begin`, any number of `tell`, then one of `finish`, `cancel` and `fail`. The last
+    events, which may be long, are made while they are read."""
 
     def __init__(self, response: objects.Response) -> None:
-        """`response` has no output yet; it is this object's from here on."""
+        """`response`: without output. It belongs to this object from now on."""
         super().__init__()
         self.response = response
         self.num_bytes = 0
-        """Memory that its output takes, about."""
+        """Approximate bytes of its output."""
         self._next_number = 0
         self._logprobs: list[TokenLogprob] = []
         """Log probabilities of the open message."""
@@ -57,18 +57,19 @@ class ResponseBuilder(BlockBuilder):
         return self._next_number > 0
 
     def begin(self) -> bytes:
-        """The response is in progress."""
+        """Begins the response."""
         created = self._event(objects.ResponseCreated, response=self.response)
         return created + self._event(objects.ResponseInProgress, response=self.response)
 
     def tell(self, event: Event, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        """The model wrote on. Only text has log probabilities: those of thinking and of calls have no place to be
-        shown."""
+        """Adds events of the model's output. Only text has log probabilities; reasoning and calls have no field for
+        them."""
         self._fresh = logprobs if isinstance(event, Content) else ()
         return super().tell(event)
 
     def finish(self, usage: Usage, *, cut: bool) -> Iterator[bytes]:
-        """The model has ended; `cut`: by `max_output_tokens` or the context, and not by itself."""
+        """Ends the response because the model has ended. `cut`: ended by `max_output_tokens` or the context, not by
+        itself."""
         self._count(usage)
         yield from self._close("incomplete" if cut else "completed")
         if cut:
@@ -79,25 +80,25 @@ class ResponseBuilder(BlockBuilder):
             yield from self._end("completed", objects.ResponseCompleted)
 
     def cancel(self, usage: Usage) -> Iterator[bytes]:
-        """The caller wants no more of it."""
+        """Ends the response because the caller cancelled it."""
         self._count(usage)
         yield from self._close("incomplete")
-        # OpenAI has no event of its own for it.
+        # OpenAI has no separate event for it.
         yield from self._end("cancelled", objects.ResponseIncomplete)
 
     def fail(self, code: str, message: str) -> bytes:
-        """An error ended it."""
+        """Ends the response with an error."""
         self.response.error = objects.ResponseError(code, message)
         return b"".join((*self._close("incomplete"), *self._end("failed", objects.ResponseFailed)))
 
     def abandon(self, usage: Usage) -> None:
-        """Nobody reads on: it is cancelled unless it has ended. `fail` may still follow."""
+        """Cancels the response unless it has ended, because its reader has left. `fail` may still follow."""
         if not self.ended:
             self._count(usage)
             self.response.status = "cancelled"
 
     def encoded(self) -> Iterator[bytes]:
-        """The response as it is now, in parts."""
+        """The current response, in parts."""
         self._settle()
         return json_parts(self.response)
 
@@ -107,7 +108,7 @@ class ResponseBuilder(BlockBuilder):
 
     @property
     def _place(self) -> dict[str, Any]:
-        """The fields by which events name the open item."""
+        """The fields by which events identify the open item."""
         return {"output_index": self._index, "item_id": self.response.output[-1].id}
 
     def _begun(self, event: Content | Reasoning | CallStarted) -> bytes:
@@ -125,7 +126,7 @@ class ResponseBuilder(BlockBuilder):
         events = self._event(objects.OutputItemAdded, output_index=self._index, item=item)
         if isinstance(item, objects.CallItem):
             return events
-        # Only now: the part comes with an event of its own.
+        # Added only now, because the part comes with a separate event.
         self._settle()
         return events + self._event(objects.ContentPartAdded, **self._place, part=item.content[0])
 
@@ -140,7 +141,7 @@ class ResponseBuilder(BlockBuilder):
         return self._event(objects.OutputTextDelta, **self._place, delta=text, logprobs=list(self._fresh))
 
     def _settle(self) -> str:
-        """The open item's text, which is also written into it."""
+        """The open item's text, which is also written into the item."""
         if self._open is None:
             return ""
         item, text = self.response.output[-1], "".join(self._texts)
@@ -192,14 +193,14 @@ class ResponseBuilder(BlockBuilder):
 
 
 class ResponseWriter(AnswerWriter):
-    """Answers of /v1/responses."""
+    """Writes answers of /v1/responses."""
 
     def __init__(self, run: Run, builder: ResponseBuilder, tokenizer: Tokenizer) -> None:
         super().__init__(run)
         self._builder = builder
         self._tokenizer = tokenizer
         self._reason = FinishReason.ABORT
-        self._logprobs: list[TokenLogprob] = []  # for tokens whose text is yet to come
+        self._logprobs: list[TokenLogprob] = []  # for tokens whose text comes later
 
     def events(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
         if not self._builder.begun:

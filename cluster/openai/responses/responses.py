@@ -79,16 +79,15 @@ class ResponsesServing:
         return HttpResponse(make(stored, writer, context, headers), bool(request.stream), headers, writer.failed)
 
     async def retrieve(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """GET /v1/responses/{response_id}: the response as it is now. Raises RequestError (404) for a response that is
-        not kept."""
+        """GET /v1/responses/{response_id}: the current response. Raises RequestError (404) if it is not stored."""
         stored = self._store.get(context.client, context.path_params["response_id"])
         return HttpResponse(in_parts(stored.builder.encoded()), streamed=False)
 
     async def input_tokens(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /v1/responses/input_tokens: how many tokens the prompt of a response would have. Raises RequestError for
-        a bad request."""
+        """POST /v1/responses/input_tokens: the number of tokens of a response's prompt. Raises RequestError for a bad
+        request."""
         model = self._model
-        # Whoever counts may send the whole request.
+        # A client may send the whole request for counting.
         check_fields = partial(model.checked, InputTokensRequest, policy=FIELDS, known=ResponsesRequest)
         request, ignored = await model.threads.prepared(body, check_fields)
         earlier, num_bytes = self._earlier(request.previous_response_id, context)
@@ -105,15 +104,15 @@ class ResponsesServing:
         return json_response(count, ignored_header(ignored))
 
     async def delete(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """DELETE /v1/responses/{response_id}; one that is on its way is cancelled. Raises RequestError (404) for a
-        response that is not kept."""
+        """DELETE /v1/responses/{response_id}. Cancels a response in progress. Raises RequestError (404) if it is not
+        stored."""
         stored = self._store.delete(context.client, context.path_params["response_id"])
         if stored.run is not None:
             stored.run.abort()
         return json_response(objects.DeletedResponse(stored.id))
 
     def _earlier(self, response_id: str | None, context: RequestContext) -> tuple[list[dict[str, Any]], int]:
-        """The conversation that a request goes on from, and its bytes."""
+        """The conversation that a request continues, and its bytes."""
         if response_id is None:
             return [], 0
         try:
@@ -144,12 +143,12 @@ class ResponsesServing:
     async def _events(
         self, stored: StoredResponse, writer: ResponseWriter, context: RequestContext, headers: dict[str, str]
     ) -> AsyncGenerator[bytes, None]:
-        """Runs the request and builds its response; yields its events. Raises RequestError where nothing of a response
-        has been yielded, and nobody was told that there is one."""
+        """Runs the request, builds its response and yields its events. Raises RequestError as long as nothing was
+        yielded."""
         builder = stored.builder
         try:
             if builder.response.store:
-                # Not before it starts: what never starts never ends, and would be kept for good.
+                # Stored only once it starts, because a response that never starts would never end and stay stored.
                 self._store.put(context.client, stored)
             async with aclosing(answer_parts(writer, headers, streamed=True)) as chunks:
                 async for chunk in chunks:
@@ -162,13 +161,13 @@ class ResponsesServing:
                 raise stored.error from error
             yield writer.failed(stored.error)
         finally:
-            builder.abandon(writer.run.usage())  # unless it has ended, its reader went away
+            builder.abandon(writer.run.usage())  # its reader has left, unless the response has ended
             stored.run = None
             self._store.grow(context.client, stored, builder.num_bytes)
 
 
 def _response(request: ResponsesRequest, id_: str, sampling: SamplingParams, model_name: str) -> objects.Response:
-    """The response to `request` before it has any output."""
+    """The response to `request` without any output."""
     text = {"format": {"type": "text"}}
     if request.text is not None:
         text |= request.text.model_dump(by_alias=True, exclude_none=True)

@@ -1,4 +1,4 @@
-"""Where parsers of an answer put what they found: events in order, and the rule for whitespace.
+"""Collects what the parsers of an answer find: events in order, and the rule for whitespace.
 
 Whitespace next to a call or to the end of the reasoning is part of the format, not text. It is held until what follows
 is known. Everything else that a parser emits becomes an event.
