@@ -157,7 +157,7 @@ def _fetch(
         at = f" at revision={revision}" if revision else ""
         if isinstance(error, OSError) and error.errno in _FULL:
             raise CheckpointError(
-                f"{key}={model}{at} does not fit on the disk that it is fetched to: {reason}; set HF_HOME to a "
+                f"{key}={model}{at} does not fit on the disk to which it is downloaded: {reason}; set HF_HOME to a "
                 "directory with room, or make room"
             ) from error
         raise CheckpointError(

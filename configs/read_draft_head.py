@@ -66,7 +66,7 @@ def _read(path: Path, model: ModelConfig) -> Eagle3Head:
     eagle = Fields(fields.values.get("eagle_config") or {}, f"{where}: eagle_config")
     is_eagle3 = any(str(name).endswith("Eagle3") for name in fields.values.get("architectures") or ())
     if not is_eagle3 or not eagle.flag("use_aux_hidden_state", True):
-        raise CheckpointError(f"{where} is of no EAGLE-3 head, which reads states of several layers")
+        raise CheckpointError(f"{where} is not an EAGLE-3 head, which reads states of several layers")
     vocab_size = fields.count("draft_vocab_size", model.vocab_size, at_most=model.vocab_size)
     for key, own, of_model in (
         ("num_hidden_layers", head.num_hidden_layers, 1),
@@ -79,7 +79,7 @@ def _read(path: Path, model: ModelConfig) -> Eagle3Head:
     layer = head.layers[0]
     mixer = layer.mixer
     if not isinstance(mixer, GroupedQueryAttention) or not isinstance(layer.feed_forward, DenseMLP) or mixer.features:
-        raise CheckpointError(f"{where}: a head is served whose layer has plain attention and a dense MLP")
+        raise CheckpointError(f"{where}: only heads with plain attention and a dense MLP are supported")
     return Eagle3Head(
         layer=replace(layer, mixer=replace(mixer, input_size=2 * model.hidden_size)),
         rms_norm_eps=head.rms_norm_eps,

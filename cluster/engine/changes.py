@@ -71,13 +71,13 @@ class OtherRanks:
         """Starts the other ranks in the next generation."""
         self._keeps_kv = self._others.takes_kv(engine.ranks)
         engine.requeue(keeps_kv=self._keeps_kv)
-        logger.info("the ranks are exchanged, %d requests wait", len(engine.scheduler.live_ids()))
+        logger.info("replacing the ranks; %d requests wait", len(engine.scheduler.live_ids()))
         engine.replace_ranks(self._others, engine.cached_pages() if self._keeps_kv else None)
         engine.fit_ranks()
 
     def after_failure(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Failed:
         """Restarts the old ranks, in one more generation."""
-        logger.error("the new ranks do not run; those of before go on", exc_info=failure)
+        logger.error("the new ranks do not run, and the old ones continue", exc_info=failure)
         if self._keeps_kv:
             engine.requeue()  # the other ranks may have taken some of the KV
         try:

@@ -202,7 +202,7 @@ class Coordinator:
             is_of_ranks = self._ranks_failed.is_set() or isinstance(error, DeadlineError)
             if is_of_ranks and not self._closing.is_set():
                 if isinstance(failure, OutOfMemoryError):
-                    logger.warning("steps have at most %d tokens from now on", self.scheduler.halve_steps())
+                    logger.warning("a rank ran out of memory; steps have at most %d tokens from now on", self.scheduler.halve_steps())
                 return failure
             raise
         return None
@@ -214,9 +214,9 @@ class Coordinator:
         keeps_kv = self.ranks.keeps_kv(failure)
         lost = self.requeue(keeps_kv=keeps_kv)
         if (reason := self.ranks.reason_never or self._recovery.reason_against(failure, lost)) is not None:
-            logger.error("the group is not rebuilt: %s", reason)
+            logger.error("the engine ends, because its failed ranks are not replaced: %s", reason)
             raise failure
-        logger.warning("the group is rebuilt, %d requests wait: %s", len(self.scheduler.live_ids()), failure)
+        logger.warning("replacing failed ranks while %d requests wait: %s", len(self.scheduler.live_ids()), failure)
         began = time.monotonic()
         try:
             self._rebuild(failure, self.cached_pages() if keeps_kv else None)
@@ -225,7 +225,7 @@ class Coordinator:
                 raise
             return error
         self.num_rebuilds += 1
-        logger.warning("the group is rebuilt after %.2f s", time.monotonic() - began)
+        logger.warning("replaced the failed ranks after %.2f s", time.monotonic() - began)
         self.send_report()
         return None
 

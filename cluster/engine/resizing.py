@@ -77,7 +77,7 @@ def resize(size: int, given: EngineConfig, coordinator: Coordinator) -> Resized:
         raise
     release(old.starter.held[len(new.starter.held) :])
     logger.warning(
-        "tensor_parallel_size is %d, it was %d: %.2f s beside the steps, requests waited %.2f s",
+        "changed tensor_parallel_size to %d from %d: prepared in %.2f s while steps ran, then requests waited %.2f s",
         new.size,
         old.size,
         loaded - began,
@@ -107,7 +107,7 @@ def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
     """The configuration for `size` ranks. Raises ConfigError if that is impossible."""
     on_gpus = old.config.device == "cuda"
     if old.starter.is_in_memory:
-        raise ConfigError("weights that came from memory cannot be read by new ranks; change to those of a path first")
+        raise ConfigError("new ranks cannot read weights that came from memory; change to weights at a path first")
     if not old.one_node:
         raise ConfigError("ranks on several nodes cannot be resized")
     num_bundles = old.starter.num_bundles
@@ -142,7 +142,7 @@ def _load(new: RankGroup, old: RankGroup) -> None:
     needed = sum(new.plan.weight_bytes(rank, new.config) for rank in range(new.size))
     if needed > free and not on_gpus:
         raise ConfigError(
-            f"the weights of {new.size} ranks take {needed / _GIB:.2f} GiB beside those that serve, and "
+            f"the weights of {new.size} ranks take {needed / _GIB:.2f} GiB in addition to those in use, and "
             f"{free / _GIB:.2f} GiB are free"
         )
     new.start()

@@ -169,7 +169,7 @@ class EngineSocket:
                 time.sleep(_ACCEPT_AGAIN_S)
             return None  # the caller may have disconnected, or this end is being closed
         if not is_ours(peer) or self._peer is not None:
-            logger.warning("refused a connection to the engine socket: another user's, or one too many")
+            logger.warning("refused a connection to the engine socket: it came from another user, or the Engine is connected already")
             peer.close()
             return None
         peer.setblocking(False)
@@ -191,7 +191,7 @@ class EngineSocket:
                 with memoryview(received) as view:
                     messages = [self._decoder.decode(view[frame]) for frame in frames]
             except msgspec.DecodeError:
-                logger.exception("the Engine sent what is not a message: its connection ends")
+                logger.exception("the Engine sent an invalid message, so its connection is closed")
                 return False
             del received[: frames[-1].stop]
             self._hand_over(messages, frames[-1].stop)

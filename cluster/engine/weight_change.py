@@ -81,11 +81,11 @@ def change_weights(
         ranks.drop_staged()
     changed = WeightsChanged(version, pause_s, loaded - began, "host" if on_host else "device")
     logger.warning(
-        "weights %s serve, no step ran for %.4f s; they were read in %.2f s to the memory of the %s",
+        "changed to weights %s: no step ran for %.4f s; reading them to the memory of the %s took %.2f s",
         version,
         pause_s,
-        changed.load_s,
         changed.staged_in,
+        changed.load_s,
     )
     return changed
 
@@ -104,7 +104,7 @@ def starter_with(now: RankStarter, model: str, revision: str | None) -> RankStar
     scales, has_mxfp4 = now.model.weight_scales, now.model.has_mxfp4
     comparable = dataclasses.replace(found, weight_scales=scales, has_mxfp4=has_mxfp4)
     if differ := list(itertools.islice(_differences(comparable, now.model), _SHOWN_DIFFERENCES)):
-        raise ConfigError(f"model={model} is another model than the one that serves: {'; '.join(differ)}")
+        raise ConfigError(f"model={model} is another model than the served one: {'; '.join(differ)}")
     changes: dict[str, Any] = {"config": config, "model": found, "model_path": path}
     return dataclasses.replace(now, **changes, is_in_memory=False, weights=secrets.token_hex())
 

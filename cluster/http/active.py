@@ -117,7 +117,7 @@ class ActiveRequests:
         self._life.enter(EngineState.DRAINING)
         await self._wait_idle(timeout_s)
         if self._requests:
-            logger.warning("%d requests that are left after %g s are ended", len(self._requests), timeout_s)
+            logger.warning("ending %d requests that still run after %g s", len(self._requests), timeout_s)
         for request in list(self._requests):
             request.end(OverloadedError(_STOPPING))
         await self._wait_idle(_LAST_WORDS_S)
@@ -136,7 +136,7 @@ class ActiveRequests:
         now = asyncio.get_running_loop().time()
         for request in self._requests:
             if request.stuck_since is not None and now - request.stuck_since > self._send_timeout_s:
-                logger.warning("request %s: its client does not read; ended", request.context.request_id)
+                logger.warning("ended request %s, because its client does not read", request.context.request_id)
                 request.end(RequestError("The client does not read its answer.", code="client_too_slow", status=408))
         self._sweep = None
         if self._requests:

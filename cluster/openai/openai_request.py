@@ -178,7 +178,7 @@ def _supported(message: Any) -> Any:
         if message.get(key):
             raise RequestError("is not supported", code="unsupported_parameter", param=key)
     if message.get("tool_calls") and message.get("role") != "assistant":
-        raise RequestError("is for an assistant, who alone calls tools", param="tool_calls")
+        raise RequestError("is only allowed for an assistant, because only it calls tools", param="tool_calls")
     return message
 
 

@@ -62,9 +62,9 @@ def watch(
             if not is_over():
                 on_failure(failure_of(runs, size))
         except Exception as error:  # requests must not run without a watch, whatever stopped it
-            logger.exception("the watch over the ranks failed")
+            logger.exception("watching the ranks failed")
             if not is_over():
-                on_failure(EngineError(f"the watch over the ranks failed: {error!r}"))
+                on_failure(EngineError(f"watching the ranks failed: {error!r}"))
 
     threading.Thread(target=look, name="rank-watch", daemon=True).start()
 
@@ -75,12 +75,12 @@ def log_stacks(ranks: Iterable[Rank], step_age_s: float) -> None:
 
 
 def _log_stacks(ranks: list[Rank], step_age_s: float) -> None:
-    logger.warning("a step runs for %.1f s; what the ranks do:", step_age_s)
+    logger.warning("a step has run for %.1f s; the stacks of the ranks:", step_age_s)
     for rank, stacks in [(rank.index, rank.actor.stacks.remote()) for rank in ranks]:
         try:
             logger.warning("rank %d:\n%s", rank, ray.get(stacks, timeout=_STACKS_TIMEOUT_S))
         except ray.exceptions.RayError as error:  # neither a stopped nor a dead process answers
-            logger.warning("rank %d says nothing: %s", rank, type(error).__name__)
+            logger.warning("rank %d does not answer: %s", rank, type(error).__name__)
 
 
 def failure_of(calls: Mapping[int, Any], size: int) -> LockstepError:

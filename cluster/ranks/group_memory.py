@@ -54,5 +54,5 @@ def pool_within(memory: GroupMemory, pool: PoolShape, config: EngineConfig, mode
     if most >= pool.num_pages:
         return pool
     num_window_pages = None if window_pool is None else window_pool.num_pages(most)
-    logger.warning("the KV pool of %d ranks has %d pages, it had %d", size, most, pool.num_pages)
+    logger.warning("the KV pool of %d ranks has %d pages instead of %d", size, most, pool.num_pages)
     return dataclasses.replace(pool, num_pages=most, num_window_pages=num_window_pages)

@@ -225,7 +225,7 @@ def end_stopped(processes: Callable[[], Mapping[str, int]], timeout_s: float, cl
             names = {pid: name for name, pid in processes().items()}
             for pid, stopped_s in clock.look(names).items():
                 if stopped_s >= timeout_s:
-                    logger.warning("%s (pid %d) is stopped for %.1f s: it is ended", names[pid], pid, stopped_s)
+                    logger.warning("killing %s (pid %d), which has been stopped for %.1f s", names[pid], pid, stopped_s)
                     with contextlib.suppress(OSError):  # the process has ended meanwhile
                         os.kill(pid, signal.SIGKILL)
 

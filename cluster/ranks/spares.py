@@ -74,7 +74,7 @@ class WarmSpares:
                 if call in warm:
                     ray.get([call, become], timeout=_ANSWER_TIMEOUT_S)
             except ray.exceptions.RayError as error:  # includes GetTimeoutError
-                logger.warning("a warm spare is of no use: %s", str(error).strip().split("\n")[0])
+                logger.warning("a warm spare cannot be used: %s", str(error).strip().split("\n")[0])
                 ray.kill(spare)
                 continue
             return spare

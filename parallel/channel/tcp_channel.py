@@ -216,7 +216,7 @@ class TcpListener:
         sock.sendall(challenge)
         magic, index, proof, counter_challenge = _HELLO.unpack(_read_exactly(sock, _HELLO.size))
         if magic != _MAGIC or not hmac.compare_digest(proof, _proof(self._token, b"connector", index, challenge)):
-            raise EngineError("a stranger called the step channel")
+            raise EngineError("a connection to the step channel did not prove its secret")
         sock.sendall(_proof(self._token, b"listener", index, counter_challenge))
         return index
 

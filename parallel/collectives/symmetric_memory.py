@@ -121,7 +121,7 @@ class SymmetricMemoryCollectives(Collectives):
         self.barrier()
         if found.tolist() != list(range(self._size)):
             raise EngineError(
-                f"rank {rank} on {self._device}: what comes through symmetric memory is wrong; choose "
+                f"rank {rank} on {self._device}: data read through symmetric memory is wrong; choose "
                 f"parallel.all_reduce=nccl"
             )
 

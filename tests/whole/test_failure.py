@@ -349,7 +349,7 @@ def test_a_watch_over_the_ranks_that_breaks_counts_as_a_failure(ray_cluster: Non
     nothing: Any = None
     failures: queue.Queue[LockstepError] = queue.Queue()
     watch({0: nothing}, 1, lambda: False, failures.put)
-    assert "the watch over the ranks failed" in str(failures.get(timeout=5))
+    assert "watching the ranks failed" in str(failures.get(timeout=5))
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ def test_a_disk_that_is_full_while_weights_are_fetched_is_named_and_fetching_goe
         result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     error, size = result.stdout.splitlines()
-    assert error.startswith("model=owner/tiny does not fit on the disk that it is fetched to: "), error
+    assert error.startswith("model=owner/tiny does not fit on the disk to which it is downloaded: "), error
     assert "No space left on device; set HF_HOME to a directory with room" in error
     assert int(size) == sum(file.stat().st_size for file in files.iterdir())
 

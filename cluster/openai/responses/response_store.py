@@ -101,7 +101,7 @@ class ResponseStore:
         shelf = self._shelves.get(client)
         if shelf is None or response_id not in shelf.entries:
             raise RequestError(
-                f"There is no stored response {response_id[:100]!r}; a replica keeps those it made, for a while.",
+                f"There is no stored response {response_id[:100]!r}; a replica stores the responses that it made, for a while.",
                 code="response_not_found",
                 param="response_id",
                 status=404,
