@@ -1,4 +1,5 @@
-"""One model by every pair of the backends that run here, one for prompts and one for decodes, at TP 1, 2 and 3.
+"""One model by every pair of the backends that run here, one for prompts and one for decodes, at TP 1, 2 and 3:
+any two of these three come together.
 
 Triton's kernels run in its interpreter. On GPUs tests/gpu/test_gpu_models.py does this.
 """
@@ -23,6 +24,7 @@ from configs.attention import BACKENDS
 from configs.schema import AttentionConfig
 from tests.helpers.families import save
 from tests.helpers.local_group import Limits, LocalGroup
+from tests.helpers.pairs import pairs
 
 NAMES = ("torch_native", "triton")
 
@@ -71,9 +73,7 @@ def triton_on_cpus(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp_size", [1, 2, 3])
-@pytest.mark.parametrize("decodes", NAMES)
-@pytest.mark.parametrize("prefill", NAMES)
+@pytest.mark.parametrize(("prefill", "decodes", "tp_size"), pairs(NAMES, NAMES, [1, 2, 3]))
 def test_greedy_tokens_are_those_of_transformers(
     prefill: str, decodes: str, tp_size: int, model: tuple[Any, Path], triton_on_cpus: None
 ) -> None:

@@ -111,11 +111,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_yarn": _dense("qwen3", head_dim=32, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, **YARN}),
     "mistral_window": _dense("mistral", sliding_window=8),
     "gemma2": _grouped(
-        "gemma2",
-        sliding_window=8,
-        query_pre_attn_scalar=24,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=3.0,
+        "gemma2", sliding_window=8, query_pre_attn_scalar=24, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
     ),
     "gemma3_text": _grouped(
         "gemma3_text",

@@ -32,6 +32,7 @@ from cluster.serve.running_engine import RunningEngine
 from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError
 from configs.load import parse_engine_config
 from parallel.persistent_memory import PersistentMemory
+from tests.helpers.local_group import Limits, LocalGroup
 from tests.helpers.odd_ranks import use_ranks
 from tests.helpers.served_group import ServedGroup, Streamed, served_group
 from tests.helpers.streams import chunks_of, next_chunk
@@ -53,6 +54,8 @@ BODIES: list[dict[str, Any]] = [
 ]
 """Of eight streams: greedy, sampled, with penalties and logprobs, guided, of three answers, with stop strings."""
 LONG = SamplingParams(max_tokens=60_000, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=600, ignore_eos=True, seed=7, frequency_penalty=0.1)
+"""Of an answer that takes 600 steps of a millisecond each."""
 PROMPT = np.arange(5, 10, dtype=np.int32).tobytes()
 NOTHING: frozenset[tuple[int, int]] = frozenset()
 
@@ -102,6 +105,21 @@ def test_what_can_never_be_rebuilt(changes: dict[str, Any], one_node: bool, reas
     assert (never is None) if reason is None else (reason in str(never))
 
 
+def drawn(path: Path) -> list[int]:
+    """The whole answer of the model at `path`, by one rank in this process."""
+    group = LocalGroup(path, 1, 64)
+    try:
+        [tokens] = group.generate([(np.frombuffer(PROMPT, np.int32).tolist(), DRAWN)], Limits(64), at_once=True).tokens
+    finally:
+        group.close()
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_path: Path) -> list[int]:
+    return drawn(tiny_path)
+
+
 def no_matter(num_tokens: int) -> None:
     """Does nothing with the number of tokens."""
 
@@ -116,10 +134,8 @@ async def answer(engine: RunningEngine, on_token: Callable[[int], None] = no_mat
 async def whole_answer(
     engine: RunningEngine, on_token: Callable[[int], None] = no_matter
 ) -> tuple[list[int], Finished]:
-    """A sampled answer of 600 tokens, steps of a millisecond each, and how it ended; `on_token` is told how many there
-    are."""
-    params = SamplingParams(max_tokens=600, ignore_eos=True, seed=7, frequency_penalty=0.1)
-    [stream] = engine.client.submit([PROMPT], [[params]])
+    """An answer to PROMPT, and how it ended; `on_token` is told how many tokens there are."""
+    [stream] = engine.client.submit([PROMPT], [[DRAWN]])
     tokens: list[int] = []
     async for chunk in chunks_of(stream):
         tokens += chunk.token_ids
@@ -129,10 +145,9 @@ async def whole_answer(
 
 
 @pytest.mark.ray
-def test_an_answer_goes_on_after_a_kill_and_a_stop(ray_cluster: None, tiny_path: Path) -> None:
+def test_an_answer_goes_on_after_a_kill_and_a_stop(ray_cluster: None, tiny_path: Path, expected: list[int]) -> None:
     async def main() -> None:
         async with running(tiny_path, recovery={"max_rebuilds": 2}) as engine:
-            expected, _ = await answer(engine)
             for rank, fault in ((0, signal.SIGKILL), (1, signal.SIGSTOP)):
                 pids = (await status(engine))["pids"]
                 tokens, after = await answer_struck(engine, rank, fault)
@@ -157,10 +172,11 @@ def test_an_answer_goes_on_after_a_kill_and_a_stop(ray_cluster: None, tiny_path:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_what_a_rank_that_crashed_had_computed_is_computed_again(ray_cluster: None, tiny_path: Path) -> None:
+def test_what_a_rank_that_crashed_had_computed_is_computed_again(
+    ray_cluster: None, tiny_path: Path, expected: list[int]
+) -> None:
     async def main() -> None:
         async with running(tiny_path, recovery={"max_rebuilds": 2}) as engine:
-            expected, _ = await answer(engine)
             tokens, _ = await answer_struck(engine, 1, signal.SIGSEGV)
             assert tokens == expected
             assert (latest := engine.client.board.latest) is not None
@@ -178,10 +194,11 @@ def keeper_of(pid: int) -> str:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_weights_that_something_wrote_to_are_read_again(ray_cluster: None, tiny_path: Path) -> None:
+def test_weights_that_something_wrote_to_are_read_again(
+    ray_cluster: None, tiny_path: Path, expected: list[int]
+) -> None:
     async def main() -> None:
         async with running(tiny_path, recovery={"max_rebuilds": 4}) as engine:
-            expected, _ = await answer(engine)
             pids = (await status(engine))["pids"]
             kept = PersistentMemory(keeper_of(engine.facts.pid), 1, torch.device("cpu")).find("layer 0")
             assert kept is not None
@@ -223,10 +240,11 @@ async def spare(engine: RunningEngine) -> int:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_warm_spare_takes_the_place_of_a_rank_that_dies(ray_cluster: None, tiny_path: Path) -> None:
+def test_a_warm_spare_takes_the_place_of_a_rank_that_dies(
+    ray_cluster: None, tiny_path: Path, expected: list[int]
+) -> None:
     async def main() -> None:
         async with running(tiny_path, recovery={"max_rebuilds": 3, "warm_spares": 1}) as engine:
-            expected, _ = await answer(engine)
             first = await spare(engine)
             tokens, pids = await answer_struck(engine, 1, signal.SIGKILL)
             assert tokens == expected
@@ -251,10 +269,11 @@ async def status(engine: RunningEngine) -> dict[str, Any]:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_rank_that_dies_during_a_rebuild_is_replaced_too(ray_cluster: None, tiny_path: Path) -> None:
+def test_a_rank_that_dies_during_a_rebuild_is_replaced_too(
+    ray_cluster: None, tiny_path: Path, expected: list[int]
+) -> None:
     async def main() -> None:
         async with running(tiny_path, tensor_parallel_size=3, recovery={"max_rebuilds": 4}) as engine:
-            expected, _ = await answer(engine)
             answering = asyncio.create_task(answer(engine))
             await asyncio.sleep(0.2)
             before = (await status(engine))["pids"]
@@ -286,13 +305,12 @@ class UnableRank(RankActor):
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_rank_that_cannot_leave_is_replaced_with_the_one_that_died(
-    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: None, tiny_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_ranks(monkeypatch, UnableRank)
 
     async def main() -> None:
         async with running(tiny_path, recovery={"max_rebuilds": 2}) as engine:
-            expected, _ = await answer(engine)
             before = (await status(engine))["pids"]
             tokens, after = await answer_struck(engine, 1, signal.SIGKILL)
             assert tokens == expected
@@ -314,14 +332,13 @@ class GoneRank(RankActor):
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_group_whose_device_is_gone_goes_on_with_fewer_ranks(
-    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: None, tiny_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_ranks(monkeypatch, GoneRank)
     recovery = {"max_rebuilds": 3, "min_ranks": 2}
 
     async def main() -> None:
         async with running(tiny_path, recovery=recovery, tensor_parallel_size=3) as engine:
-            expected, _ = await answer(engine)
             tokens, pids = await answer_struck(engine, 1, signal.SIGKILL)
             assert tokens == expected
             assert sorted(pids) == [0, 1]

@@ -42,8 +42,10 @@ from tests.helpers.odd_ranks import use_ranks
 from tests.helpers.served_group import ServedGroup, served_group
 from tests.helpers.streams import next_chunk
 from tests.whole.test_failure import processes, running
-from tests.whole.test_recovery import BODIES, answer, status, streams
+from tests.whole.test_recovery import BODIES, answer, expected, status, streams
 from worker.device.memory import DeviceMemory
+
+__all__ = ["expected"]  # a fixture
 
 LOG = logging.getLogger(__name__)
 
@@ -60,10 +62,11 @@ async def num_cached(engine: RunningEngine) -> int:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_an_answer_goes_on_with_more_and_with_fewer_ranks(ray_cluster: None, tiny_path: Path) -> None:
+def test_an_answer_goes_on_with_more_and_with_fewer_ranks(
+    ray_cluster: None, tiny_path: Path, expected: list[int]
+) -> None:
     async def main() -> None:
         async with running(tiny_path, tensor_parallel_size=1, recovery={"max_rebuilds": 2}) as engine:
-            expected, _ = await answer(engine)
             answering = asyncio.create_task(answer(engine))
             await asyncio.sleep(0.1)
             assert await num_cached(engine) == 0
@@ -100,13 +103,12 @@ class FragileRank(RankActor):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_ranks_there_were_go_on_when_a_new_one_dies(
-    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: None, tiny_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_ranks(monkeypatch, FragileRank)
 
     async def main() -> None:
         async with running(tiny_path, recovery={"max_rebuilds": 1}) as engine:
-            expected, _ = await answer(engine)
             before = (await status(engine))["pids"]
             answers = [asyncio.create_task(answer(engine)) for _ in range(3)]
             await asyncio.sleep(0.1)
@@ -128,11 +130,10 @@ def test_the_ranks_there_were_go_on_when_a_new_one_dies(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_requests_wait_while_an_engine_sleeps_and_a_rank_that_dies_meanwhile_is_replaced(
-    ray_cluster: None, tiny_path: Path
+    ray_cluster: None, tiny_path: Path, expected: list[int]
 ) -> None:
     async def main() -> None:
         async with running(tiny_path, recovery={"max_rebuilds": 1}) as engine:
-            expected, _ = await answer(engine)
             for dies in (False, True):
                 begun = asyncio.create_task(answer(engine))
                 await asyncio.sleep(0.1)
@@ -179,7 +180,7 @@ class LateRank(RankActor):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_that_load_where_the_others_pools_were_may_have_fewer_pages(
-    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: None, tiny_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(new: RankGroup, _: RankGroup) -> None:
         """Two ranks read their weights as late as that."""
@@ -192,7 +193,6 @@ def test_ranks_that_load_where_the_others_pools_were_may_have_fewer_pages(
     async def main() -> None:
         changes = {"recovery": {"max_rebuilds": 1}, "kv_cache": {"num_tokens": 4096}}
         async with running(tiny_path, max_model_len=1000, **changes) as engine:
-            expected, _ = await answer(engine)
             for size, num_tokens in ((1, 1024), (2, 1024)):
                 answers = [asyncio.create_task(answer(engine)) for _ in range(3)]
                 await asyncio.sleep(0.1)

@@ -1,4 +1,5 @@
 """Every Triton kernel, compiled for an H200 on a machine that has none: the compiler takes less than the interpreter.
+Where three things specialise a kernel, any two values of theirs come together.
 
 pytest's own process may interpret kernels, so this file is also a script that compiles them. It calls the project's
 functions on CPU tensors, with a driver that only names the GPU to compile for, and launches nothing: signatures,
@@ -55,6 +56,7 @@ from parallel.numerics.kernels.node_gemm import node_gemm
 from parallel.numerics.kernels.skinny_gemm import skinny_gemm
 from parallel.numerics.mxfp4 import Mxfp4Matrix
 from parallel.plan import Span
+from tests.helpers.pairs import pairs
 from worker.kernels import grouped_experts, moe, routing
 from worker.kernels.activation import act_and_mul, act_and_mul_in_fp8
 from worker.kernels.norm import add_rms_norm, add_rms_norm_in_fp8, rms_norm
@@ -408,17 +410,18 @@ def _call_exact_products() -> None:
 def _call_fp8_products() -> None:
     """Of a rank of one and of three, whose blocks are cut, with scales of blocks, of rows, and of blocks that no step
     is made for."""
+    k, weights = 4096, []
     for block, first in (((128, 128), 0), ((128, 128), 64), ((1, 4096), 0), ((24, 40), 8)):
-        k = 4096
-        weight = Fp8Matrix.empty([block], [Span(0, 1536)], Span(first, first + k), torch.device("cpu"))
-        plain(weight, torch.bfloat16)
-        for num_rows in (1, 64, 128):
-            chain_gemm(_bf16(num_rows, k), weight, None, out=_bf16(num_rows, 1536))
-            for leaf in (512, 128):
-                nodes, out = ((0, k // leaf),), torch.empty(1, num_rows, 1536)
-                node_gemm(_bf16(num_rows, k), weight, leaf=leaf, nodes=_spans(*nodes), out=out)
+        weights.append(Fp8Matrix.empty([block], [Span(0, 1536)], Span(first, first + k), torch.device("cpu")))
+        plain(weights[-1], torch.bfloat16)
         for num_rows in (1, 4, 16, 64, 128, 256):
-            fp8_gemm(_bf16(num_rows, k), weight, None, out=_bf16(num_rows, 1536))
+            fp8_gemm(_bf16(num_rows, k), weights[-1], None, out=_bf16(num_rows, 1536))
+    for weight, num_rows, leaf in pairs(weights, (1, 64, 128), (None, 512, 128)):
+        if leaf is None:
+            chain_gemm(_bf16(num_rows, k), weight, None, out=_bf16(num_rows, 1536))
+        else:
+            nodes, out = ((0, k // leaf),), torch.empty(1, num_rows, 1536)
+            node_gemm(_bf16(num_rows, k), weight, leaf=leaf, nodes=_spans(*nodes), out=out)
     wide = Fp8Matrix.empty([(128, 128)], [Span(0, 16384)], Span(0, k), torch.device("cpu"))
     for num_rows in (1, 4, 16, 64, 128):
         fp8_gemm(_bf16(num_rows, k), wide, _bf16(16384), out=_bf16(num_rows, 16384))
@@ -517,7 +520,7 @@ def _call_everything() -> None:
     _call_qk_norm_rope_store(256, 256, torch.empty(256))
     _call_qk_norm_rope_store(256, 64, torch.empty(256))
     # Batches for which keys are split and not, in blocks of 64 and of 32: see decode.choose.
-    for batch_size, head_dim, page_size in itertools.product((4, 16, 32, 64), (64, 128), (16, 64)):
+    for batch_size, head_dim, page_size in pairs((4, 16, 32, 64), (64, 128), (16, 64)):
         _call_decode(batch_size, page_size, _layer(head_dim))
     for batch_size, features in itertools.product((4, 64), ATTENTION_FEATURES):
         _call_decode(batch_size, 64, _layer(128, **features))
@@ -551,13 +554,18 @@ def _call_everything() -> None:
         _call_latent(num_heads, 64, kv_dtype=FP8)
     _call_qk_norm_rope_store(128, 128, None, FP8)
     for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16, torch.float32), (64, 96, 128, 256)):
-        for batch_size in (4, 16, 64):
-            _call_decode(batch_size, 16, _layer(head_dim, softcap=50.0, sinks=True), dtype, FP8)
         _call_extend(64, _layer(head_dim, window=4096), dtype, FP8)
+    # The widest heads take the most shared memory.
+    dtypes, batch_sizes = (torch.bfloat16, torch.float16, torch.float32), (4, 16, 64)
+    for dtype, head_dim, batch_size in (
+        *pairs(dtypes, (64, 96, 128), batch_sizes),
+        *itertools.product(dtypes, (256,), batch_sizes),
+    ):
+        _call_decode(batch_size, 16, _layer(head_dim, softcap=50.0, sinks=True), dtype, FP8)
     _call_decode(4, 64, _layer(128, group=48), kv_dtype=FP8)
     for first_id, num_ids in ((0, 49152), (75968, 75968), (101290, 50646)):
         _call_sampler(first_id, num_ids)
-    for num_rows, in_features, dtype in itertools.product((1, 2, 16), (4096, 6400), (torch.bfloat16, torch.float32)):
+    for num_rows, in_features, dtype in pairs((1, 2, 16), (4096, 6400), (torch.bfloat16, torch.float32)):
         out = torch.empty(num_rows, 1536, dtype=dtype)
         skinny_gemm(_bf16(num_rows, in_features), _bf16(1536, in_features), None, out=out)
     skinny_gemm(_bf16(2, 4096), _bf16(1536, 4096), _bf16(1536), out=_bf16(2, 1536))
