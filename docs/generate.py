@@ -1,4 +1,6 @@
-"""Writes docs/reference from the code: settings, fields of requests, commands and metrics. A test compares the files.
+"""Writes docs/reference from the code, and docs/measured.md, docs/decode.svg and the README's figures from results.
+
+A test compares the files with what this writes.
 
 python docs/generate.py
 """
@@ -16,8 +18,11 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-REFERENCE = Path(__file__).resolve().parent / "reference"
-sys.path.insert(0, str(REFERENCE.parent.parent))
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+sys.path[:0] = [str(ROOT), str(DOCS)]
+
+import measured  # noqa: E402 -- docs/measured.py
 
 from cluster.commands.cli import app  # noqa: E402 -- the checkout is not installed
 from cluster.observability.telemetry import Telemetry  # noqa: E402
@@ -38,13 +43,16 @@ _MADE = "<!-- made by docs/generate.py -->"
 
 
 def pages() -> dict[str, str]:
-    """Text of each file in docs/reference, by name."""
+    """Text of each file that is written, by its path from the root."""
     return {
-        "settings.md": _settings(),
-        "fields.md": _fields(),
-        "commands.md": _commands(),
-        "metrics.md": _metrics(),
-        "attention.md": _attention(),
+        "docs/reference/settings.md": _settings(),
+        "docs/reference/fields.md": _fields(),
+        "docs/reference/commands.md": _commands(),
+        "docs/reference/metrics.md": _metrics(),
+        "docs/reference/attention.md": _attention(),
+        "docs/measured.md": measured.measured(),
+        "docs/decode.svg": measured.picture(),
+        "README.md": measured.readme((ROOT / "README.md").read_text()),
     }
 
 
@@ -272,9 +280,8 @@ def _metrics() -> str:
 
 
 def main() -> None:
-    REFERENCE.mkdir(exist_ok=True)
     for name, text in pages().items():
-        (REFERENCE / name).write_text(text)
+        (ROOT / name).write_text(text)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jsonschema
@@ -30,6 +28,7 @@ from tests.cluster.test_cli import (
     wait_for,
 )
 from tests.conftest import ROOT, Endpoint
+from tests.helpers.docs import docs_generator
 
 __all__ = ["head", "shared_head"]  # fixtures
 
@@ -144,18 +143,9 @@ def test_manifests_hold_a_config_that_is_one(block: Block) -> None:
     parse_engine_config(config["applications"][0]["args"])
 
 
-def _generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_reference_is_that_of_the_code() -> None:
-    for name, text in _generator().pages().items():
-        assert (ROOT / "docs" / "reference" / name).read_text() == text, "run `make generate`"
+def test_generated_docs_are_those_of_the_code_and_the_results() -> None:
+    for name, text in docs_generator().pages().items():
+        assert (ROOT / name).read_text() == text, f"{name} is old: run `make generate`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")

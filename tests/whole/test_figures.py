@@ -1,20 +1,20 @@
-"""What README says was measured is in a committed result, and results name commits of this repository."""
+"""Figures in docs are read from committed results, and results name commits of this repository."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.helpers.docs import docs_generator
 
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text()
 PROSE = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
-FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?")
 WITH_UNIT = re.compile(r"\d (?:ms|us|s|%|x|GB|MB|MiB|tok/s|times|tokens a second)(?![\w/])")
 COMMIT = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7}\b")
 
@@ -27,43 +27,31 @@ def _lines(path: Path) -> int:
     return path.read_text().count("\n")
 
 
-def _rows() -> Iterator[list[str]]:
-    """Cells of each row of README's tables whose last column is headed `result`."""
-    is_result = False
-    for line in PROSE.splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
-        if not cells or cells[-1] == "result":
-            is_result = bool(cells)
-        elif is_result and set(line) - set("|- "):
-            yield cells
+def test_a_figure_comes_from_the_file_beside_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A result with another number makes another docs/measured.md; a path without a number is an error."""
+    name = "chaos_tp4_h200_2026-11-26.json"
+    results = tmp_path / "results"
+    shutil.copytree(RESULTS, results)
+    shutil.copy(RESULTS.parent / "peers.json", tmp_path)
+    (results / name).write_text((RESULTS / name).read_text().replace("1630", "1631"))
+    generator = docs_generator()
+    before = generator.measured.measured()
+    monkeypatch.setattr(generator.measured, "RESULTS", results)
+    generator.measured._read.cache_clear()
+    after = generator.measured.measured()
+    assert [line for line in after.splitlines() if line not in before.splitlines()] == [
+        next(line for line in before.splitlines() if name in line).replace("1,630", "1,631")
+    ]
+    for cell in ("streams_missing:d", "pause/SIGKILL:.2f"):
+        with pytest.raises((KeyError, TypeError)):
+            generator.measured._figure(name, cell)
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(number.replace(",", "")) for number in FIGURE.findall(text)]
-
-
-def _is_among(figure: str, numbers: list[float]) -> bool:
-    """Whether a number rounds to `figure`."""
-    digits = len(figure.partition(".")[2])
-    return any(round(number, digits) == float(figure.replace(",", "")) for number in numbers)
-
-
-@pytest.mark.parametrize("cells", [*_rows()], ids=[f"{i} {cells[0]}" for i, cells in enumerate(_rows())])
-def test_every_figure_of_the_readme_is_in_the_result_beside_it(cells: list[str]) -> None:
-    files = re.findall(r"`([^`]+)`", cells[-1])
-    assert files, "a row of figures names no result"
-    numbers = [number for file in files for number in _numbers((RESULTS / file).read_text())]
-    for figure in FIGURE.findall(" ".join(cells[1:-1])):
-        assert _is_among(figure, numbers), f"{figure} is not in {' or '.join(files)}"
-
-
-def test_figures_of_the_readme_stand_in_rows_that_name_their_result() -> None:
-    rows = [*_rows()]
-    assert len(rows) > 10
-    of_rows = "\n".join(" ".join(cells) for cells in rows)
-    for line in PROSE.splitlines():
-        found = [] if line.startswith("|") and line.strip("| ").split(" | ")[0] in of_rows else WITH_UNIT.findall(line)
-        assert not found, f"a figure without its result: {line}"
+def test_the_readme_has_no_figure_outside_of_the_generated_list() -> None:
+    generated = re.search(r"<!-- figures.*?<!-- end of figures -->", PROSE, re.DOTALL)
+    assert generated is not None
+    assert len(WITH_UNIT.findall(generated[0])) >= 5
+    assert not WITH_UNIT.findall(PROSE.replace(generated[0], ""))
 
 
 def test_results_name_commits_of_this_repository() -> None:
