@@ -202,7 +202,10 @@ class Coordinator:
             is_of_ranks = self._ranks_failed.is_set() or isinstance(error, DeadlineError)
             if is_of_ranks and not self._closing.is_set():
                 if isinstance(failure, OutOfMemoryError):
-                    logger.warning("a rank ran out of memory; steps have at most %d tokens from now on", self.scheduler.halve_steps())
+                    logger.warning(
+                        "a rank ran out of memory; steps have at most %d tokens from now on",
+                        self.scheduler.halve_steps(),
+                    )
                 return failure
             raise
         return None

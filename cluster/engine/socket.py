@@ -169,7 +169,9 @@ class EngineSocket:
                 time.sleep(_ACCEPT_AGAIN_S)
             return None  # the caller may have disconnected, or this end is being closed
         if not is_ours(peer) or self._peer is not None:
-            logger.warning("refused a connection to the engine socket: it came from another user, or the Engine is connected already")
+            logger.warning(
+                "refused a connection to the engine socket: it came from another user, or the Engine is connected already"
+            )
             peer.close()
             return None
         peer.setblocking(False)
