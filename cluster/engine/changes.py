@@ -105,7 +105,7 @@ class WeightChange:
     def is_due(self, scheduler: Scheduler) -> bool:
         """With `running` "finish", once no request runs that has begun; new ones wait meanwhile."""
         if self.running == "finish" and scheduler.has_begun:
-            scheduler.hold_new()
+            scheduler.pause_admission()
             return False
         return True
 
@@ -121,7 +121,7 @@ class WeightChange:
         """If no rank has tried to use the new weights, the old ones stay in use. Otherwise all ranks have ended, and
         the loop rebuilds them with the new weights."""
         if self.generation != engine.scheduler.generation:
-            engine.scheduler.admit_new()
+            engine.scheduler.resume_admission()
             return Failed(failure)
         engine.wait_for_watcher()
         return Failed(EngineError(f"the group is rebuilt with the new weights: {failure}"), failure)

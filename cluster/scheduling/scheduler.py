@@ -167,8 +167,8 @@ class Scheduler:
         self.generation = generation
         return lost
 
-    def hold_new(self) -> None:
-        """Admits no new requests until `change_weights` or `release_new`."""
+    def pause_admission(self) -> None:
+        """Admits no new requests until `change_weights` or `resume_admission`."""
         self._queue.admits_new = False
 
     def change_weights(self, *, recompute: bool) -> None:
@@ -183,10 +183,10 @@ class Scheduler:
         if recompute:
             self.requeue_all(self.generation)
         self._pages.begin_weights_version()
-        self.admit_new()
+        self.resume_admission()
 
-    def admit_new(self) -> None:
-        """Ends `hold_new`."""
+    def resume_admission(self) -> None:
+        """Ends `pause_admission`."""
         self._queue.admits_new = True
 
     def set_num_pages(self, num_pages: int, num_window_pages: int | None) -> None:

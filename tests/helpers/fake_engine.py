@@ -459,7 +459,7 @@ class Engine:
         """Ranks get other weights, in the midst of what runs or, to finish, after it."""
         begun = {it.id for it in self.scheduler._life.live.values() if it.admission_s is not None}
         if running == "finish":
-            self.scheduler.hold_new()
+            self.scheduler.pause_admission()
             self.is_holding = True
             while self.scheduler.has_begun:
                 self.step()
