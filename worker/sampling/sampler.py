@@ -64,7 +64,7 @@ NONE_RESAMPLED = ResampledRows(np.empty(0, np.int64), np.empty(0, np.bool_), np.
 
 
 class SamplingKernels(Protocol):
-    """The arithmetic: kernels/sampling.py, whose docstrings are the contract, or torch_sampling.py."""
+    """The arithmetic: kernels/sampling.py, which documents the contract, or torch_sampling.py."""
 
     MAX_LISTED_TOP_K: int
 

@@ -26,7 +26,7 @@ class DeviceOutput:
     """The results of a step on the device."""
 
     tokens: torch.Tensor
-    """[num_sampled] int64; -1 for a row whose logits hold a NaN."""
+    """[num_sampled] int64; -1 for a row with a NaN in its logits."""
     logits: torch.Tensor
     """[num_sampled, columns of this rank] fp32. After a replay, valid until the next replay of any graph."""
 

@@ -89,7 +89,7 @@ class StepOutput:
     """The output of a step so far. Tensors are on the device."""
 
     tokens: torch.Tensor
-    """[num_sampled] int64; -1 where the logits hold a NaN."""
+    """[num_sampled] int64; -1 if the logits have a NaN."""
     logits: torch.Tensor
     """[num_sampled, this rank's columns] fp32."""
     captured: StepShape | None

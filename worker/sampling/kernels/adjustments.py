@@ -107,7 +107,7 @@ def adjust_logits(
         records: [table_size, RECORD_WORDS] int32: PARAMS_DTYPE records.
     """
     num_rows, num_ids = logits.shape
-    assert logits.is_contiguous(), "rows of logits follow one another"
+    assert logits.is_contiguous(), "the logits must be contiguous"
     _penalise_and_mask_kernel[(triton.cdiv(num_ids, _BLOCK), num_rows)](
         logits,
         rows,

@@ -606,7 +606,7 @@ def filter_thresholds(logits: torch.Tensor, rows: torch.Tensor, records: torch.T
         [num_rows] fp64. Allocates temporary memory of the size of `logits`.
     """
     num_rows, num_ids = logits.shape
-    assert logits.is_contiguous(), "rows of logits follow one another"
+    assert logits.is_contiguous(), "the logits must be contiguous"
     num_groups = triton.cdiv(num_ids, _GROUP)
     maxima = torch.empty((num_rows, num_groups), dtype=torch.float32, device=logits.device)
     groups = _BLOCK // _GROUP
