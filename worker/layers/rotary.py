@@ -280,8 +280,8 @@ def check_length(model: ModelConfig, max_model_len: int) -> None:
     if is_dynamic and max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"max_model_len={max_model_len} exceeds max_position_embeddings={model.max_position_embeddings} of a model "
-            "with dynamic rope scaling, which would then need other frequencies for keys already in the cache; choose at "
-            f"most {model.max_position_embeddings}"
+            "with dynamic rope scaling, which would then need other frequencies for cached keys; choose at most "
+            f"{model.max_position_embeddings}"
         )
 
 
