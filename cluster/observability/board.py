@@ -80,7 +80,7 @@ class StatsBoard:
 
     @property
     def weights(self) -> Weights | None:
-        """The serving weights. None if no weight change has taken place since the start."""
+        """The serving weights. None if they are the weights of the start."""
         return None if self.latest is None else self.latest.weights
 
     @property

@@ -23,7 +23,7 @@ RUNNING_SHARE = "running_share"
 
 
 class LoadPolicy:
-    """Requests the number of replicas that brings each of three averages down to its target."""
+    """Computes the number of replicas at which none of three averages exceeds its target."""
 
     def __init__(
         self, target_queued_tokens: float = 8192, target_kv_usage: float = 0.8, target_running: float = 0.9

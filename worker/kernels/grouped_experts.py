@@ -58,8 +58,8 @@ def gate_and_up(
     w13_ptr, scales_ptr, blocks_ptr, expert, first, width, size, num_blocks, expert_scales, ONE_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Pointers for `sum_groups` to BLOCK_N gate rows from `first` on and their up rows, alternating [2 * BLOCK_N, 1],
-    to the scales of gate and of up, and whether a row belongs to up [1, 2 * BLOCK_N]."""
+    """Pointers for `sum_groups`: to BLOCK_N gate rows from `first` on, alternating with their up rows [2 * BLOCK_N, 1],
+    and to the scales of gate and of up. Also returns whether a row belongs to up [1, 2 * BLOCK_N]."""
     turns = tl.arange(0, 2 * BLOCK_N)
     gate_rows, is_up = tl.minimum(first + turns // 2, width - 1), turns % 2 == 1
     rows = gate_rows + tl.where(is_up, width, 0)

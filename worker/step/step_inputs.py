@@ -92,8 +92,8 @@ class StepInputs:
         self._last_tokens[:, 1 : 1 + drafts.shape[1]].index_copy_(0, rows, drafts)
 
     def with_device_starts(self, step: Step) -> Step:
-        """The step with the true starts of rows whose tokens are only on the device. If ranks make drafts, the
-        scheduler does not know those starts, and this method waits for the device."""
+        """The step with the true starts of rows without HAS_TOKENS. If ranks make drafts, the scheduler does not know
+        those starts, and this method waits for the device."""
         frame = step.frame
         if self._next_starts is None or (given := frame.has_tokens).all():
             return step

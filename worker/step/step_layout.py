@@ -62,12 +62,12 @@ def launch_bound_tokens(flops_per_token: float) -> int:
 def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int, max_sampled: int) -> list[StepShape]:
     """The ladder of steps with prompts or drafts. It ends with `max_tokens`, or with 8192 if that is less.
 
-    If `max_sampled` is above `max_rows`, it also has shapes for steps with drafts, where up to that many inputs are all
-    sampled.
+    If `max_sampled` is above `max_rows`, it also has shapes for steps with drafts, in which up to `max_sampled` inputs
+    are all sampled.
 
     Padding costs at most 31 tokens up to 128, 63 up to 512, 127 up to 4096 and 511 above. Up to 2048 tokens each size
-    exists twice: with few rows, for prompts that run alone or beside few rows, and with the maximum number of rows. The
-    attention backend decides which shapes are captured in several variants.
+    exists twice: with few rows, for prompts that run alone or with few other rows, and with the maximum number of rows.
+    The attention backend decides which shapes are captured in several variants.
     """
     most_tokens = min(max_tokens, max_model_len, _PROMPT_SIZES[-1])
     shapes, before = [], 0

@@ -54,7 +54,7 @@ def read_matrices(
 
 def encode(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor) -> None:
     """Encodes fp32 [num_rows, 32 * num_blocks] as bytes [num_rows, 16 * num_blocks] and [num_rows, num_blocks]. Each
-    block's power of two brings its largest value into 4 to 8, and codes are the nearest ones."""
+    block is divided by the power of two that scales its largest value into 4 to 8, and codes are the nearest ones."""
     import torch
 
     blocks = values.view(*exponents.shape, _BLOCK)

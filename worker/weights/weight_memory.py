@@ -158,7 +158,7 @@ class WeightMemory:
         self._write_note(staged._note)
 
     def _write_note(self, note: str) -> None:
-        """Writes `note` beside the weights in persistent memory. An empty note marks them invalid. It must be written
+        """Writes `note` with the weights in persistent memory. An empty note marks them invalid. It must be written
         before they are changed in place."""
         self._note = note
         if self._persistent is not None:
