@@ -1,4 +1,4 @@
-"""KV that ranks of another number left in memory that outlives them: the heads of each layer that this rank has now."""
+"""Takes KV from persistent memory that a group with another number of ranks left: the heads that this rank has now."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def take_kv(
     others: ShardPlan,
     left: Sequence[PersistentMemory],
 ) -> None:
-    """Copies `pages` [num_pages] int64 of a layer into the pool of `rank`, whose heads are those of `plan`.
+    """Copies `pages` [num_pages] int64 of a layer into the pool of `rank`, which has its heads by `plan`.
 
     Args:
-        others: the plan of the ranks that wrote them, to pools with as many pages.
-        left: what each of those ranks left.
+        others: the plan of the ranks that wrote them. Their pools have the same number of pages.
+        left: persistent memory of each of those ranks.
 
     Raises:
         EngineError: they left no such layer.
@@ -50,11 +50,11 @@ def take_kv(
 
 
 def _by_head(tensor: torch.Tensor) -> torch.Tensor:
-    """[num_pages + 1, page_size, num_heads, bytes of a head] of a layer's tensor in the pool."""
+    """A layer's tensor in the pool as [num_pages + 1, page_size, num_heads, bytes of a head]."""
     return tensor.view(*tensor.shape[:2], -1, tensor.shape[-1]).view(torch.uint8)
 
 
 def _heads(plan: ShardPlan, layer_id: int, rank: int) -> Span:
-    """The KV heads of a layer that a rank keeps; latents are one head."""
+    """The KV heads of a layer that a rank stores. Latents count as one head."""
     spans = plan.shard(layer_id, rank).spans
     return spans.get(Axis.KV_HEADS) or spans[Axis.LATENT]

@@ -1,8 +1,8 @@
-"""Memory that outlives the process that made it: what a rank leaves behind is found by the one that takes its place.
+"""Memory that outlives the process that made it, so that a new process of a rank finds what the old one left.
 
-A block of it is a file descriptor that whoever maps it holds open, on a CPU that of a memfd, on a GPU one of the
-driver's. The keeper, a thread of the process that watches the ranks, holds another, so the memory is there as long as
-the keeper is and wants it. It has no context on any device.
+Each block is a file descriptor that every process which maps it holds open: a memfd on a CPU, one of the driver's on a
+GPU. The keeper, a thread of the process that watches the ranks, holds another. So the memory exists until the keeper
+ends or drops it. The keeper has no context on any device.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _ALIGNMENT_BYTES = 256
 
 
 def room_for(num_bytes: int) -> int:
-    """Bytes of a block that something of `num_bytes` takes, so that what follows it is aligned for any kernel."""
+    """Bytes of a block that `num_bytes` take, rounded up so that the next tensor is aligned for any kernel."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 WEIGHTS = ("layer ", "weights")
-"""Beginnings of the names of the blocks that weights lie in: those of a layer, and those of none."""
+"""Prefixes of the names of blocks with weights: those of a layer, and those outside layers."""
 
 
 def kv_block(layer_id: int) -> str:
-    """The name of the block that a layer's KV lies in; no layer's is the beginning of another's."""
+    """The name of the block with a layer's KV. No layer's name is a prefix of another's."""
     return f"kv {layer_id:04}"
 
 
 class _Block(msgspec.Struct, frozen=True):
-    """A block's name and, where its descriptor comes with it or the keeper had it, the rest. A rank asks with the name
-    alone, and brings a descriptor or a note for the keeper to hold."""
+    """A block's name, size and note. A rank's request has only the name, or also a descriptor or a note for the keeper
+    to store. Only an answer with a descriptor has the other fields."""
 
     rank: int
     name: str
@@ -81,20 +81,20 @@ class Keeper:
             return sum(block.num_bytes for (of_rank, _), (_, block) in self._blocks.items() if of_rank == rank)
 
     def crash(self, rank: int) -> str:
-        """The words of a process of the rank that crashed, as `write_down_crashes` has them; of others none."""
+        """The traceback of a crashed process of the rank, written by `write_down_crashes`. Empty without a crash."""
         with self._lock:
             fd, _ = self._blocks.get((rank, _CRASH), (-1, None))
             return "" if fd < 0 else os.pread(fd, _MAX_MESSAGE_BYTES, 0).decode(errors="replace")
 
     def drop(self, rank: int | None = None, name: str = "") -> None:
-        """Holds the blocks of a rank no longer, or of all, whose names begin with `name`."""
+        """Drops the blocks with names that begin with `name`, of one rank, or of all if `rank` is None."""
         with self._lock:
             for key in list(self._blocks):
                 if rank in (None, key[0]) and key[1].startswith(name):
                     os.close(self._blocks.pop(key)[0])
 
     def close(self) -> None:
-        """Ends the thread, and holds nothing any more."""
+        """Ends the thread and drops all blocks."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -111,8 +111,8 @@ class Keeper:
                 try:
                     if is_ours(peer):
                         self._answer(peer)
-                except (OSError, msgspec.DecodeError):  # a rank that dies amid a call is nobody's loss
-                    _log.warning("a call of the keeper failed", exc_info=True)
+                except (OSError, msgspec.DecodeError):  # a rank that dies during a call needs no answer
+                    _log.warning("a call to the keeper failed", exc_info=True)
 
     def _answer(self, peer: socket.socket) -> None:
         asked, fds = _receive(peer)
@@ -140,11 +140,11 @@ class Found(NamedTuple):
 
 
 class PersistentMemory:
-    """The blocks of one rank, whichever process it is.
+    """The blocks of one rank, shared by all of its processes.
 
     Args:
-        address: the keeper's.
-        device: where the blocks lie.
+        address: the keeper's address.
+        device: the device of the blocks.
     """
 
     def __init__(self, address: str, rank: int, device: torch.device) -> None:
@@ -162,7 +162,7 @@ class PersistentMemory:
         return outlives_processes(self._device)
 
     def find(self, name: str) -> Found | None:
-        """The block of that name, mapped; None: there is none. Raises EngineError where the keeper does not answer."""
+        """The block with that name, mapped. None if there is none. Raises EngineError if the keeper does not answer."""
         block, fds = self._call(_Block(self._rank, name))
         if not fds:
             return None
@@ -172,14 +172,15 @@ class PersistentMemory:
             os.close(fds[0])
 
     def existing(self, name: str, num_bytes: int) -> torch.Tensor:
-        """The block of that name [num_bytes] uint8, with what it holds. Raises EngineError where there is none."""
+        """The block with that name [num_bytes] uint8, with its contents. Raises EngineError if there is none of that
+        size."""
         found = self.find(name)
         if found is None or len(found.memory) != num_bytes:
-            raise EngineError(f"rank {self._rank} has no {name} of {num_bytes} bytes left from before")
+            raise EngineError(f"rank {self._rank} has no block {name!r} of {num_bytes} bytes in persistent memory")
         return found.memory
 
     def new(self, name: str, num_bytes: int) -> torch.Tensor:
-        """A new block of zeros [num_bytes] uint8, which the keeper holds in the place of one of that name."""
+        """A new block of zeros [num_bytes] uint8. In the keeper, it replaces a block with that name."""
         fd = self._descriptor(num_bytes)
         try:
             memory = self._mapped(fd, num_bytes)
@@ -191,14 +192,14 @@ class PersistentMemory:
         return memory
 
     def write_down_crashes(self) -> None:
-        """Has this process write where it was when a signal ends it that comes of what it did, SIGSEGV or SIGABRT, to a
-        file that the keeper holds. Of SIGKILL it writes nothing."""
-        fd = os.memfd_create("lockstep-crash", os.MFD_CLOEXEC)  # open as long as the process
+        """Makes this process write its traceback to a file that the keeper holds, if it crashes by a signal. These are
+        signals like SIGSEGV or SIGABRT, which follow from its own error. SIGKILL writes nothing."""
+        fd = os.memfd_create("lockstep-crash", os.MFD_CLOEXEC)  # open for the life of the process
         faulthandler.enable(fd)
         self._call(_Block(self._rank, _CRASH), [fd])
 
     def write_note(self, name: str, note: str) -> None:
-        """Writes another note beside a block that the keeper holds."""
+        """Replaces the note of a block that the keeper holds."""
         self._call(_Block(self._rank, name, note=note))
 
     def _descriptor(self, num_bytes: int) -> int:
@@ -211,7 +212,7 @@ class PersistentMemory:
         return fd
 
     def _mapped(self, fd: int, num_bytes: int) -> torch.Tensor:
-        import torch  # the keeper does without it
+        import torch  # the keeper does not need torch
 
         if self._device.type == "cuda":
             from parallel.cuda_memory import mapped

@@ -1,4 +1,4 @@
-"""Checks of a frame against a rank's tables: a wrong frame is an error before anything is written."""
+"""Checks of a frame against a rank's tables, so that a wrong frame is an error before anything is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worker.protocol import (
     mask_words,
 )
 
-# Plain integers: operations of enumerations take a microsecond each.
+# Plain integers, because operations on enumerations take a microsecond each.
 _HAS_TOKENS = int(RowFlag.HAS_TOKENS)
 _SAMPLE = int(RowFlag.SAMPLE)
 
@@ -31,11 +31,11 @@ class FrameLimits:
     """Sizes of a rank's tables."""
 
     num_rows: int
-    """Rows of the request table, padding included: valid rows are 1 to num_rows - 1."""
+    """Rows of the request table, padding included. Valid rows are 1 to num_rows - 1."""
     vocab_size: int
     max_model_len: int
     max_samples: int = 1
-    """Most inputs of a row that the rank samples in one step."""
+    """Maximum number of sampled inputs of a row in one step."""
 
 
 def check_frame(frame: StepFrame, limits: FrameLimits) -> None:
@@ -55,7 +55,7 @@ def _check_rows(rows: Int32Array, frame: StepFrame, limits: FrameLimits) -> str 
 def _check_num_samples(num_samples: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
     is_sampled = (frame.flags & _SAMPLE) != 0
     if len(num_samples) != np.count_nonzero(is_sampled) or (num_samples > frame.lens[is_sampled]).any():
-        return "samples other rows than it says, or more inputs than a row has"
+        return "has num_samples for other rows than those with SAMPLE, or above a row's inputs"
     if _is_inside(num_samples, 1, limits.max_samples + 1):
         return None
     return f"samples {num_samples.max()} inputs of a row; at least 1 and at most {limits.max_samples}"
@@ -83,7 +83,7 @@ def _check_num_wanted(num_wanted: Int32Array, frame: StepFrame, limits: FrameLim
     if len(num_wanted) != np.count_nonzero(is_sampled) or not _is_inside(num_wanted, 0, limits.max_samples):
         return f"wants drafts of other rows than it samples, or more than {limits.max_samples - 1} of one"
     if ((frame.starts + frame.lens)[is_sampled] + num_wanted - 1).max() > limits.max_model_len:
-        return "wants drafts behind the last position"
+        return "wants drafts after the last position"
     return None
 
 
@@ -108,7 +108,7 @@ def _check_biases(biases: Records, frame: StepFrame, limits: FrameLimits) -> str
         return wrong
     # NaN and +inf fail the comparison.
     if not (biases["value"] < np.inf).all():
-        return "has a bias that is no number to add"
+        return "has a bias that is NaN or +inf"
     too_many = np.bincount(biases["row"]).max() > MAX_ROW_BIASES
     return f"has a row with more than {MAX_ROW_BIASES} biases" if too_many else None
 
@@ -121,10 +121,10 @@ def _check_counts(counts: Records, frame: StepFrame, limits: FrameLimits) -> str
 
 
 def _check_requested(requested: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
-    if (wrong := _check_ids(requested, "an asked token", limits)) is not None:
+    if (wrong := _check_ids(requested, "a requested token", limits)) is not None:
         return wrong
     too_many = np.bincount(requested["row"]).max() > MAX_ROW_REQUESTED
-    return f"has a row that asks for more than {MAX_ROW_REQUESTED} log probabilities" if too_many else None
+    return f"has a row that requests more than {MAX_ROW_REQUESTED} log probabilities" if too_many else None
 
 
 def _check_masks(mask_rows: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
@@ -133,7 +133,7 @@ def _check_masks(mask_rows: Int32Array, frame: StepFrame, limits: FrameLimits) -
     most = np.ones(limits.num_rows, np.int32)
     most[frame.rows] = frame.samples_per_row.clip(1)
     if (np.bincount(mask_rows, minlength=limits.num_rows) > most).any():
-        return "has more masks of a row than tokens are drawn for it: two of one row, where it is one"
+        return "has more masks of a row than tokens sampled for it"
     if frame.masks.shape[1] != mask_words(limits.vocab_size):
         return f"has masks of {frame.masks.shape[1]} words for a vocabulary of {limits.vocab_size}"
     return None if frame.masks.any(axis=1).all() else "has a mask that allows nothing"
@@ -146,13 +146,13 @@ def _check_prompt_runs(runs: Records, frame: StepFrame, limits: FrameLimits) -> 
         return f"has {len(targets)} prompt targets for {positions} positions; at most {MAX_PROMPT_LOGPROBS} fit"
     if not (_is_inside(targets, 0, limits.vocab_size) and _is_inside(runs["k"], 0, limits.vocab_size + 1)):
         return f"has a target or a number of likeliest tokens outside a vocabulary of {limits.vocab_size}"
-    # The place of each record's row in the frame; records of rows that it does not name, or out of order, are missed.
+    # The index in the frame of each record's row. Records of rows outside the frame, or out of order, cause a mismatch.
     at = np.flatnonzero(np.isin(frame.rows, runs["row"]) & frame.has_tokens)
     if not np.array_equal(frame.rows[at], runs["row"]):
         return "has prompt log probabilities of a row without tokens, or out of order"
     ends = runs["start"] + runs["num"]
     if (runs["start"] < frame.starts[at]).any() or (ends > frame.starts[at] + frame.lens[at]).any():
-        return "has prompt log probabilities of positions that are no inputs"
+        return "has prompt log probabilities of positions that are not inputs"
     return None
 
 
@@ -162,13 +162,13 @@ def _check_prompt_targets(targets: Int32Array, frame: StepFrame, limits: FrameLi
 
 def _check_items(items: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
     if len(items) > MAX_ITEMS or items["len"].min() < 1 or not _is_inside(items["row"], 1, limits.num_rows):
-        return f"has an item of no tokens or of no row, or more than {MAX_ITEMS} items"
+        return f"has an item without tokens or without a row, or more than {MAX_ITEMS} items"
     num_items = np.bincount(items["row"], minlength=limits.num_rows)
     num_tokens = np.bincount(items["row"], items["len"], limits.num_rows)
     whole = (frame.flags & (_HAS_TOKENS | _SAMPLE)) == _HAS_TOKENS | _SAMPLE
     rows = frame.rows[whole & (num_items[frame.rows] > 0)]
     if not np.array_equal(items["row"], np.repeat(rows, num_items[rows])):
-        return "has items of a row that does not end with its tokens, or out of order"
+        return "has items of a row without HAS_TOKENS and SAMPLE, or out of order"
     return "has items longer than a row" if (num_tokens[frame.rows] > frame.lens).any() else None
 
 
@@ -190,4 +190,5 @@ _FAULTS: dict[str, Callable[[Any, StepFrame, FrameLimits], str | None]] = {
     "prompt_targets": _check_prompt_targets,
     "items": _check_items,
 }
-"""The fault of each section that is not empty. It completes "step 3 of generation 1 ..."; None: no fault."""
+"""Finds the fault in each section that is not empty. The fault completes "step 3 of generation 1 ...". None if it has
+none."""

@@ -1,11 +1,11 @@
 """The two binary messages of a step: `StepFrame` (coordinator to every rank) and `StepResult` (rank 0 back).
 
-Each array of a message is declared once, with its dtype and its lengths; worker/sections.py turns it into bytes and
-back, and worker/frame_checks.py says what may be wrong with it. A frame carries only what changed: decode rows carry no
-token ids (the last token is already on the devices), pages and sampling parameters travel once.
+Each array of a message is declared once, with its dtype and its lengths. worker/sections.py encodes and decodes it, and
+worker/frame_checks.py checks it. A frame contains only what changed: decode rows have no token ids (the last token is
+already on the devices), and pages and sampling parameters are sent once.
 
-Every rank gets the same bytes and verifies magic, generation, step order, checksum and every section: divergence is an
-error in one step, not a hang, and a wrong frame never a wild write.
+Every rank gets the same bytes and verifies magic, generation, step order, checksum and every section. So a divergence
+is an error within one step instead of a hang, and a wrong frame never causes a wild write.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ UInt32Array = npt.NDArray[np.uint32]
 Records = npt.NDArray[np.void]
 
 MAX_ROW_BIASES = 2048
-"""Most biases of one row: what a request may ask for, and what `min_tokens` and `bad_words` ban."""
+"""Maximum number of biases of one row, including those that `min_tokens` and `bad_words` need."""
 MAX_ROW_REQUESTED = 128
-"""Most token ids whose log probability one row may ask for."""
+"""Maximum number of token ids with log probabilities that one row may request."""
 MAX_PROMPT_LOGPROBS = 512
-"""Most prompt tokens whose log probability one step finds: it bounds the step's memory and its result."""
+"""Maximum number of prompt tokens with log probabilities in one step. It bounds the step's memory and its result."""
 MAX_DRAFTS = 7
-"""Most drafts of one row."""
+"""Maximum number of drafts of one row."""
 MAX_ITEMS = 512
-"""Most items of one step, of all rows: it bounds the step's result."""
+"""Maximum number of scored items in one step, over all rows. It bounds the step's result."""
 ALWAYS = 2**31 - 1
 """`until` of a bias without an end."""
 
@@ -38,7 +38,7 @@ PARAMS_DTYPE = np.dtype(
     [
         ("row", "<i4"),
         ("top_k", "<i4"),  # 0: off
-        ("num_logprobs", "<i4"),  # -1: none; k: the sampled token's and the k likeliest
+        ("num_logprobs", "<i4"),  # -1: none; k: those of the sampled token and of the k likeliest
         ("temperature", "<f4"),  # 0: greedy
         ("top_p", "<f4"),  # 1: off
         ("min_p", "<f4"),  # 0: off
@@ -51,71 +51,73 @@ PARAMS_DTYPE = np.dtype(
 )
 """Sampling parameters of one row, sent once when the row is given to a request."""
 RECORD_WORDS = PARAMS_DTYPE.itemsize // 4
-"""Words (int32) of a record: devices keep it as these."""
+"""Number of int32 words of a record. Devices store records as such words."""
 
 BIAS_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4"), ("value", "<f4"), ("until", "<i4")])
-"""`value`, finite or -inf, is added to a token's logit while the token to be sampled has a position below `until`.
+"""`value`, finite or -inf, is added to a token's logit while the position of the token to be sampled is below `until`.
 
-At most MAX_ROW_BIASES a row; of one token at most one is finite.
+A row has at most MAX_ROW_BIASES, and at most one finite bias for the same token.
 """
 
 COUNT_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4"), ("num_generated", "<i4"), ("in_prompt", "<i4")])
-"""How often the answer so far has a token, and whether (1 or 0) the prompt has it; distinct tokens a row."""
+"""How often the answer so far has a token, and whether (1 or 0) the prompt has it. Tokens of a row are distinct."""
 
 REQUESTED_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4")])
-"""A token whose log probability a row with logprobs wants too, in the order of the answers; MAX_ROW_REQUESTED a row."""
+"""A token for which a row with logprobs requests the log probability too, in the order of the answers. At most
+MAX_ROW_REQUESTED a row."""
 
 ITEM_DTYPE = np.dtype([("row", "<i4"), ("len", "<i4")])
-"""Some of a row's last inputs: they see each other and what is before all items of the row, whose last position theirs
-follow. What the row asked for is wanted of the token after them."""
+"""A scored item: `len` of a row's last inputs. They see each other and what precedes all items of the row, and their
+positions continue from there. The row's requested log probabilities are those of the token after the item."""
 
 PROMPT_LOGPROBS_DTYPE = np.dtype([("row", "<i4"), ("start", "<i4"), ("num", "<i4"), ("k", "<i4")])
-"""`num` positions of a row from `start` on, all inputs of this step, whose next token is known: its log probability
-and the `k` likeliest tokens in its place are wanted. No such position is sampled."""
+"""`num` positions of a row from `start` on, all inputs of this step, before known tokens. The known tokens' log
+probabilities and the `k` likeliest tokens at these positions are requested. No such position is sampled."""
 
 
 class FrameKind(IntEnum):
-    """Kinds of frames, by what a rank does with them."""
+    """Kinds of frames, by the action of a rank."""
 
     STEP = 1
     """Run one forward pass."""
     CLOSE = 2
     """Leave the step loop."""
     CAPTURE = 3
-    """Capture one more CUDA graph, and answer how many are left. It comes while no step is in flight, and has the id of
-    the last one."""
+    """Capture one more CUDA graph, and answer with the number left. Sent while no step is in flight, with the last
+    step's id."""
     STEP_WITHOUT_DRAFT_HEAD = 4
-    """Run one forward pass, and none of the draft head, which lacks keys and values of its tokens from then on."""
+    """Run one forward pass without the draft head, which lacks keys and values of the step's tokens from then on."""
 
 
 class RowFlag(IntFlag):
-    """Flags of what a row of a step does."""
+    """Flags of a row in a step."""
 
     HAS_TOKENS = 1
-    """Its `lens` input tokens are in `token_ids`; without it the ranks know them: the row's own last sampled token and,
-    where several of its inputs are sampled, drafts of what follows it."""
+    """The row's `lens` input tokens are in `token_ids`. Without this flag the ranks know them: the row's own last
+    sampled token and, if several of its inputs are sampled, the drafts that follow it."""
     SAMPLE = 2
-    """The logits of its last input, or of as many as `num_samples` says, are sampled; without it the row is a prefill
-    chunk that is not the last."""
+    """The logits of the row's last input, or of its last `num_samples` inputs, are sampled. Without this flag the row
+    is a chunk of a prompt, but not the last."""
 
 
-# Plain integers: operations of enumerations take a microsecond each.
+# Plain integers, because operations on enumerations take a microsecond each.
 _HAS_TOKENS = int(RowFlag.HAS_TOKENS)
 _SAMPLE = int(RowFlag.SAMPLE)
 
 
 def mask_words(vocab_size: int) -> int:
-    """uint32 words of a mask over the vocabulary: bit v of word v // 32 says whether token v may be sampled."""
+    """Number of uint32 words of a mask over the vocabulary. Bit v % 32 of word v // 32 says whether token v may be
+    sampled."""
     return -(-vocab_size // 32)
 
 
 class StepFrame(Message):
     """One step's work. Rows are ids from 1.
 
-    For row i of the step: `rows[i]` is its slot in the request table (0 is the padding row and never sent),
-    `starts[i]` the position of its first input token, `lens[i]` how many input tokens it has, `flags[i]` RowFlag.
-    A step of plain decodes has these four sections alone, and page deltas when a row begins a page. The other sections
-    are empty unless something begins or some row wants more than its next token.
+    For row i of the step, `rows[i]` is its slot in the request table (0 is the padding row and never sent), `starts[i]`
+    the position of its first input token, `lens[i]` its number of input tokens, and `flags[i]` a RowFlag. A step of
+    plain decodes has only these four sections, and page deltas if a row begins a page. The other sections are empty
+    unless a request begins or a row needs more than its next token.
     """
 
     rows = Section(np.int32, "row")
@@ -123,38 +125,41 @@ class StepFrame(Message):
     lens = Section(np.int32, "row")
     flags = Section(np.int32, "row")
     num_samples = Section(np.int32, "sampled_row")
-    """[num_sampled_rows]: how many of its last inputs are sampled of each row that has SAMPLE. Empty: one each."""
+    """[num_sampled_rows]: number of sampled inputs, the last ones, of each row with SAMPLE. If empty, one each."""
     num_wanted = Section(np.int32, "drafting_row")
-    """[num_sampled_rows]: how many drafts of what follows its tokens the ranks make of each row that has SAMPLE. It has
-    pages for as many less one, and for the inputs before. Empty: none of any."""
+    """[num_sampled_rows]: number of drafts that the ranks make after the tokens of each row with SAMPLE. The row has
+    pages for its inputs and for all but one of these drafts. If empty, no drafts."""
     token_ids = Section(np.int32, "token")
     """Input tokens of the rows with HAS_TOKENS, one after the other in row order."""
     page_deltas = Section(np.int32, "delta", 3)
     """[num_deltas, 3] of (row, index in the row's page table, page id): pages that this step's rows gained."""
     window_pages = Section(np.int32, "window_page", 2)
-    """[num_window_pages, 2] of (page id, page of the window pool): where layers with a sliding window keep what this
-    step writes to the page, and to a page at most once. Empty without a window pool."""
+    """[num_window_pages, 2] of (page id, window page): where layers with a sliding window store what this step writes
+    to the page. Each page appears at most once. Empty without a window pool."""
     params = Section(PARAMS_DTYPE, "param")
-    """Rows given to a new request. Such a row starts without biases, mask, counts, asked."""
+    """Rows given to a new request. Such a row starts without biases, mask, counts and requested log probabilities."""
     biases = Section(BIAS_DTYPE, "bias")
     """Biases of rows in `params`."""
     mask_rows = Section(np.int32, "mask")
-    """[num_masks] rows of this step; where several inputs of a row are sampled, as often as there is a mask for one of
-    them, in their order."""
+    """[num_masks] rows of this step. A row with several sampled inputs appears once for each input that has a mask, in
+    the inputs' order."""
     masks = Section(np.uint32, "mask", "mask_word")
-    """[num_masks, mask_words(vocab_size)]: holds for its row from this draw on, until replaced."""
+    """[num_masks, mask_words(vocab_size)]: each mask applies to its row from this token on, until it is replaced."""
     counts = Section(COUNT_DTYPE, "count")
-    """Tokens so far of rows in `params` that have penalties; those sampled from now on the ranks count."""
+    """Counts of the tokens so far in rows in `params` that have penalties. The ranks count tokens sampled from now
+    on."""
     requested = Section(REQUESTED_DTYPE, "requested")
-    """Tokens whose log probabilities rows in `params` want."""
+    """Tokens with log probabilities that rows in `params` request."""
     prompt_runs = Section(PROMPT_LOGPROBS_DTYPE, "prompt_run")
-    """Positions whose log probabilities rows with HAS_TOKENS want; at most one run a row, in the order of `rows`."""
+    """Positions with log probabilities that rows with HAS_TOKENS request, at most one run a row, in the order of
+    `rows`."""
     prompt_targets = Section(np.int32, "prompt_target")
-    """[num_prompt_logprobs], at most MAX_PROMPT_LOGPROBS: the tokens after the positions of `prompt_runs`, one run
-    after the other."""
+    """[num_prompt_logprobs], at most MAX_PROMPT_LOGPROBS: the tokens after the positions of `prompt_runs`,
+    concatenated."""
 
     items = Section(ITEM_DTYPE, "item")
-    """Items that the last inputs of rows with HAS_TOKENS and SAMPLE are, in the order of `rows` and of these inputs."""
+    """Scored items formed by the last inputs of rows with HAS_TOKENS and SAMPLE, in the order of `rows` and of these
+    inputs."""
 
     __slots__ = ("kind",)
 
@@ -169,7 +174,7 @@ class StepFrame(Message):
 
     @property
     def samples_per_row(self) -> Int32Array:
-        """[num_rows] how many inputs of each row are sampled."""
+        """[num_rows] number of sampled inputs of each row."""
         is_sampled = (self.flags & _SAMPLE) != 0
         samples = is_sampled.astype(np.int32)
         if len(self.num_samples):
@@ -177,12 +182,12 @@ class StepFrame(Message):
         return samples
 
     def encode(self) -> bytes:
-        """The frame's bytes, checksum filled in."""
+        """The frame's bytes, checksum included."""
         return self._encode(self.kind)
 
     @classmethod
     def decode(cls, buffer: bytes | memoryview) -> StepFrame:
-        """Reads a frame; the arrays are views of `buffer`. Raises EngineError when the bytes are not one."""
+        """Reads a frame. The arrays are views of `buffer`. Raises EngineError if the bytes are not a frame."""
         kind, generation, step, arrays = cls._decode(buffer)
         return cls(generation, step, FrameKind(kind), **arrays)
 
@@ -191,49 +196,52 @@ _NO_TOKENS = np.empty(0, np.int32)
 
 
 class StepResult(Message):
-    """Results from rank 0: the tokens of the rows of the frame that had SAMPLE, in the frame's row order.
+    """Results from rank 0: the tokens of the frame's rows with SAMPLE, in the frame's row order.
 
-    A row brings at least one token and at most as many as inputs of it were sampled: those that the drafts among its
-    inputs agree with, and one more.
+    A row gets one token for each of its drafts that is accepted, and one more. So it gets at most its number of sampled
+    inputs.
     """
 
     __slots__ = ()
 
     tokens = Section(np.int32, "token")
-    """[num_tokens], a row's one after the other; -1: the row's logits hold a NaN, and it gets no token."""
+    """[num_tokens], a row's tokens one after the other. -1: the row's logits have a NaN, and it gets no token."""
     num_tokens = Section(np.int32, "sampled_row")
-    """[num_sampled_rows] how many tokens each row brought. Empty: one each."""
+    """[num_sampled_rows] number of tokens of each row. If empty, one each."""
     drafts = Section(np.int32, "drafted_row", "draft")
-    """[num_sampled_rows, most wanted]: drafts of what follows each row's tokens, -1 behind those wanted of it."""
+    """[num_sampled_rows, most wanted]: drafts of what follows each row's tokens, then -1 after the number that the row
+    wanted."""
     logprob_rows = Section(np.int32, "logprob")
-    """[num_logprob_rows]: indices into `tokens` of those whose rows asked for logprobs."""
+    """[num_logprob_rows]: indices into `tokens` of the tokens with requested logprobs."""
     logprobs = Section(np.float32, "logprob")
-    """[num_logprob_rows]: log probability of the sampled token, of the model's own distribution: before penalties,
-    biases, masks, temperature and filters. These and all others are NaN where the logits hold one."""
+    """[num_logprob_rows]: log probability of the sampled token in the model's own distribution, before penalties,
+    biases, masks, temperature and filters. All log probabilities are NaN if the logits have a NaN."""
     top_ids = Section(np.int32, "logprob", "k")
-    """[num_logprob_rows, k]: likeliest tokens, descending; k is the largest asked for in this step."""
+    """[num_logprob_rows, k]: likeliest tokens, descending. k is the largest number requested in this step."""
     top_logprobs = Section(np.float32, "logprob", "k")
-    """[num_logprob_rows, k]"""
+    """[num_logprob_rows, k]: log probabilities of `top_ids`."""
     requested_logprobs = Section(np.float32, "logprob", "requested")
-    """[num_logprob_rows, m] of the tokens each row asked for (`StepFrame.requested`); m is the most asked for in this
-    step, and what lies behind a row's own number means nothing."""
+    """[num_logprob_rows, m]: log probabilities of each row's requested tokens (`StepFrame.requested`). m is the largest
+    number in this step, and values after a row's own number are meaningless."""
     prompt_logprobs = Section(np.float32, "prompt_target")
     """[num_prompt_logprobs]: log probability of each of the frame's `prompt_targets`, given the tokens before it."""
     prompt_top_ids = Section(np.int32, "prompt_target", "prompt_k")
-    """[num_prompt_logprobs, k]: likeliest tokens in its place, descending, equal ones by id; k is the most asked."""
+    """[num_prompt_logprobs, k]: likeliest tokens at its position, descending, ties by id. k is the largest requested
+    number."""
     prompt_top_logprobs = Section(np.float32, "prompt_target", "prompt_k")
-    """[num_prompt_logprobs, k]"""
+    """[num_prompt_logprobs, k]: log probabilities of `prompt_top_ids`."""
 
     item_logprobs = Section(np.float32, "item", "requested_of_item")
-    """[num_items, m] of the tokens that each item's row asked for, after the item; m as in `requested_logprobs`."""
+    """[num_items, m]: log probabilities of the tokens that each item's row requested, after the item. m as in
+    `requested_logprobs`."""
 
     def __init__(self, generation: int, step: int, tokens: Int32Array = _NO_TOKENS, **sections: Array) -> None:
         super().__init__(generation, step, {"tokens": tokens, **sections})
 
     @classmethod
     def max_bytes(cls, num_tokens: int, num_logprobs: int) -> int:
-        """Upper bound of an encoded result of `num_tokens` tokens with the `num_logprobs` likeliest each, of
-        MAX_PROMPT_LOGPROBS prompt tokens and of MAX_ITEMS items."""
+        """Upper bound of the bytes of an encoded result with `num_tokens` tokens and the `num_logprobs` likeliest of
+        each, MAX_PROMPT_LOGPROBS prompt tokens and MAX_ITEMS items."""
         return cls.num_bytes(
             token=num_tokens,
             sampled_row=num_tokens,
@@ -249,11 +257,11 @@ class StepResult(Message):
         )
 
     def encode(self) -> bytes:
-        """The result's bytes, checksum filled in."""
+        """The result's bytes, checksum included."""
         return self._encode(0)
 
     @classmethod
     def decode(cls, buffer: bytes | memoryview) -> StepResult:
-        """Reads a result; the arrays are views of `buffer`. Raises EngineError when the bytes are not one."""
+        """Reads a result. The arrays are views of `buffer`. Raises EngineError if the bytes are not a result."""
         _, generation, step, arrays = cls._decode(buffer)
         return cls(generation, step, **arrays)

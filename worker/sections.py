@@ -1,7 +1,8 @@
-"""Binary messages as tables of arrays: what a `Section` declares once is encoded, decoded, sized and checked by folds.
+"""Binary messages as tables of arrays. A `Section` declares an array once, and encoding, decoding, sizes and checks
+follow.
 
-Little-endian: a fixed header, then the arrays one after the other; no pickle, no torch, no Ray. The header has the
-lengths that sections name: arrays that name the same one are equally long, and an empty one takes no byte.
+A message is little-endian: a fixed header, then the arrays one after the other; no pickle, no torch, no Ray. The header
+has the lengths that sections name. Arrays that name the same length are equally long, and an empty one takes no byte.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ import numpy.typing as npt
 from configs.errors import EngineError
 
 _MAGIC = 0x4C4B5354  # "LKST"
-_SEAL = struct.Struct("<II")  # magic, checksum of all that follows
+_SEAL = struct.Struct("<II")  # magic, checksum of all bytes after these two
 
 Array = npt.NDArray[Any]  # each section has its own dtype
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 class Section(Generic[_Scalar]):
-    """One array of a message, as a class attribute. An instance has an empty array until it is given another.
+    """One array of a message, as a class attribute. An instance has an empty array until it is set.
 
     Args:
         length: name of the array's length.
-        width: of an array [length, width]: a number, or a name. None: the array has one dimension.
+        width: a number or the name of one, for an array [length, width]. If None, the array has one dimension.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Section(Generic[_Scalar]):
         self.dtype = np.dtype(dtype)
         self.length = length
         self.width = width
-        # An empty array has nothing to change: all messages may share it.
+        # All messages may share it, since an empty array cannot be changed.
         self._empty = np.empty(0 if width is None else (0, width if isinstance(width, int) else 0), self.dtype)
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -59,16 +60,17 @@ class Section(Generic[_Scalar]):
 
 
 class Message:
-    """A step's message, with sections that a subclass declares. Raises TypeError for a section that it has not."""
+    """A step's message with the sections that a subclass declares. Raises TypeError for an undeclared section."""
 
     __slots__ = ("arrays", "generation", "step")
 
     _sections: ClassVar[dict[str, Section[Any]]]
     _table: ClassVar[list[tuple[str, np.dtype[Any], int, int | None, int | None]]]
-    """Sections: name, dtype, place of its length in the header, place of its width, width where it is fixed."""
+    """For each section: name, dtype, index of its length in the header, index of its width, and the width if it is
+    fixed."""
     _num_lengths: ClassVar[int]
     _header: ClassVar[struct.Struct]
-    """Magic, checksum of all that follows these two, kind, generation, step, lengths."""
+    """Magic, checksum of all bytes after these two, kind, generation, step, lengths."""
 
     def __init_subclass__(cls) -> None:
         cls._sections = {name: part for name, part in vars(cls).items() if isinstance(part, Section)}
@@ -90,16 +92,16 @@ class Message:
         self.generation = generation
         self.step = step
         self.arrays = arrays
-        """Arrays by section; one that is not there is empty."""
+        """Arrays by section. A section that is missing is empty."""
 
     @classmethod
     def num_bytes(cls, **lengths: int) -> int:
-        """Bytes of a message of these lengths and widths; those that are not named are 0."""
+        """Bytes of a message with these lengths and widths. Those that are not named are 0."""
         return cls._header.size + cls.section_bytes(**lengths)
 
     @classmethod
     def section_bytes(cls, **lengths: int) -> int:
-        """The bytes of `num_bytes` without the header."""
+        """Like `num_bytes`, without the header."""
         return sum(
             part.dtype.itemsize
             * lengths.get(part.length, 0)
@@ -124,10 +126,10 @@ class Message:
 
     @classmethod
     def _decode(cls, buffer: bytes | memoryview) -> tuple[int, int, int, dict[str, Array]]:
-        """Kind, generation, step and the arrays that are not empty: views of `buffer`.
+        """Kind, generation, step and the arrays that are not empty, as views of `buffer`.
 
         Raises:
-            EngineError: the bytes are no such message.
+            EngineError: the bytes are not such a message.
         """
         offset = cls._header.size
         if len(buffer) < offset:

@@ -1,9 +1,10 @@
-"""Checks of a rank that computes exactly, before it serves: whether this machine keeps the contract.
+"""Checks of a rank with exact numerics before it serves: whether this machine meets the contract.
 
-A compiler that fuses otherwise, or a kernel whose order follows its size, would go unnoticed: the answers look right.
-A CPU has a few kernels for all shapes, and `check_exactness` runs them. On a GPU each shape has its own, and its own
-cuBLAS: there `check_steps` runs the model itself, and what no step shows: that products and sums are those that other
-numbers of ranks make. It takes about ten steps, and no kernel that serving does not.
+A compiler that fuses operations differently, or a kernel with an order of sums that depends on its size, would go
+unnoticed, since the answers look right. A CPU has a few kernels for all shapes, and `check_exactness` runs them. A GPU
+has different kernels, and different cuBLAS ones, for each shape. There `check_steps` runs the model itself. It also
+checks what no step shows: that products and sums equal those of other numbers of ranks. It takes about ten steps, and
+uses only kernels that serving uses.
 """
 
 from __future__ import annotations
@@ -44,20 +45,21 @@ _OUTPUTS = 2112
 _TOKENS = 600  # more than a chunk of keys
 _PAGE_SIZE = 16
 _STEP_SIZES = (1, 16, 17, 64, 128, 256, 513)
-"""New tokens of steps. Products, experts and sums over ranks tell them apart: up to 16, 64, 128 and 512 and above."""
+"""Numbers of new tokens of steps. Products, experts and sums over ranks have different kernels up to 16, 64, 128 and
+512, and above."""
 _MOST_TOKENS = 1100
 _MOST_ROWS = 256
 _MOST_ELEMENTS = 1 << 24
-"""Elements of products and nodes that are compared at once: 64 MiB, which the largest step has room for."""
-_WRONG = "numerics=exact does not hold on this machine: {}; choose numerics=fast, and report it"
+"""Elements of products and nodes that are compared at once: 64 MiB, for which the largest step has room."""
+_WRONG = "numerics=exact does not hold on this machine: {}; choose numerics=fast, and report this"
 
 
 def check_exactness(arithmetic: Arithmetic, backend: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises EngineError, with what differs, where products, sums, norms or attention do not keep the contract.
+    """Raises EngineError, naming the difference, if products, sums, norms or attention break the contract.
 
     Args:
         backend: name of the attention backend.
-        dtype: of the activations.
+        dtype: dtype of the activations.
     """
     random = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, _INPUTS, generator=random).to(dtype) for rows in (_ROWS, _OUTPUTS))
@@ -66,7 +68,7 @@ def check_exactness(arithmetic: Arithmetic, backend: str, dtype: torch.dtype, de
     _check_sums(arithmetic, x, weight)
     norm = RMSNorm(_INPUTS, 1e-6, dtype=dtype, device=device)
     norm.weight.copy_(weight[0])
-    _require_equal(norm(x)[-1:], norm(x[-1:]), "the norm of a row depends on the rows beside it")
+    _require_equal(norm(x)[-1:], norm(x[-1:]), "the norm of a row depends on the other rows")
     _check_attention(backend, dtype, device, random)
 
 
@@ -81,14 +83,14 @@ def check_steps(
     page_size: int,
     vocab_size: int,
 ) -> None:
-    """Raises EngineError, with what differs, where the model's own products, sums or steps do not keep the contract.
+    """Raises EngineError, naming the difference, if the model's own products, sums or steps break the contract.
 
-    Every rank of the group calls it, before the first request: it writes to the pool and to tables of rows.
+    Every rank of the group must call it before the first request, because it writes to the pool and the tables of rows.
 
     Args:
-        runner: has pages 1, 2, ... for `num_tokens`, in the window pool too where there is one.
-        num_tokens: that a step may have. Of these it takes no more than _MOST_TOKENS.
-        max_rows: of a step.
+        runner: must have pages 1, 2, ... for `num_tokens`, in the window pool too if there is one.
+        num_tokens: maximum number of tokens of a step. At most _MOST_TOKENS are used.
+        max_rows: maximum number of rows of a step.
     """
     sizes = [size for size in _STEP_SIZES if size <= num_tokens]
     for weight in arithmetic.chains.values():
@@ -106,17 +108,22 @@ def check_steps(
     for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
         if (stop := min(start + size, num_tokens)) > start:
             found = runner.hidden_of(_step(tokens[start:stop], [start], page_size))
-            _require_equal(found, whole[start:stop], f"a token is another in a step of {stop - start} tokens")
+            _require_equal(
+                found, whole[start:stop], f"a token's hidden state changes in a step of {stop - start} tokens"
+            )
     positions = np.linspace(0, num_tokens - 1, max_rows).astype(np.int64)
     found = runner.hidden_of(_step(tokens[positions], positions.tolist(), page_size))
-    _require_equal(found, whole[positions.tolist()], f"a token is another in a step of {max_rows} decodes")
+    _require_equal(found, whole[positions.tolist()], f"a token's hidden state changes in a step of {max_rows} decodes")
     logits = decoder.local_logits(whole[-max_rows:])
     for size in (size for size in sizes if size < max_rows):
-        _require_equal(decoder.local_logits(whole[-size:]), logits[-size:], "logits depend on the rows beside them")
+        _require_equal(
+            decoder.local_logits(whole[-size:]), logits[-size:], "logits depend on the other rows of the batch"
+        )
 
 
 def _step(tokens: npt.NDArray[np.int64], starts: Sequence[int], page_size: int) -> StepFrame:
-    """One row from the only one of `starts` on, or for each of them a row of one token; all have the same pages."""
+    """A step with one row from the only entry of `starts`, or with a row of one token for each entry. All rows share
+    the pages."""
     lens = np.full(len(starts), len(tokens) // len(starts), np.int32)
     ends = (np.array(starts) + lens).tolist()
     deltas = [(row, page, page + 1) for row, end in enumerate(ends, start=1) for page in range(-(-end // page_size))]
@@ -135,7 +142,7 @@ def _step(tokens: npt.NDArray[np.int64], starts: Sequence[int], page_size: int) 
 
 
 def _check_columns(weight: Tensor | Fp8Matrix, num_rows: int, dtype: torch.dtype) -> None:
-    """Checks that a product's column is the same whichever columns a rank has."""
+    """Checks that a product's column does not depend on the columns that a rank has."""
     random = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(num_rows, weight.shape[1], generator=random, device=weight.device).to(dtype)
     whole = ChainWeight(weight, None).in_fp32(x)
@@ -143,12 +150,12 @@ def _check_columns(weight: Tensor | Fp8Matrix, num_rows: int, dtype: torch.dtype
         columns = len(weight) // num_parts // 16 * 16
         if columns:
             part = ChainWeight(weight[:columns], None).in_fp32(x)
-            _require_equal(part, whole[:, :columns], "a product's column depends on the columns beside it")
+            _require_equal(part, whole[:, :columns], "a product's column depends on the other columns")
 
 
 def _check_rank_sum(rank_sum: ExactSum, group: TensorParallelGroup, num_rows: int, dtype: torch.dtype) -> None:
-    """Checks that the ranks add their nodes as the tree says, and so like any other number of ranks."""
-    random = torch.Generator(group.device).manual_seed(0)  # on every rank the same nodes of all
+    """Checks that the ranks add their nodes in the tree's order, and so like any other number of ranks."""
+    random = torch.Generator(group.device).manual_seed(0)  # equal nodes on every rank
     tree, shape = rank_sum.tree_for(num_rows), (num_rows, rank_sum.out_features)
     nodes = torch.randn(sum(tree.counts), *shape, generator=random, device=group.device)
     first, count = sum(tree.counts[: group.rank]), tree.counts[group.rank]
@@ -156,7 +163,7 @@ def _check_rank_sum(rank_sum: ExactSum, group: TensorParallelGroup, num_rows: in
     own = nodes[first : first + count]
     found = rank_sum.for_norm(num_rows, lambda out: own if out is None else out.copy_(own))
     if isinstance(found, PartialSum):
-        # The rest beside its rounded negative shows more of its bits than the sum would alone.
+        # The sum minus its rounded value shows more of its bits than the rounded sum alone.
         residual = -expected.to(dtype)
         expected = (residual.float() + expected).to(dtype)
         found.add_norm(residual, torch.ones(shape[1], dtype=dtype, device=group.device), 1e-6)
@@ -165,18 +172,18 @@ def _check_rank_sum(rank_sum: ExactSum, group: TensorParallelGroup, num_rows: in
 
 
 def _check_products(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
-    product = arithmetic.weight(weight.clone(), None)  # the product takes this memory
+    product = arithmetic.weight(weight.clone(), None)  # the product takes over this memory
     whole = product.in_fp32(x)
     for part in (slice(0, 1), slice(5, 21)):
-        _require_equal(product.in_fp32(x[part]), whole[part], "a product's row depends on the rows beside it")
+        _require_equal(product.in_fp32(x[part]), whole[part], "a product's row depends on the other rows")
     shard = arithmetic.weight(weight[8:40].clone(), None).in_fp32(x)
-    _require_equal(shard, whole[:, 8:40], "a product's column depends on the columns beside it")
+    _require_equal(shard, whole[:, 8:40], "a product's column depends on the other columns")
     if not torch.equal(whole[:2, :2], _chains(x[:2], weight[:2])):
         raise EngineError(_WRONG.format("a product is not a chain of fused multiply-adds"))
 
 
 def _chains(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T by the contract's plain form: to the sum so far add a product, and round once."""
+    """x @ weight.T in the contract's plain form: add each product to the sum so far, and round once."""
     sums = torch.zeros(len(x), len(weight))
     for i, row in enumerate(x.float().tolist()):
         for j, column in enumerate(weight.float().tolist()):
@@ -188,14 +195,14 @@ def _chains(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _to_fp32(value: Fraction) -> float:
-    """The nearest fp32, ties to even; by way of fp64 it would be rounded twice."""
+    """The nearest fp32, ties to even. A conversion through fp64 would round twice."""
     near = np.float32(float(value))
     around = [np.nextafter(near, np.float32(side)) for side in (-np.inf, np.inf)]
     return float(min((near, *around), key=lambda it: (abs(Fraction(float(it)) - value), int(it.view(np.int32)) & 1)))
 
 
 def _check_sums(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
-    """Checks that a sum over ranks is the same for each number of them: here one rank computes for all in turn."""
+    """Checks that a sum over ranks does not depend on their number. One rank computes for all in turn."""
     cut, leaf = Cut(Axis.MLP_COLUMNS, 1), leaf_columns(_INPUTS)
     num_leaves = _INPUTS // leaf
     answers = []
@@ -213,11 +220,11 @@ def _check_sums(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
         tree = SumTree.of(tuple(Span(start, stop) for start, stop in itertools.pairwise(borders)))
         answers.append(tree.finish(nodes, torch.empty_like(nodes[0])))
     for answer in answers[1:]:
-        _require_equal(answer, answers[0], "a sum over ranks depends on how many they are")
+        _require_equal(answer, answers[0], "a sum over ranks depends on their number")
 
 
 def _check_attention(name: str, dtype: torch.dtype, device: torch.device, random: torch.Generator) -> None:
-    """Checks that a token's answer is the same as a decode, and as the last of a prompt."""
+    """Checks that attention gives a token the same answer in a decode and at the end of a prompt."""
     layer = AttentionLayer(layer_id=0, tp_q_head_num=3, tp_k_head_num=1, head_dim=64, scale=0.125)
     num_pages = -(-_TOKENS // _PAGE_SIZE)
     pool = TokenToKVPool(
@@ -236,7 +243,7 @@ def _check_attention(name: str, dtype: torch.dtype, device: torch.device, random
 
 
 def _attended(backend: AttentionBackend, table: ReqToTokenPool, queries: Tensor, start: int) -> Tensor:
-    """Answers to the queries from `start` on, as the new tokens of one row."""
+    """Answers to the queries from `start` on, computed as the new tokens of one row."""
     num_tokens = len(queries) - start
     frame = StepFrame(
         generation=1,

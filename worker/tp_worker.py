@@ -1,4 +1,4 @@
-"""One rank: its shard of the weights, its KV pool, and the loop that turns step frames into tokens. No Ray here."""
+"""One rank: its shard of the weights, its KV pool, and the loop that turns step frames into tokens. Uses no Ray."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ class FrameSource(Protocol):
     """The source of the step loop's frames: a `FrameReader` of parallel/channel/ring.py."""
 
     def recv(self, timeout_s: float) -> bytes:
-        """The next frame; waits for it."""
+        """Waits for the next frame and returns it."""
 
     def poll(self) -> bytes | None:
-        """The next frame if it is there."""
+        """The next frame if it has arrived, else None."""
 
 
 class TPWorker:
     """Rank `group.rank` of a tensor-parallel group: `shard.load`, `allocate`, then `step` or `run`, then `close`.
 
     Args:
-        config: resolved; `auto` in dtype or attention is refused.
+        config: resolved. `auto` in dtype or attention is refused.
         model: the whole model's shape.
         model_path: a directory on this node.
         plan: made for `group.size` ranks.
-        group: where the all-reduces run; closed by its owner, not by this.
-        persistent: memory for what outlives this process. None: nothing does.
+        group: runs the all-reduces. Its owner closes it, not the worker.
+        persistent: memory that outlives this process. If None, weights and KV are lost with the process.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TPWorker:
         self._device = group.device
         self._plan = plan
         self._runner: ModelRunner | None = None
-        self._kv: list[torch.Tensor] = []  # the pool's memory, which a device that computes must not lose
+        self._kv: list[torch.Tensor] = []  # the pool's memory, which must not be freed while the device computes
 
     @property
     def device(self) -> torch.device:
@@ -106,7 +106,7 @@ class TPWorker:
 
     @torch.inference_mode()
     def profile(self) -> DeviceMemory:
-        """Memory that this rank may spend on its KV pool, found by running the largest step; after `load`."""
+        """Memory that this rank may use for its KV pool, found by running the largest step. Call after `load`."""
         scheduler = self._config.scheduler
         if self._device.type == "cpu":
             return DeviceMemory(free_bytes(self._device))
@@ -128,7 +128,7 @@ class TPWorker:
         return memory
 
     def measure(self) -> Peaks:
-        """Rates that this rank's device reaches, in the model's dtype; before `allocate`, while there is room."""
+        """Rates that this rank's device reaches in the model's dtype. Call before `allocate`, while memory is free."""
         with naming_the_rank(self._group.rank, self._device, "measuring the device"):
             peaks = measure_peaks(self._device, self.shard.dtype)
         _log.info("rank %d: %s", self._group.rank, peaks)
@@ -145,21 +145,21 @@ class TPWorker:
         later: bool = False,
         keeps_kv: bool = False,
     ) -> None:
-        """Allocates the KV pool and page table; captures steps as well where the attention backend can.
+        """Allocates the KV pool and page table, and captures steps if the attention backend can.
 
-        Called again, it begins anew: nothing is left of requests, and of pages only their KV, if `keeps_kv`.
+        A second call starts over: the state of all requests is lost. The KV of pages remains only if `keeps_kv`.
 
         Args:
-            num_pages: pages with ids 1 to num_pages; page 0 comes on top. The same on every rank.
-            max_model_len: most tokens of one sequence.
-            num_window_pages: likewise, of layers with a window; None: they have no pool of their own.
-            at_once: requests wait. Graphs are captured as steps need them, and what these GPUs' first ranks have
-                checked is not checked again.
-            later: of the graphs only the largest are captured, the others by CAPTURE frames between steps.
-            keeps_kv: the pool is the one that this rank had before, in whichever process.
+            num_pages: number of pages, with ids 1 to num_pages. Page 0 is added. The same on every rank.
+            max_model_len: maximum number of tokens of one sequence.
+            num_window_pages: like `num_pages`, for layers with a window. If None, they have no separate pool.
+            at_once: requests are waiting. Graphs are captured when steps need them, and checks that the first ranks on
+                these GPUs made are not repeated.
+            later: capture only the largest graphs now, and the other ones by CAPTURE frames between steps.
+            keeps_kv: reuse the pool that this rank had before, in this or an earlier process.
 
         Raises:
-            EngineError: that pool is gone, or of another size; or numerics are exact, and this machine breaks the
+            EngineError: that pool is gone, or has another size; or numerics are exact, and this machine breaks the
                 contract.
         """
         check_length(self._model, max_model_len)
@@ -184,24 +184,24 @@ class TPWorker:
                     check_exactness(self.shard.arithmetic, backend, self.shard.dtype, self._device)
             self._runner.capture("none" if at_once else "largest" if later else "all")
         if self._device.type == "cuda":
-            # Objects made by now stay: the collector, which would stop a step for milliseconds, need not look at it.
-            # Where requests wait, garbage stays with them until `leave`.
+            # Objects made until now stay, so the collector, which would stop a step for milliseconds, can skip them. If
+            # requests wait, garbage stays with them until `leave`.
             if not at_once:
                 gc.collect()
             gc.freeze()
 
     @torch.inference_mode()
     def take_kv(self, layer_ids: Sequence[int], pages: npt.NDArray[np.int32], left: Sequence[PersistentMemory]) -> None:
-        """Copies what this rank has of `pages` of some layers from pools that ranks of another number left; between
-        `allocate` and the first step.
+        """Copies this rank's part of `pages` of some layers from pools of a former group with another number of ranks.
+        Call between `allocate` and the first step.
 
         Args:
-            left: what each of those ranks left. Their pools have as many pages.
+            left: persistent memory of each former rank. Their pools have the same number of pages.
 
         Raises:
             EngineError: they left no such layers.
         """
-        assert self._runner is not None, "KV is taken before allocate()"
+        assert self._runner is not None, "take_kv() was called before allocate()"
         others = ShardPlan.create(self._model, len(left), exact=self._config.is_exact)
         taken = torch.from_numpy(pages).long().to(self._device)
         for layer_id in layer_ids:
@@ -209,13 +209,13 @@ class TPWorker:
 
     @torch.inference_mode()
     def check_steps(self, num_pages: int, max_model_len: int) -> None:
-        """Checks with the first `num_pages` of the pool that exact numerics hold, as worker/self_test.py says; between
-        `allocate` and the first step, on every rank. Of fast numerics nothing is checked."""
+        """Checks with the first `num_pages` of the pool that exact numerics hold (worker/self_test.py). Call on every
+        rank, between `allocate` and the first step. Does nothing for fast numerics."""
         check = self.shard.arithmetic.choose(fast=None, exact=check_steps)
         if check is None:
             return
         began, scheduler, page_size = time.monotonic(), self._config.scheduler, self._config.kv_cache.page_size
-        assert self._runner is not None, "a check before allocate()"
+        assert self._runner is not None, "check_steps() was called before allocate()"
         check(
             self.shard.arithmetic,
             self._runner,
@@ -232,32 +232,31 @@ class TPWorker:
 
     @torch.inference_mode()
     def launch(self, frame: StepFrame) -> PendingStep:
-        """Applies the frame's deltas, starts one forward pass and samples; every rank arrives at the same tokens.
+        """Applies the frame's deltas, starts one forward pass and samples. Every rank gets the same tokens.
 
         Raises:
             EngineError: the frame does not fit this rank's tables.
         """
         if self._runner is None:
-            raise EngineError("a step before allocate()")
+            raise EngineError("step() was called before allocate()")
         return self._runner.launch(frame)
 
     @torch.inference_mode()
     def capture_next(self) -> int:
-        """Captures one CUDA graph that `allocate` left out, on every rank; returns how many are left."""
+        """Captures one CUDA graph that `allocate` left out, on every rank. Returns how many are left."""
         if self._runner is None:
-            raise EngineError("a capture before allocate()")
+            raise EngineError("capture_next() was called before allocate()")
         with self.shard.in_use:
             return self._runner.capture_next()
 
     def run(self, frames: FrameSource, send: Callable[[bytes], None] | None) -> None:
-        """Steps until a CLOSE frame; the next step is launched before the last one's result is there.
+        """Runs steps until a CLOSE frame. Launches the next step before the last one's result is available.
 
         Args:
             send: gets the encoded results, in order. None on ranks that return nothing.
 
         Raises:
-            EngineError: a frame of another generation or out of order, or one that does not fit; or the device
-                failed.
+            EngineError: a frame has another generation, is out of order or does not fit; or the device failed.
         """
         pending: deque[PendingStep] = deque()
         generation: int | None = None
@@ -291,13 +290,13 @@ class TPWorker:
             runner.close()
 
     def leave(self) -> None:
-        """Keeps the weights alone, after `run` or `allocate` was ended by a failure; the device is idle then.
+        """Frees everything but the weights, after a failure ended `run` or `allocate`. The device is idle afterwards.
 
-        Another thread may abort the group meanwhile: that ends what the device waits for, and itself waits for the
-        graphs, which go here.
+        Another thread may abort the group meanwhile. The abort ends what the device waits for, and itself waits for the
+        graphs, which are dropped here.
 
         Raises:
-            EngineError: the device waits for what never comes, or it is broken. The process has to be ended.
+            EngineError: the device waits without end, or it is broken. The process must be ended.
         """
         self.close()
         if self._device.type != "cuda":
@@ -307,7 +306,7 @@ class TPWorker:
             await_idle(self._device)
             waited = time.monotonic()
             self._kv.clear()
-            # Objects frozen in `allocate` may be garbage now, as may what the failure's traceback held.
+            # Objects frozen in `allocate` may be garbage now, and also what the failure's traceback held.
             gc.unfreeze()
             gc.collect()
             torch.cuda.empty_cache()
@@ -315,15 +314,15 @@ class TPWorker:
 
     @staticmethod
     def _next_frame(frames: FrameSource, pending: deque[PendingStep], send: Callable[[bytes], None] | None) -> bytes:
-        """The next frame; sends the results that are done meanwhile."""
-        # A result or a frame may come first, and nothing can wait for both: so it spins.
+        """Returns the next frame. Sends finished results meanwhile."""
+        # A result or a frame may come first, and no call waits for both, so this loop polls.
         while pending:
             if pending[0].is_done():
-                assert send is not None, "only a rank that sends keeps steps"
+                assert send is not None, "only a rank that sends results has pending steps"
                 send(pending.popleft().result().encode())
             elif (frame := frames.poll()) is not None:
                 return frame
-        # An idle group may wait for days: the coordinator's death ends the wait, not a deadline.
+        # An idle group may wait for days, so the coordinator's death ends the wait, not a deadline.
         return frames.recv(float("inf"))
 
     def _new_runner(
@@ -374,7 +373,7 @@ class TPWorker:
 
 
 def peer_sizes(config: EngineConfig, model: ModelConfig, plan: ShardPlan) -> PeerSizes:
-    """The most that the ranks bring to one step's collectives."""
+    """The largest sizes of the ranks' contributions to one step's collectives."""
     num_tokens = resolved(config.scheduler.max_num_batched_tokens)
     row_bytes = model.hidden_size * DTYPES[config.dtype].itemsize
     of_row = model.hidden_size * torch.float32.itemsize * most_nodes(plan) if config.is_exact else row_bytes

@@ -1,4 +1,4 @@
-"""Host arrays to the device, without waiting."""
+"""Copies of host arrays to the device, without waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The work of a process that is the same whichever rank it becomes, so that a spare has it behind it."""
+"""The start-up work of a process that is the same for any rank, so that a spare can do it in advance."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from worker.weights.shard import DTYPES
 
 _log = logging.getLogger(__name__)
 
-# Kernels differ by how many rows and tokens a step has, and by whether 16 divides them.
+# Kernels differ by the numbers of rows and tokens in a step, and by whether 16 divides them.
 _NUM_ROWS = (1, 3, 16, 61, 128, 256)
 _TOKENS_PER_ROW = 8
 _SPARE_BYTES = 2 << 30
-"""Device memory besides the weights that has to be free: for these steps, and for the ranks that use it meanwhile."""
+"""Device memory that must be free in addition to the weights: for these steps, and for ranks that use it meanwhile."""
 
 
 def warm_up(config: EngineConfig, model: ModelConfig | None = None, device: torch.device | None = None) -> None:
-    """Compiles and loads kernels, and does first uses of the libraries.
+    """Compiles and loads kernels, and makes the first use of the libraries.
 
     Args:
-        model: the model that is served; None: its kernels are not loaded.
-        device: the GPU that the process is likely to get. None: on GPUs kernels are imported and no more.
+        model: the served model. If None, its kernels are not loaded.
+        device: the GPU that the process will probably get. If None, kernels for GPUs are only imported.
     """
     if config.device != "cpu":
         _import_kernels()
@@ -54,9 +54,9 @@ def warm_up(config: EngineConfig, model: ModelConfig | None = None, device: torc
 
 
 def read_ahead() -> None:
-    """Imports what ranks on GPUs do, so that it lies in the node's memory when they start; touches no device."""
+    """Imports what ranks on GPUs import, so that it is in the node's page cache when they start. Touches no device."""
     _import_kernels()
-    with contextlib.suppress(ConfigError):  # it is not installed
+    with contextlib.suppress(ConfigError):  # the provider is not installed
         load_provider(None)
 
 
@@ -68,15 +68,15 @@ def _import_kernels() -> None:
 
 
 def _load_kernels(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
-    """Runs steps of one layer of each kind as rank 0 would, with random weights and nobody to sum with. All memory is
-    given back but for the context and the kernels. A device that has no room for that is left as it is."""
+    """Runs steps of one layer of each kind like rank 0, with random weights and without other ranks. Frees all memory
+    but the context and the kernels. Does nothing if the device lacks room."""
     began = time.monotonic()
     torch.cuda.set_device(device)
     try:
         _run_steps(config, replace(model, layers=tuple(dict.fromkeys(model.layers))), device)
         _log.info("kernels are loaded on %s (%.1f s)", device, time.monotonic() - began)
     except (RuntimeError, EngineError) as error:
-        _log.warning("the kernels are not loaded before they are needed: %s", str(error).split("\n", 1)[0])
+        _log.warning("the kernels could not be loaded in advance: %s", str(error).split("\n", 1)[0])
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -89,7 +89,7 @@ def _run_steps(config: EngineConfig, model: ModelConfig, device: torch.device) -
         raise EngineError(f"{device} has no {needed >> 20} MiB free")
     scheduler, page_size = config.scheduler, config.kv_cache.page_size
     max_rows, max_tokens = resolved(scheduler.max_num_seqs), resolved(scheduler.max_num_batched_tokens)
-    # Every other row has a page that is cached, and then a token or several.
+    # Every second row starts after a cached page, and has one or several new tokens.
     most_rows = min(max_rows, _NUM_ROWS[-1])
     most_tokens = min(most_rows * (_TOKENS_PER_ROW + 1), max_tokens)
     row_len = min(page_size + _TOKENS_PER_ROW + 1, model.max_context)

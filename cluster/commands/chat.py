@@ -10,8 +10,9 @@ from cluster.commands.endpoint_client import EndpointClient
 
 
 def run_chat(url: str, model: str | None, *, temperature: float | None, max_tokens: int | None) -> None:
-    """Reads lines, streams answers; ends at an empty line or end of input. Ctrl-C ends an answer, at the prompt it all.
-    `temperature` and `max_tokens`: None: what the endpoint has and allows. Raises what EndpointClient raises."""
+    """Reads lines and streams answers until an empty line or end of input. Ctrl-C ends an answer, and at the prompt the
+    chat. If `temperature` or `max_tokens` is None, the endpoint's default applies. Raises the errors of
+    EndpointClient."""
     console = Console(highlight=False, soft_wrap=True)
     with EndpointClient(url) as endpoint:
         model = model or endpoint.first_model()

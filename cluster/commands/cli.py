@@ -1,4 +1,4 @@
-"""The command line. Heavy imports happen inside the commands, so that --help is quick."""
+"""The command line. Each command imports heavy modules only when it runs, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def serve(
     address: Address = None,
 ) -> None:
     """Serve the model of FILE until interrupted."""
-    # Read when Ray is imported. A SIGTERM while Ray starts would else wait half a minute for a node without work.
+    # Read when Ray is imported. Otherwise a SIGTERM while Ray starts would wait half a minute for a node without work.
     os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
-    began = time.monotonic()  # before what takes a second to import, on a host that has just started many
+    began = time.monotonic()  # before imports, which take a second, also on a host that has just started many processes
     from cluster.commands.serve import ServingJob
 
     with _friendly_errors():
@@ -70,7 +70,8 @@ def check(
         bool, typer.Option("--settings", help="Show every setting, its value and where it comes from.")
     ] = False,
     against: Annotated[
-        Path | None, typer.Option(help="The file that the app runs with: shows what FILE changes, and what that does.")
+        Path | None,
+        typer.Option(help="The file that the app runs with: shows what FILE changes, and each change's effect."),
     ] = None,
 ) -> None:
     """Validate FILE and show the plan and the memory arithmetic; starts nothing."""
@@ -83,7 +84,7 @@ def check(
         app_config = load_app_config(file, overrides or [])
         gpu_memory_bytes = None if gpu is None else parse_memory(gpu)
         print_plan(app_config, gpu_memory_bytes=gpu_memory_bytes, settings=settings)
-        check_checkpoint(app_config.engine, serves_text=False)  # checks that follow let random weights pass
+        check_checkpoint(app_config.engine, serves_text=False)  # later checks accept random weights
         check_tokenizer(app_config.engine)
         if against is not None:
             print_changes(load_app_config(against), app_config)
@@ -96,7 +97,7 @@ def generate(
     overrides: Set = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of what is drawn. Not given: a new one.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling. Default: a random one.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     address: Address = None,
 ) -> None:
@@ -112,14 +113,12 @@ def generate(
 def chat(
     url: Annotated[str, typer.Argument(help="Base URL of an OpenAI endpoint.")] = "http://127.0.0.1:8000/v1",
     model: Annotated[str | None, typer.Option(help="Model name; default: the endpoint's first.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.0, max=2.0, help="Default: what the endpoint has for its model.")
-    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0, help="Default: the endpoint's.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer. Default: what the endpoint allows.")
+        int | None, typer.Option(min=1, help="Most tokens of an answer. Default: the endpoint's limit.")
     ] = None,
 ) -> None:
-    """Talk to an endpoint; an empty line or Ctrl-D ends it. Its API key is read from OPENAI_API_KEY."""
+    """Talk to an endpoint; an empty line or Ctrl-D ends the chat. Its API key is read from OPENAI_API_KEY."""
     from cluster.commands.chat import run_chat
 
     with _friendly_errors():
@@ -128,7 +127,7 @@ def chat(
 
 @app.command()
 def key(
-    id_: Annotated[str, typer.Argument(metavar="ID", help="Whose key it is; shown in logs.")],
+    id_: Annotated[str, typer.Argument(metavar="ID", help="Name of the key's owner, shown in logs.")],
     role: Annotated[str, typer.Option(help="user, admin or metrics.")] = "user",
 ) -> None:
     """Make an API key, and the line for the file that `server.api_keys` names."""
@@ -144,13 +143,13 @@ def key(
 def bench(
     url: Annotated[str, typer.Argument(help="Base URL of any OpenAI endpoint.")] = "http://127.0.0.1:8000/v1",
     model: Annotated[str | None, typer.Option(help="Model name; default: the endpoint's first.")] = None,
-    clients: Annotated[str, typer.Option(help="Clients at once, of each level.")] = "1,16,64",
+    clients: Annotated[str, typer.Option(help="Number of concurrent clients of each level.")] = "1,16,64",
     requests: Annotated[
         int | None, typer.Option(min=1, help="Requests of a level; default: two for each client, at least 8.")
     ] = None,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where the figures go as well.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File to which the figures are written too.")] = None,
 ) -> None:
     """Measure an endpoint under load: TTFT, time per token, throughput. Its API key is read from OPENAI_API_KEY."""
     from cluster.commands.bench.command import run_bench
@@ -189,7 +188,7 @@ def resize(
         str | None, typer.Option(help="Ray cluster it runs in. Default: RAY_ADDRESS, else the one on this machine.")
     ] = None,
 ) -> None:
-    """Change the number of ranks of an app that serves; its requests wait meanwhile and go on."""
+    """Change the number of ranks of a serving app; its requests wait meanwhile and then continue."""
     from cluster.commands.resize import resize_app
 
     with _friendly_errors():
@@ -214,7 +213,7 @@ def openapi() -> None:
 
 
 class Shell(StrEnum):
-    """Shells that `completion` knows."""
+    """Shells that `completion` supports."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -222,7 +221,7 @@ class Shell(StrEnum):
 
 
 @app.command()
-def completion(shell: Annotated[Shell, typer.Argument(help="Whose script to print.")]) -> None:
+def completion(shell: Annotated[Shell, typer.Argument(help="Shell of the script.")]) -> None:
     """Print a shell's completion script for the `lockstep` command; installs nothing."""
     from typer.completion import get_completion_script  # type: ignore[attr-defined]  # it does not say it exports it
 
@@ -241,7 +240,7 @@ def _counts(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def _friendly_errors() -> Iterator[None]:
-    """Turns our errors into one red line and exit code 2; anything else stays a traceback."""
+    """Turns our errors into one red line and exit code 2. Other errors stay tracebacks."""
     try:
         yield
     except LockstepError as error:

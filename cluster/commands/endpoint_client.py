@@ -1,4 +1,4 @@
-"""An OpenAI endpoint as the commands ask it: where it is, the caller's key, and errors that a person can act on."""
+"""An OpenAI endpoint as the commands use it: its URL, the caller's key, and errors that a person can act on."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import httpx
 from configs.errors import ConfigError, EngineError
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
-"""The environment's name for the key that commands send: on a command line every user of the machine could read it."""
+"""The environment variable with the key that commands send. On a command line, every user of the machine could read
+it."""
 
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 600.0
 
 
 class EndpointClient:
-    """Every method raises EngineError when the endpoint does not answer, or answers with an error."""
+    """A client of one endpoint. Every method raises EngineError if the endpoint does not answer, or answers with an
+    error."""
 
     def __init__(self, url: str) -> None:
-        """`url`: the scheme may be left out, and `/v1` where there is no path. Raises ConfigError where it is no
-        URL."""
+        """`url` may omit the scheme, and `/v1` if it has no path. Raises ConfigError if it is not a URL."""
         self.url = _base_url(url)
         """Base URL, `/v1` included."""
         key = os.environ.get(API_KEY_VARIABLE)
@@ -54,14 +55,14 @@ class EndpointClient:
         return name
 
     def json(self, path: str) -> Any:
-        """The body of a GET; `path` is relative to `/v1`, or from the host's root with a slash before it."""
+        """The body of a GET. `path` is relative to `/v1`, or to the host's root if it begins with a slash."""
         with self._answering():
             response = self._client.get(self._place(path))
             _check(response)
             return response.json()
 
     def accepts(self, path: str, body: dict[str, Any]) -> bool:
-        """Whether a POST succeeds; an error of the server's own is raised."""
+        """Whether a POST succeeds. Raises EngineError for an error of the server itself."""
         with self._answering():
             response = self._client.post(path, json=body)
             if response.status_code in (400, 422):
@@ -70,7 +71,7 @@ class EndpointClient:
             return True
 
     def events(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[Any]:
-        """The JSON of each server-sent event, as it comes; `path` as for `json`."""
+        """The JSON of each server-sent event as it arrives. `path` as in `json`."""
         with self._answering(), self._client.stream(method, self._place(path), json=body) as response:
             if not response.is_success:
                 response.read()

@@ -1,4 +1,5 @@
-"""Whether a model fits, and how many tokens its KV pool would hold, by number of ranks: from config.json alone."""
+"""Computes from config.json alone whether a model fits, and how many tokens its KV pool would hold, by number of
+ranks."""
 
 from __future__ import annotations
 
@@ -26,25 +27,25 @@ GPU_MEMORY: dict[str, int] = {
 """Bytes of one GPU, as its driver reports them."""
 _UNITS = {"gb": 10**9, "gib": _GIB, "mib": 1 << 20, "g": _GIB, "m": 1 << 20}
 
-# Memory that a rank uses besides weights and KV: CUDA's context, kernels, libraries' workspaces, the captured graphs,
-# and the tensors of the largest step. Fitted to Qwen3-0.6B, 8B and 32B on H200s at 1, 2 and 4 ranks (2.8 to 3.9 GB).
+# Memory of a rank besides weights and KV: CUDA's context, kernels, libraries' workspaces, the captured graphs, and the
+# tensors of the largest step. Fitted to Qwen3-0.6B, 8B and 32B on H200s at 1, 2 and 4 ranks (2.8 to 3.9 GB).
 _FIXED_BYTES = 2_600_000_000
-_ACTIVATIONS_PER_TOKEN = 12  # hidden states' worth
+_ACTIVATIONS_PER_TOKEN = 12  # in units of a token's hidden state
 
 
 @dataclass(frozen=True)
 class Fit:
-    """One number of ranks."""
+    """The fit for one number of ranks."""
 
     tp_size: int
     weight_bytes: int
-    """Weights of the fullest rank."""
+    """Bytes of weights on the fullest rank."""
     kv_tokens: int
-    """0: it does not fit."""
+    """Number of tokens in the KV pool. 0 if the model does not fit."""
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of `80GB`, `94GiB` or a GPU's name, e.g. `h200`. Raises ConfigError for anything else."""
+    """Bytes of `80GB`, `94GiB` or a GPU's name, e.g. `h200`. Raises ConfigError for any other text."""
     known = GPU_MEMORY.get(text.lower())
     if known is not None:
         return known
@@ -55,12 +56,12 @@ def parse_memory(text: str) -> int:
 
 
 def sizes_to_show(model: ModelConfig, configured: int) -> list[int]:
-    """1 to 8 ranks, 16, and what the config says, as far as the model has query heads for them."""
+    """The sizes 1 to 8, 16, and the configured one, up to the model's number of query heads."""
     return sorted({size for size in (*range(1, 9), 16, configured) if size <= model.num_attention_heads})
 
 
 def fits(model: ModelConfig, config: EngineConfig, sizes: Iterable[int], memory_bytes: int) -> list[Fit]:
-    """The fit of each number of GPUs with `memory_bytes` each; `config` is resolved for CUDA."""
+    """The fit for each number of GPUs with `memory_bytes` each. `config` must be resolved for CUDA."""
     scheduler = config.scheduler
     activations = _ACTIVATIONS_PER_TOKEN * model.hidden_size + _routed_outputs(model)
     used = _FIXED_BYTES + activations * resolved(scheduler.max_num_batched_tokens) * dtype_bytes(config.dtype)
@@ -73,7 +74,7 @@ def fits(model: ModelConfig, config: EngineConfig, sizes: Iterable[int], memory_
 
 
 def _routed_outputs(model: ModelConfig) -> int:
-    """Elements that the experts of a layer make of one token, before they are summed."""
+    """Number of elements that a layer's experts compute for one token, before they are summed."""
     layers = dict.fromkeys(model.layers)
     return max(
         int(sum(it.share * (it.elements // it.shape[1]) for it in layer.tensors if it.share != 1)) for layer in layers

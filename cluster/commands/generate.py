@@ -1,4 +1,4 @@
-"""`python -m cluster generate`: one group, one prompt, no HTTP and no Ray Serve; the same engine underneath."""
+"""`python -m cluster generate`: one group, one prompt, no HTTP and no Ray Serve, but the same engine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from configs.schema import EngineConfig
 def generate_text(
     file: Path, overrides: list[str], prompt: str, sampling: Mapping[str, Any], *, chat: bool, address: str | None
 ) -> None:
-    """Prints the continuation of `prompt` as it is generated; `sampling`: as ServedModel.stream_text takes it. Raises
-    ConfigError, RequestError, EngineError."""
+    """Prints the continuation of `prompt` as it is generated. `sampling` has the arguments of ServedModel.stream_text.
+    Raises ConfigError, RequestError, EngineError."""
     config = load_app_config(file, overrides).engine
     cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=False))
-    # Ray prints what it has to say on standard output, where the text alone belongs.
+    # Ray prints its messages on standard output, which must contain only the text.
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr), ray_session(cluster_address(address), min_cpus=cpus):
         asyncio.run(_generate(config, prompt, sampling, chat, out))

@@ -1,4 +1,4 @@
-"""The plan as a person reads it: what each rank holds, what the job asks of the cluster, where it will answer."""
+"""The plan in readable form: what each rank holds, what the job requests from the cluster, where it will answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from parallel.plan import ShardPlan
 
 _MIB = 1 << 20
 _GIB = 1 << 30
-_WIDEST = 36  # a longer value, a path mostly, moves only its own line
+_WIDEST = 36  # a longer value, mostly a path, shifts only its own line
 _OPEN = ("kv_cache.num_tokens", "max_model_len")
 
 
@@ -51,19 +51,20 @@ def print_plan(
     """Prints model, ranks, memory and placement of one config file.
 
     Args:
-        gpus: whether the ranks run on GPUs; None takes the config's word, and cpu where `device: auto` leaves both.
-        gpu_memory_bytes: of each GPU; also shows which numbers of them hold the model, and how many tokens beside it.
-        settings: also shows every setting, its value and where that comes from.
+        gpus: whether the ranks run on GPUs. If None, the config decides, and `device: auto` means cpu.
+        gpu_memory_bytes: memory of each GPU. If given, also shows which numbers of GPUs hold the model, and the number
+            of KV tokens.
+        settings: also show every setting, its value and its source.
 
     Raises:
-        ConfigError: the file, the checkpoint or the two together are wrong.
+        ConfigError: the file or the checkpoint is wrong, or they do not fit together.
     """
     console = console or Console(highlight=False)
     config = app.engine
     on_gpus = asks_for_gpus(config) or gpu_memory_bytes is not None if gpus is None else gpus
     model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = with_draft_head(read_model_config(model_path, config.max_model_len), config)
-    # One GPU a rank is what the placement will ask for; whether the cluster has them is checked when it is joined.
+    # The placement will request one GPU a rank. Whether the cluster has them is checked when it is joined.
     num_gpus = config.tensor_parallel_size if on_gpus else 0
     host = HostFacts(os.cpu_count() or 1, num_gpus, packages=installed_packages())
     resolved = resolve(config, model, host)
@@ -92,12 +93,12 @@ def print_plan(
     if gpus is None and config.device == "auto" and not on_gpus:
         lines.append("  device: auto takes GPUs where the cluster has them; this is the plan without")
     for line in lines:
-        # Not wrapped: a line is for grep and for copying too, and a terminal wraps by itself.
+        # Not wrapped, so that lines can be searched and copied. A terminal wraps by itself.
         console.print(line, soft_wrap=isinstance(line, str), markup=False)
 
 
 def print_changes(before: AppConfig, after: AppConfig) -> None:
-    """Prints what is different in `after`, and what each change does to an app that runs with `before`."""
+    """Prints what differs in `after`, and the effect of each change on an app that runs with `before`."""
     console = Console(highlight=False)
     rows = [(it.key, _values(it), str(it.effect)) for it in changes(before, after)]
     widths = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
@@ -107,7 +108,7 @@ def print_changes(before: AppConfig, after: AppConfig) -> None:
 
 
 def _values(change: Change) -> str:
-    """Both values; of an environment variable, which may be a secret, only whether there is one."""
+    """Both values. For an environment variable, which may be a secret, only whether it is set."""
     secret = ".env_vars." in change.key
     shown = ["-" if it is None else "(not shown)" if secret else str(it) for it in (change.before, change.after)]
     return " -> ".join(shown)
@@ -161,14 +162,14 @@ def _rank_table(plan: ShardPlan, config: EngineConfig) -> Table:
 
 
 def _kv_bytes_per_token(plan: ShardPlan, config: EngineConfig) -> list[float]:
-    """Bytes for each rank; layers with a window count with the share of all pages that they have."""
+    """Bytes for each rank. Layers with a window count by their share of all pages."""
     page_size, window_pool = config.kv_cache.page_size, WindowPool.of(config, plan.model)
     pages = [plan.kv_page_bytes(rank, page_size, config.kv_dtype) for rank in range(plan.tp_size)]
     return [bytes_per_token(page, page_size, window_pool) for page in pages]
 
 
 def _range(sizes: Iterable[int]) -> str:
-    """One number where every layer has the same, else the least and the most."""
+    """One number if all layers have the same size, else the smallest and the largest."""
     counts = list(sizes)
     low, high = min(counts), max(counts)
     return str(low) if low == high else f"{low}-{high}"
@@ -210,7 +211,7 @@ def _placement_line(config: EngineConfig, *, gpus: bool) -> str:
 
 
 def _tools(config: EngineConfig, model_path: Path) -> str:
-    """The format in which the model is shown tools."""
+    """The format in which the model gets tools."""
     given = config.server.chat_template
     tokenizer = Path(config.tokenizer or model_path).expanduser()
     if given is None and not tokenizer.exists():

@@ -1,4 +1,5 @@
-"""`python -m cluster serve`: deploy one config file, show how the start goes, and take the app down at the end."""
+"""`python -m cluster serve`: deploys one config file, shows the progress of the start, and removes the app at the
+end."""
 
 from __future__ import annotations
 
@@ -55,17 +56,17 @@ _POLL_S = 0.25
 _WATCH_S = 1.0
 _PROGRESS_TIMEOUT_S = 1.0
 _URL_TIMEOUT_S = 10.0
-# Words for a coordinator's phases, where a person at the prompt needs others than it has.
+# Descriptions of coordinator phases that need other words for a person at the prompt.
 _PHASES = {"starting": "starting the coordinator", "ready": "generating the first token"}
-# Beyond server.shutdown_timeout_s, for which running requests may go on: for Serve to end the replicas, and for this
-# process to end Ray.
+# Seconds beyond server.shutdown_timeout_s, for which running requests may continue: for Serve to end the replicas, and
+# for this process to end Ray.
 _STOP_MARGIN_S = 12.0
 _GIVE_UP_MARGIN_S = 16.0
-# `ray job stop` sends SIGTERM and, three seconds later, SIGKILL: the delete must be on its way before that.
+# `ray job stop` sends SIGTERM and, three seconds later, SIGKILL. The delete must be sent before the SIGKILL.
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ERROR_LINE = re.compile(r"([A-Za-z_][\w.]*(?:Error|Exception|Timeout|Exit)): (.*)")
 _OUR_ERRORS = "configs.errors."
-# No retry mends these; Serve would make three.
+# Errors that no retry fixes. Serve would retry three times.
 _FINAL_ERRORS = tuple(f"{_OUR_ERRORS}{name}: " for name in ("ConfigError", "CheckpointError", "PlacementError"))
 
 
@@ -76,9 +77,9 @@ class ServingJob:
         self._config = app_config
         self._address = address
         self._stop = threading.Event()
-        self._hurry = threading.Event()  # asked to stop twice
+        self._hurry = threading.Event()  # stop was requested twice
         self._ran = False
-        self._replaced: set[str] = set()  # coordinators of replicas that were there before
+        self._replaced: set[str] = set()  # coordinators of replicas that existed before
         self._console = Console(file=sys.stdout, highlight=False)
         self._began = began
 
@@ -87,13 +88,13 @@ class ServingJob:
         """Reads and checks `file`, and looks for the cluster. Raises ConfigError.
 
         Args:
-            began: by `time.monotonic`, when the command did: what it says is timed from there.
+            began: `time.monotonic` when the command began. Its output shows times since then.
         """
         return cls(load_app_config(file, overrides), cluster_address(address), began)
 
     @property
     def url(self) -> str:
-        """Base URL of the endpoint, as clients on this machine see it."""
+        """Base URL of the endpoint for clients on this machine."""
         return f"{self._root_url}/v1"
 
     @property
@@ -102,10 +103,10 @@ class ServingJob:
         return f"http://{host_and_port(host, self._config.port)}{self._config.route_prefix.rstrip('/')}"
 
     def run(self, *, detach: bool) -> None:
-        """Serves until interrupted, or until ready when `detach`.
+        """Serves until interrupted, or until ready if `detach`.
 
         Raises:
-            ConfigError: before anything was placed.
+            ConfigError: an error was found before anything was placed.
             EngineError: the app could not be started, or failed for good while it ran.
         """
         self._trap_signals()
@@ -124,7 +125,8 @@ class ServingJob:
             open_keys(config.server)
         cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=False)) * config.num_replicas
         self._say("starting Ray" if self._address is None else f"joining Ray at {self._address}")
-        # The start of Ray is mostly waiting; what comes after it takes half a second to import.
+        # The start of Ray is mostly waiting, so the modules needed after it, which take half a second, are imported
+        # meanwhile.
         threading.Thread(target=importlib.import_module, args=("cluster.serve.deployment",), daemon=True).start()
         if config.device != "cpu" and _NVIDIA.exists():
             threading.Thread(target=_read_ahead, daemon=True).start()
@@ -139,35 +141,36 @@ class ServingJob:
             self._say("stopped")
 
     def _trap_signals(self) -> None:
-        # nohup has SIGHUP ignored. Scripts have SIGINT ignored in what they start in the background, where who sends it
-        # means it.
+        # nohup sets SIGHUP to be ignored, which is respected. Scripts set SIGINT to be ignored for background
+        # processes, but its sender means this process, so it is handled.
         terminal = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
         for number in (*_STOP_SIGNALS, *terminal):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, *_: object) -> None:
         (self._hurry if self._stop.is_set() else self._stop).set()
-        # Ray prints there, whatever it is told, how processes of its own came to their end: by this very signal, or by
-        # our stop. What we say goes to the console.
+        # After a signal, Ray prints how its own processes ended, and this cannot be turned off. Our own output goes to
+        # the console.
         sys.stdout = io.StringIO()
 
     def _serve_watchfully(self, session: Session, *, detach: bool) -> None:
-        """`_serve` in a thread: Ray's calls wait a minute for a cluster that the same signal ended, this does not."""
+        """Runs `_serve` in a thread, because Ray's calls wait a minute for a cluster that the same signal ended. This
+        method does not."""
         with ThreadPoolExecutor(1) as pool:
             serving = pool.submit(self._serve, session, detach=detach)
             head = _head_processes() if session.own else []
             gcs_address = ray.get_runtime_context().gcs_address if session.own else ""
             while not serving.done() and not self._stop.is_set():
                 wait([serving], _POLL_S)
-                # The signal may have ended it as well, and be heard here a moment later.
+                # The signal may have ended the process too, and may arrive here a moment later.
                 if not all(map(_lives, head)) and not self._stop.wait(_WATCH_S):
                     self._say("a process of Ray has ended (killed, or out of memory), and the app ends with it")
                     _end_at_once(2)
-            # Before it ran, nobody's request is left to end.
+            # Before the app ran, there are no requests to end.
             patience_s = self._config.engine.server.shutdown_timeout_s if self._ran else 0.0
             deadline = time.monotonic() + patience_s + _GIVE_UP_MARGIN_S
             while session.own and not serving.done():
-                # A SIGTERM to the process group has Ray's head refuse everybody, for a long time before it ends.
+                # A SIGTERM to the process group makes Ray's head refuse all calls, long before it ends.
                 if time.monotonic() > deadline or self._hurry.is_set() or unreachable(gcs_address) is not None:
                     self._say("stopped")
                     _end_at_once(0)
@@ -175,7 +178,7 @@ class ServingJob:
             try:
                 serving.result()
             except ray.exceptions.RayError:
-                # The signal itself may have ended the cluster under a call.
+                # The signal itself may have ended the cluster during a call.
                 if not (session.own and self._stop.is_set()):
                     raise
 
@@ -188,7 +191,7 @@ class ServingJob:
         print_plan(self._config, self._console, gpus=gpus)
         self._say("starting Ray Serve" if session.own else "deploying")
         deployment = Deployment.prepare(self._config, session)
-        stays = serve_is_running()  # an app that runs goes on as it is where its change is refused
+        stays = serve_is_running()  # a running app stays as it is if its change is refused
         if stays:
             self._replaced = set(coordinators(self._config.name))
         try:
@@ -208,7 +211,8 @@ class ServingJob:
                 self._delete(deployment, until_gone=session.own)
 
     def _delete(self, deployment: Deployment, *, until_gone: bool) -> None:
-        """Asks Serve to end the app; a cluster of our own ends right after, so the app's end is waited for there."""
+        """Requests that Serve ends the app. If this command started the cluster, it ends next, so this waits for the
+        app's end."""
         from cluster.serve.deployment import serve_is_running
 
         if not serve_is_running():
@@ -221,7 +225,8 @@ class ServingJob:
             time.sleep(_POLL_S)
 
     def _wait_until_running(self, deployment: Deployment) -> bool:
-        """True once the app runs, False when interrupted; shows each phase once, and on a terminal how far it is."""
+        """Returns True once the app runs, False if interrupted. Shows each phase once, and on a terminal its
+        progress."""
         shown = ""
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with Bars(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bars:
@@ -248,7 +253,7 @@ class ServingJob:
         return False
 
     def _progress(self) -> Progress | None:
-        """Progress of the least advanced replica's start, from its coordinator; None while there is none."""
+        """The progress of the slowest replica's start, from its coordinator. None if there is none yet."""
         found: list[Progress] = []
         for name, coordinator in coordinators(self._config.name).items():
             if name in self._replaced:
@@ -260,7 +265,8 @@ class ServingJob:
         return min(found, key=lambda progress: progress.phase == "ready", default=None)
 
     def _wait_until_answering(self) -> None:
-        """Returns once the endpoint answers here: Serve's proxy learns of a new app a moment after it runs."""
+        """Returns once the endpoint answers on this machine. Serve's proxy learns of a new app a moment after it
+        runs."""
         deadline = time.monotonic() + _URL_TIMEOUT_S
         while not self._stop.wait(_POLL_S):
             with contextlib.suppress(httpx.HTTPError):
@@ -272,7 +278,8 @@ class ServingJob:
 
     def _print_ready(self, *, detach: bool, session: Session) -> None:
         name = self._config.served_model_name
-        # Limited: a small model may go on to the end of its context, and this is to show that the endpoint works.
+        # Limited, because a small model may continue to the end of its context, and this only shows that the endpoint
+        # works.
         messages = [{"role": "user", "content": "Name the capital of France."}]
         body = {"model": name, "messages": messages, "max_tokens": 32}
         self._say("ready")
@@ -287,7 +294,8 @@ class ServingJob:
             self._print("Ctrl-C ends it")
 
     def _watch(self, deployment: Deployment) -> None:
-        """Returns when interrupted; prints what changes, raises when the app is gone for good."""
+        """Returns when interrupted. Prints changes of the status, and raises EngineError if the app is gone for
+        good."""
         last = "RUNNING"
         while not self._stop.wait(_WATCH_S):
             status, message = deployment.status()
@@ -303,21 +311,22 @@ class ServingJob:
         self._print(f"{time.monotonic() - self._began:6.1f} s  {text}")
 
     def _print(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal is gone, which SIGHUP tells
+        with contextlib.suppress(OSError):  # SIGHUP means that the terminal is gone
             self._console.print(text, soft_wrap=True, markup=False)
 
 
 def _read_ahead() -> None:
-    """Has a process read what the ranks will import: gigabytes, which a host that has just started has on disk only."""
+    """Starts a process that reads what the ranks will import: gigabytes, which a newly started host has only on
+    disk."""
     code = "from worker.warm_up import read_ahead; read_ahead()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
 
 
 def _head_processes() -> list[psutil.Process]:
-    """Children of this process without which a cluster of our own does nothing."""
+    """Children of this process without which its own cluster cannot work."""
     found = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended since, as the one that reads ahead
+        with contextlib.suppress(psutil.NoSuchProcess):  # one may have ended since, like the one that reads ahead
             if child.name() in ("gcs_server", "raylet"):
                 found.append(child)
     return found
@@ -330,10 +339,10 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _end_at_once(exit_code: int) -> NoReturn:
-    """Ends every process below this one, all others of our own cluster and this one, without asking Ray.
+    """Ends all processes below this one, all other processes of our own cluster, and this one, without Ray.
 
-    The others are known by their environment: a signal to the process group ends Ray's raylet, and who was below it, as
-    its HAProxy, is nobody's child then.
+    The others are found by their environment. A signal to the process group ends Ray's raylet, and then processes below
+    it, such as HAProxy, have no parent.
     """
     below = psutil.Process().children(recursive=True)
     for process in psutil.process_iter():
@@ -345,9 +354,9 @@ def _end_at_once(exit_code: int) -> NoReturn:
 
 
 def root_cause(message: str) -> str:
-    """The part of a Serve status message that a person can act on: the text of the error itself, without its traceback.
+    """The part of a Serve status message that a person can act on: the error's text without its traceback.
 
-    Serve hands on the traceback of the constructor it gave up on; the error is its last line that names one.
+    Serve passes on the traceback of the constructor that failed. The error is its last line that names one.
     """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     errors = [match for line in lines if (match := _ERROR_LINE.match(line))]

@@ -1,4 +1,4 @@
-"""`python -m cluster status`: what one endpoint is doing now, in a dozen lines."""
+"""`python -m cluster status`: shows the current state of one endpoint in a dozen lines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _WINDOW_S = 10
 
 
 def print_status(url: str, *, as_json: bool) -> None:
-    """Prints model, requests, speed, KV pages and ranks; `as_json`: the endpoint's own figures, for a script. Raises
-    ConfigError where `url` is none, EngineError where it does not answer or has not heard of its engine yet."""
+    """Prints model, requests, speed, KV pages and ranks. If `as_json`, prints the endpoint's own figures, for a script.
+    Raises ConfigError if `url` is not a URL, EngineError if it does not answer or has no report of its engine yet."""
     console = Console(highlight=False, soft_wrap=True)
     with EndpointClient(url) as endpoint:
         version = endpoint.json("/version")["version"]
@@ -30,7 +30,7 @@ def print_status(url: str, *, as_json: bool) -> None:
 
 
 def status_lines(live: dict[str, Any], url: str, version: str) -> list[str]:
-    """The words of `/live`, as a person reads them."""
+    """The figures of `/live` as readable lines."""
     seconds = [
         second for second in live["seconds"] if live["time"] - _WINDOW_S - 1 <= second["time"] < live["time"] - 1
     ]
@@ -49,8 +49,8 @@ def status_lines(live: dict[str, Any], url: str, version: str) -> list[str]:
         + (f", first token after {1e3 * first / answers:,.0f} ms" if answers else "")
         + (f", {1e3 * sum(step['duration'] for step in steps) / len(steps):,.1f} ms a step" if steps else ""),
         *_utilisation(steps, live["peak_flops"], live["peak_bandwidth"]),
-        f"KV pages   {used:,} in use, {pages['evictable']:,} kept for prompts that begin alike, {pages['free']:,} free "
-        f"of {num_pages:,}; {hits:.0%} of prompt tokens found",
+        f"KV pages   {used:,} in use, {pages['evictable']:,} cached for reuse, {pages['free']:,} free "
+        f"of {num_pages:,}; {hits:.0%} of prompt tokens were cached",
     ]
     for rank, state in enumerate(live["ranks"]):
         age = state["heartbeat_age_s"]
@@ -61,7 +61,7 @@ def status_lines(live: dict[str, Any], url: str, version: str) -> list[str]:
 
 
 def _utilisation(steps: list[dict[str, Any]], peak_flops: float, peak_bandwidth: float) -> list[str]:
-    """A line, where there were steps and the peaks are known."""
+    """One line if there were steps and the peaks are known, else none."""
     step_s = sum(step["duration"] for step in steps)
     if not (step_s and peak_flops and peak_bandwidth):
         return []

@@ -1,6 +1,6 @@
-"""The Engine replica's knowledge of its engine: the latest figures, the last minutes by second, the last steps.
+"""The Engine replica's data about its engine: the latest figures, the last minutes by second, the last steps.
 
-Filled by the engine client; read by `/v1/loads`, the metrics, the log and the page. It asks nobody anything.
+The engine client fills it. `/v1/loads`, the metrics, the log and the page read it. It sends no queries.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _KEPT_STEPS = 1 << 14
 
 @dataclass(slots=True)
 class StepCounts:
-    """Counts of the steps that ended in some time."""
+    """Counts of the steps that ended in a time span."""
 
     num_steps: int = 0
     step_s: float = 0.0
-    """Spent in steps."""
+    """Seconds spent in steps."""
     num_prefill_tokens: int = 0
     num_generated_tokens: int = 0
     flops: float = 0.0
-    """Operations that the model needed, all ranks together."""
+    """FLOP that the model needed, all ranks together."""
     read_bytes: float = 0.0
-    """Weights, keys and values that had to be read, all ranks together."""
+    """Bytes of weights, keys and values that had to be read, all ranks together."""
 
     def add(self, steps: npt.NDArray[np.void]) -> None:
         """Counts `steps`, [num_steps] of STEP_DTYPE."""
@@ -44,53 +44,53 @@ class StepCounts:
         self.read_bytes += float(steps["read_bytes"].sum(dtype=np.float64))
 
     def since(self, before: StepCounts) -> StepCounts:
-        """The counts added to `before`, an earlier state of these."""
+        """The counts added since `before`, an earlier state of these counts."""
         return StepCounts(*(getattr(self, it.name) - getattr(before, it.name) for it in fields(StepCounts)))
 
 
 @dataclass(slots=True)
 class Second(StepCounts):
-    """One second of the engine's life: counts of what ended in it."""
+    """One second of the engine's life, with counts of the events in it."""
 
     time_s: int = field(kw_only=True)
     """CLOCK_MONOTONIC of the host, whole seconds."""
     num_first_tokens: int = 0
-    """Requests whose answer began."""
+    """Number of answers that began."""
     ttft_s: float = 0.0
-    """Sum of their times to the first token."""
+    """Sum of their seconds to the first token."""
 
 
 class StatsBoard:
-    """The engine's figures as of its last report. One thread writes; others may read."""
+    """The engine's figures as of its last report. One thread writes, others may read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.latest: EngineStats | None = None
-        """The engine's last report; None before its first."""
+        """The engine's last report. None before its first."""
         self._received_at = clock()
         self._seconds: deque[Second] = deque(maxlen=_HISTORY_S)
         self._steps = np.zeros(_KEPT_STEPS, STEP_DTYPE)
-        self._num_steps = 0  # that were ever kept; the next goes there, modulo what there is room for
+        self._num_steps = 0  # number of steps stored so far; the next index is this, modulo the size
         self.totals = StepCounts()
-        """Since the start."""
+        """Counts since the start."""
         self.peak_flops = 0.0
-        """Per second, of large matrix products, by all ranks together; 0 before the engine has started."""
+        """Measured FLOP per second of large matrix products, all ranks together. 0 before the engine has started."""
         self.peak_bandwidth = 0.0
-        """Bytes per second that all ranks together copy in memory; 0 before the engine has started."""
+        """Bytes per second that all ranks together copy in memory. 0 before the engine has started."""
 
     @property
     def weights(self) -> Weights | None:
-        """The weights that serve; None: those of the start."""
+        """The serving weights. None if they are the weights of the start."""
         return None if self.latest is None else self.latest.weights
 
     @property
     def age_s(self) -> float:
-        """How long ago the coordinator was last heard of. Above two seconds something is wrong with it."""
+        """Seconds since the coordinator's last report. More than two seconds mean a problem."""
         return self._clock() - self._received_at
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV pages that running requests hold, 0 to 1; cached pages that nobody uses count as free."""
+        """Share of the KV pages that running requests hold, 0 to 1. Unused cached pages count as free."""
         if self.latest is None:
             return 0.0
         pages = self.latest.scheduler
@@ -98,7 +98,7 @@ class StatsBoard:
         return (num_pages - pages.num_free_pages - pages.num_evictable_pages) / num_pages if num_pages else 0.0
 
     def update(self, stats: EngineStats) -> npt.NDArray[np.void]:
-        """Takes a report; returns its steps, [num_steps] of STEP_DTYPE."""
+        """Takes a report. Returns its steps, [num_steps] of STEP_DTYPE."""
         self.latest = stats
         self._received_at = self._clock()
         steps = np.frombuffer(stats.steps, STEP_DTYPE)
@@ -110,23 +110,24 @@ class StatsBoard:
         return steps
 
     def first_token(self, ttft_s: float) -> None:
-        """A request's answer began `ttft_s` after the request."""
+        """Counts an answer that began `ttft_s` after its request."""
         second = self._second()
         second.num_first_tokens += 1
         second.ttft_s += ttft_s
 
     def utilisation(self, steps: StepCounts) -> tuple[float, float] | None:
-        """(MFU, MBU) of `steps` while they ran, 0 to 1. None where they took no time, or before the engine started."""
+        """(MFU, MBU) of `steps` while they ran, 0 to 1. None if they took no time, or before the engine started."""
         if not (steps.step_s and self.peak_flops and self.peak_bandwidth):
             return None
         return steps.flops / steps.step_s / self.peak_flops, steps.read_bytes / steps.step_s / self.peak_bandwidth
 
     def history(self) -> list[Second]:
-        """The last minutes, oldest first, without seconds in which nothing was heard."""
+        """The last minutes, oldest first, without seconds that had no reports."""
         return list(self._seconds)
 
     def steps(self, count: int | None = None) -> npt.NDArray[np.void]:
-        """[at most `count`] of STEP_DTYPE: the steps that retired last, oldest first. None: all of the last 16384."""
+        """[at most `count`] of STEP_DTYPE: the steps that retired last, oldest first. If None, all of the last
+        16384."""
         kept = min(self._num_steps, _KEPT_STEPS if count is None else count)
         return self._steps[np.arange(self._num_steps - kept, self._num_steps) % _KEPT_STEPS]
 

@@ -1,7 +1,7 @@
-"""Every metric of a replica: its name, what it means, and what it counts. prometheus_client keeps the values.
+"""Every metric of a replica: its name, its meaning, and what it counts. prometheus_client stores the values.
 
-`telemetry.py` tells of what happens, `ray_export.py` hands the values to Ray; the dashboard and the alerts in
-`docs/monitoring` ask for the names. A new metric needs nothing but a declaration here, beside what it counts.
+`telemetry.py` reports events, and `ray_export.py` exports the values to Ray. The dashboard and the alerts in
+`docs/monitoring` use the names. A new metric needs only a declaration here, next to what it counts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from cluster.observability.board import StatsBoard
 from cluster.observability.record import Identity, RequestRecord
 
 CONFIG = ["version", "tensor_parallel_size", "dtype", "max_model_len", "page_size", "num_pages", "weights_version"]
-"""The labels that say what runs."""
-# Values that wait for Ray, which takes them one by one and looks ten times a second.
+"""The labels that describe the running configuration."""
+# Number of values that wait for Ray, which takes them one by one, ten times a second.
 _MAX_PENDING = 4096
 
 
 def _bounds(low: float, high: float) -> tuple[float, ...]:
-    """1, 1.5, 2, 3, 5, 7 times the powers of ten from `low` to `high`: no two further apart than a factor of 5/3."""
+    """1, 1.5, 2, 3, 5, 7 times the powers of ten from `low` to `high`. Neighbours differ at most by a factor of 5/3."""
     found = (float(f"{step}e{power}") for power in range(-9, 9) for step in (1, 1.5, 2, 3, 5, 7))
     return tuple(bound for bound in found if low <= bound <= high)
 
@@ -39,12 +39,12 @@ _TOKENS = tuple(float(1 << power) for power in range(18))
 
 
 class Distribution(Histogram):
-    """A histogram that counts many values at once: 256 in 12 us, where `observe` takes 300 us (2 cores)."""
+    """A histogram that counts many values at once: 256 in 12 us, while `observe` takes 300 us (2 cores)."""
 
     def __init__(
         self, name: str, about: str, bounds: Sequence[float], *, namespace: str, registry: CollectorRegistry
     ) -> None:
-        """`bounds`: of the buckets, ascending, all above 0."""
+        """`bounds` of the buckets must be ascending and above 0."""
         super().__init__(name, about, namespace=namespace, registry=registry, buckets=bounds)
         self.bounds = np.array(bounds)
         self.pending: deque[float] = deque(maxlen=_MAX_PENDING)
@@ -53,7 +53,7 @@ class Distribution(Histogram):
     def add(self, values: float | Sequence[float] | npt.NDArray[np.number]) -> None:
         """Counts one value or several."""
         array = np.atleast_1d(np.asarray(values, np.float64))
-        # A bound belongs to the bucket below it: Prometheus counts "at most".
+        # A bound belongs to the bucket below it, because Prometheus counts "at most".
         counts = np.bincount(self.bounds.searchsorted(array))
         for index in counts.nonzero()[0].tolist():
             self._buckets[index].inc(int(counts[index]))
@@ -64,15 +64,14 @@ class Distribution(Histogram):
 class Metrics(CollectorRegistry):
     """All metrics of one replica. One thread writes.
 
-    Names say the base unit. Labels have few values each: never an id, a user, or text of a request.
+    Names end with the base unit. Labels have few values each: never an id, a user, or text of a request.
     """
 
     def __init__(self, identity: Identity, board: StatsBoard, life: EngineLife) -> None:
-        """
-        Args:
-            identity: labels that every sample has besides its own.
-            board: the engine's figures; it takes each report before `report` does.
-            life: the engine's state.
+        """Args:
+        identity: labels that every sample has besides its own.
+        board: the engine's figures. It must get each report before `report` is called.
+        life: the engine's state.
         """
         super().__init__(auto_describe=False)
         self._common = asdict(identity)
@@ -233,7 +232,7 @@ class Metrics(CollectorRegistry):
         self._runs: dict[str, object] = {}
 
     def register(self, collector: Collector) -> None:
-        """Takes a metric, when it is declared. Raises ValueError if there is one of its name."""
+        """Registers a metric when it is declared. Raises ValueError if the name exists."""
         super().register(collector)
         self.declared.append(collector)
 
@@ -245,13 +244,13 @@ class Metrics(CollectorRegistry):
             yield family
 
     def started(self, phases: Mapping[str, float], config: Mapping[str, object]) -> None:
-        """The engine is ready; the arguments are as of `Telemetry.started`."""
+        """Handles that the engine is ready. The arguments are those of `Telemetry.started`."""
         for phase, seconds in phases.items():
             self._startup.labels(phase.replace(" ", "_")).set(seconds)
         self._set_config(config)
 
     def report(self, stats: EngineStats, steps: npt.NDArray[np.void]) -> None:
-        """The engine said how it does; `steps`: those of its report, [num_steps] of STEP_DTYPE."""
+        """Handles a report of the engine. `steps` are the report's steps, [num_steps] of STEP_DTYPE."""
         for histogram, column in self._of_steps.items():
             histogram.add(column(steps))
         for metric, read in self._of_report.items():
@@ -267,12 +266,12 @@ class Metrics(CollectorRegistry):
             self._set_config({"tensor_parallel_size": len(stats.devices), "weights_version": version})
 
     def finished(self, record: RequestRecord) -> None:
-        """A request ended, however it did."""
+        """Handles the end of a request, in any way."""
         for reason in record.finish_reasons:
             self._finished.labels(reason).inc()
         self._aborted.inc(record.finish_reasons.count(FinishReason.ABORT))
         if record.first_token_s is None:
-            return  # refused, or left while it waited: it says nothing of how long answers take
+            return  # refused, or left while it waited, so it says nothing about how long answers take
         self._prompt_tokens.inc(record.num_prompt_tokens)
         for histogram, read in self._of_answered.items():
             if (value := read(record)) is not None:

@@ -1,4 +1,4 @@
-"""Facts about a replica and about each request it has ended: the subjects of metrics, spans and log lines."""
+"""Facts about a replica and each of its ended requests, for metrics, spans and log lines."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class RequestRecord:
     """The answer's id."""
     context: RequestContext
     first_token_s: float | None
-    """None: it got none."""
+    """None if it got no token."""
     ended_s: float
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated: list[int]
-    """Tokens of each sequence."""
+    """Number of tokens of each sequence."""
     finish_reasons: list[FinishReason]
     """Why each sequence ended."""
     sampling: SamplingParams
     """Parameters of the first sequence."""
     chat: bool = False
-    """Through the chat template."""
+    """Whether it used the chat template."""
     prefilled: Prefilled | None = None
-    """The scheduler's word on the first sequence's prefill."""
+    """The scheduler's times for the first sequence's prefill."""
     error: str | None = None
     """The kind of error that ended it."""
 
@@ -60,7 +60,7 @@ class RequestRecord:
 
     @property
     def phases(self) -> dict[str, tuple[float, float]]:
-        """(begin, end) of queue, prefill and decode, which follow each other; empty where no token came."""
+        """(begin, end) of the consecutive phases queue, prefill and decode. Empty if there was no token."""
         if self.prefilled is None or self.first_token_s is None:
             return {}
         admitted_s = self.first_token_s - self.prefilled.prefill_s
@@ -72,7 +72,7 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per token after the first, in the longest sequence; None of an answer of one token."""
+        """Seconds per token after the first, in the longest sequence. None for an answer of at most one token."""
         longest = max(self.num_generated, default=0)
         if self.first_token_s is None or longest < 2:
             return None

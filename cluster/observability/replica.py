@@ -1,4 +1,4 @@
-"""The telemetry of a Serve replica: named after it, its metrics handed to Ray, its spans to whoever takes them."""
+"""The telemetry of a Serve replica: with its labels, metrics exported to Ray, and a tracer if spans have a consumer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from configs.schema import EngineConfig, resolved
 
 
 def replica_telemetry(config: EngineConfig, context: ReplicaContext, life: EngineLife) -> Telemetry:
-    """The telemetry of the replica of `context`, which runs with the resolved `config`. Raises ConfigError where
+    """The telemetry of the replica of `context`, which runs with the resolved `config`. Raises ConfigError if
     `observability.otlp_traces_endpoint` is set and cannot be used."""
     settings = config.observability
     identity = Identity(

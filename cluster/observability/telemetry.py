@@ -1,6 +1,6 @@
-"""One replica's telemetry: whatever happens in it is told here, and comes out as figures, metrics, spans and log lines.
+"""One replica's telemetry: collects its events, and turns them into figures, metrics, spans and log lines.
 
-The engine client tells of reports and tokens, a run of its end, the HTTP side of its errors. Nothing here waits.
+The engine client reports statistics and tokens, a run its end, the HTTP side its errors. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ _MAX_PAUSES = 256
 
 
 class Telemetry:
-    """The place where the parts of one replica tell what happens. One thread."""
+    """Collects the events of all parts of one replica. Used by one thread."""
 
     def __init__(self, identity: Identity | None = None, life: EngineLife | None = None) -> None:
-        """`life`: the one that whoever drains the replica holds too. None: one of its own."""
+        """`life` is shared with the code that drains the replica. If None, a new one is made."""
         self.life = life or EngineLife()
         """The engine's state, as its users see it."""
         self.board = StatsBoard()
         self.metrics = Metrics(identity or Identity(), self.board, self.life)
         self.recent = RecentRequests()
         self.export: Callable[[], None] | None = None
-        """Called after each report of the engine: hands the metrics to someone else."""
+        """Called after each report of the engine, to export the metrics."""
         self.tracer: RequestTracer | None = None
-        """Makes spans of requests, where somebody takes them."""
+        """Makes spans of requests. None if there is no consumer of spans."""
         self.pauses: deque[tuple[float, float]] = deque(maxlen=_MAX_PAUSES)
-        """(begin, end) of the last times in which ranks were exchanged and requests waited; CLOCK_MONOTONIC."""
-        self._paused_s: float | None = None  # since when; None: they do not wait
+        """(begin, end) of the last times in which ranks were replaced while requests waited, on CLOCK_MONOTONIC."""
+        self._paused_s: float | None = None  # start of the current pause; None if there is none
         self._line_at = time.monotonic()
         self._line_totals = StepCounts()
 
-    # Events that come in
+    # Incoming events
 
     def report(self, stats: EngineStats) -> None:
-        """The engine said how it does."""
+        """Handles a report of the engine."""
         steps = self.board.update(stats)
         self.life.follow(stats.state)
         self._follow_pauses(stats)
@@ -61,16 +61,16 @@ class Telemetry:
         self._log_engine(stats)
 
     def intervals(self, seconds: Sequence[float]) -> None:
-        """Times between tokens of sequences, as a step brought them."""
+        """Handles the times between tokens of sequences, in seconds, after a step."""
         self.metrics.itl.add(seconds)
 
     def first_token(self, ttft_s: float) -> None:
-        """An answer began."""
+        """Handles the first token of an answer."""
         self.metrics.ttft.add(ttft_s)
         self.board.first_token(ttft_s)
 
     def finished(self, record: RequestRecord) -> None:
-        """A request ended, however it did."""
+        """Handles the end of a request, in any way."""
         self.metrics.finished(record)
         self.recent.keep(record)
         pauses = self.pauses_between(record.context.arrived_s, record.ended_s)
@@ -79,35 +79,35 @@ class Telemetry:
             self.tracer.finished(record)
 
     def refused(self, error: RequestError) -> None:
-        """A request got an error instead of an answer, or in the midst of it."""
+        """Handles an error that a request got instead of an answer, or during it."""
         self.metrics.refused.labels(error.code, error.status).inc()
 
     def started(self, phases: dict[str, float], *, peak_flops: float, peak_bandwidth: float, **config: object) -> None:
-        """The replica is ready.
+        """Handles that the replica is ready.
 
         Args:
-            phases: seconds by phase of the start.
-            peak_flops: per second, that all ranks together were measured to do.
-            peak_bandwidth: bytes per second that they were measured to read and write in memory.
+            phases: seconds of each phase of the start.
+            peak_flops: measured FLOP per second of all ranks together.
+            peak_bandwidth: measured bytes per second that all ranks together read and write in memory.
             config: a value for each label in `metrics.CONFIG`.
         """
         self.board.peak_flops, self.board.peak_bandwidth = peak_flops, peak_bandwidth
         self.metrics.started(phases, config)
 
     def pauses_between(self, begin_s: float, end_s: float) -> list[tuple[float, float]]:
-        """The parts of `pauses` in a time."""
+        """The parts of `pauses` within a time span."""
         parts = [(max(begin, begin_s), min(end, end_s)) for begin, end in self.pauses]
         return [(begin, end) for begin, end in parts if begin < end]
 
     def close(self) -> None:
-        """The replica ends: sends what is not sent yet."""
+        """Closes the replica's telemetry, and sends what is not sent yet."""
         if self.tracer is not None:
             self.tracer.close()
 
-    # Figures that go out
+    # Outgoing figures
 
     def prometheus(self) -> bytes:
-        """The metrics as Prometheus scrapes them."""
+        """The metrics in Prometheus's format."""
         return generate_latest(self.metrics)
 
     def _follow_pauses(self, stats: EngineStats) -> None:
@@ -118,7 +118,7 @@ class Telemetry:
             self._paused_s = None
 
     def _log_engine(self, stats: EngineStats) -> None:
-        """A line every ten seconds in which there were steps."""
+        """Logs a line every ten seconds, if there were steps."""
         now = time.monotonic()
         seconds = now - self._line_at
         if seconds < _LINE_INTERVAL_S:
@@ -144,8 +144,8 @@ class Telemetry:
 
 
 def _log_request(record: RequestRecord, pause_s: float) -> None:
-    """One line per request, with the seed it ran under: enough to run it again. In `pause_s` of its life no step
-    ran."""
+    """Logs one line per request, with its seed, which is enough to run it again. `pause_s` is the part of its time in
+    which no step ran."""
     fields: dict[str, object] = {"request_id": record.context.request_id, "id": record.id}
     if record.context.client:
         fields["client"] = record.context.client

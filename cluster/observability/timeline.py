@@ -1,4 +1,4 @@
-"""The course of one request, as a trace to look at: its phases, and the engine's steps while it lived.
+"""The timeline of one request as a trace: its phases, and the engine's steps during its life.
 
 In the Trace Event Format, which ui.perfetto.dev and chrome://tracing open:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -18,7 +18,7 @@ from cluster.messages.engine import SamplingParams
 from cluster.observability.record import RequestRecord
 
 NUM_REQUESTS = 1000
-"""Requests that are kept when they have ended, the last ones."""
+"""Number of ended requests that are retained."""
 _MAX_STEPS = 4096
 _NO_SAMPLING = SamplingParams(max_tokens=1)
 _REQUEST_TRACK, _STEP_TRACK = 1, 2
@@ -40,12 +40,12 @@ class TraceEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Timeline(msgspec.Struct, kw_only=True):
-    """A request's life. Nothing of its prompt or its answer is in it."""
+    """A request's timeline. It contains nothing of its prompt or its answer."""
 
     trace_events: list[TraceEvent] = msgspec.field(name="traceEvents")
     display_time_unit: str = msgspec.field(name="displayTimeUnit", default="ms")
     steps_left_out: int = 0
-    """Later steps of a long life."""
+    """Number of later steps left out because there are too many."""
 
 
 class RecentRequests:
@@ -55,17 +55,17 @@ class RecentRequests:
         self._records: dict[str, RequestRecord] = {}  # in the order in which they ended
 
     def keep(self, record: RequestRecord) -> None:
-        """`record` has ended."""
+        """Stores the record of a request that has ended."""
         self._records.pop(record.id, None)
         whole = record.context
-        # Large parts are left out: parameters that name a whole vocabulary, a URL, headers.
+        # Leaves out large parts: parameters that may list a whole vocabulary, a URL, headers.
         context = RequestContext(request_id=whole.request_id, client=whole.client, arrived_s=whole.arrived_s)
         self._records[record.id] = replace(record, context=context, sampling=_NO_SAMPLING)
         if len(self._records) > NUM_REQUESTS:
             del self._records[next(iter(self._records))]
 
     def find(self, request_id: str, client: str | None) -> RequestRecord | None:
-        """The last request of that id, among those of `client`. None: everybody's."""
+        """The last request with that id, among those of `client`. If None, among all."""
         for record in reversed(self._records.values()):
             if request_id in (record.id, record.context.request_id) and client in (None, record.context.client):
                 return record
@@ -75,11 +75,11 @@ class RecentRequests:
 def timeline(
     record: RequestRecord, steps: npt.NDArray[np.void], pauses: Iterable[tuple[float, float]] = ()
 ) -> Timeline:
-    """The life of a request that has ended.
+    """The timeline of a request that has ended.
 
     Args:
-        steps: [num_steps] of STEP_DTYPE, oldest first, those of its time among them.
-        pauses: (begin, end) of what of its life no step ran in, since ranks were exchanged.
+        steps: [num_steps] of STEP_DTYPE, oldest first. Those outside the request's life are skipped.
+        pauses: (begin, end) of times in its life without steps, because ranks were replaced.
     """
     arrived_s = record.context.arrived_s
     begin = np.searchsorted(_ends(steps), arrived_s)
@@ -113,7 +113,7 @@ def _phases(record: RequestRecord) -> Iterator[TraceEvent]:
 
 
 def _ends(steps: npt.NDArray[np.void]) -> npt.NDArray[np.float64]:
-    """When each step ended: a step begins at its launch, or at the end of the one before where that was later."""
+    """Time when each step ended. A step begins at its launch, or at the end of the step before if that was later."""
     durations = np.cumsum(steps["duration_s"], dtype=np.float64)
     return np.maximum.accumulate(steps["launched_s"] - (durations - steps["duration_s"])) + durations
 

@@ -1,8 +1,8 @@
 """OpenTelemetry spans of requests, by the GenAI conventions: one for the request, and its queueing, prefill and decode.
 
-They are made when a request has ended, of times that are known anyway: a running request costs nothing, and nothing at
-all is done where nobody takes spans. The parent is the caller's span, by its W3C `traceparent`. No span has a word of
-a prompt or an answer.
+They are made when a request has ended, from times that are known in any case. A running request costs nothing, and
+without a consumer of spans nothing is done. The parent is the caller's span, from its W3C `traceparent`. No span
+contains text of a prompt or an answer.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class RequestTracer:
     """Makes the spans of one replica's requests."""
 
     def __init__(self, provider: TracerProvider, model_name: str, close: Callable[[], None] | None = None) -> None:
-        """`close`: sends what is not sent yet, at the end."""
+        """`close` sends spans that are not sent yet, at the end."""
         self._tracer = provider.get_tracer(_NAME)
         self._model_name = model_name
         self._close = close
 
     def close(self) -> None:
-        """No span comes any more."""
+        """Closes the tracer. No span may be made afterwards."""
         if self._close is not None:
             self._close()
 
     def finished(self, record: RequestRecord) -> None:
-        """A request has ended: its span, and one for each phase it went through."""
+        """Makes the span of a request that has ended, and one for each of its phases."""
         sampling = record.sampling
         operation = "chat" if record.chat else "text_completion"
         attributes: dict[str, AttributeValue] = {
@@ -82,8 +82,9 @@ class RequestTracer:
 
 
 def open_tracer(endpoint: str | None, identity: Identity) -> RequestTracer | None:
-    """The tracer of a replica; None where nobody takes spans. `endpoint`: `observability.otlp_traces_endpoint`; None:
-    the provider that the process has, if it has one. Raises ConfigError where there is no exporter for the endpoint."""
+    """The tracer of a replica. None if there is no consumer of spans. `endpoint` is
+    `observability.otlp_traces_endpoint`. If None, the process's own provider is used, if it has one. Raises ConfigError
+    if no exporter for the endpoint is installed."""
     if endpoint is None:
         provider = trace.get_tracer_provider()
         if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):

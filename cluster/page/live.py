@@ -1,4 +1,4 @@
-"""The page's view of a running engine: an event with the last minutes, then twice a second one with what is new."""
+"""The page's view of a running engine: an event with the last minutes, then twice a second an event with the news."""
 
 from __future__ import annotations
 
@@ -23,36 +23,37 @@ _MAX_READERS = 64
 
 
 class SecondView(msgspec.Struct, frozen=True):
-    """One second."""
+    """The counts of one second."""
 
     time: int
     """CLOCK_MONOTONIC of the host, seconds."""
     generated: int
-    """Tokens."""
+    """Number of tokens."""
     prefilled: int
-    """Tokens."""
+    """Number of tokens."""
     first_tokens: int
-    """Answers that began."""
+    """Number of answers that began."""
     ttft: float
-    """Seconds, the sum over `first_tokens`."""
+    """Sum of seconds over `first_tokens`."""
 
 
 class StepView(msgspec.Struct, frozen=True):
-    """One retired step; seconds."""
+    """One retired step. Times are in seconds."""
 
     duration: float
     gap: float
     rows: int
     prefill: int
-    """Prompt tokens."""
+    """Number of prompt tokens."""
     flops: float
-    """Operations that the model needed, all ranks together."""
+    """FLOP that the model needed, all ranks together."""
     read_bytes: float
-    """Weights, keys and values that had to be read, all ranks together."""
+    """Bytes of weights, keys and values that had to be read, all ranks together."""
 
 
 class PagesView(msgspec.Struct, frozen=True):
-    """KV pages, the same on every rank: whole tokens' heads are dealt out, never tokens."""
+    """Numbers of KV pages. They are equal on all ranks, because ranks divide the heads of every token, not the
+    tokens."""
 
     owned: int
     cached: int
@@ -62,11 +63,11 @@ class PagesView(msgspec.Struct, frozen=True):
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """One rank."""
+    """The state of one rank."""
 
     device: str
     heartbeat_age_s: float | None
-    """None: it sleeps, or runs on another node, where its heartbeat is not seen."""
+    """None if the rank sleeps, or runs on another node, where its heartbeat is not visible."""
 
 
 class LiveView(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,23 +78,23 @@ class LiveView(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     state: EngineState
     is_preparing: bool
-    """Whether CUDA graphs are left to capture: some steps take longer until they are."""
+    """Whether CUDA graphs are left to capture. Until then some steps take longer."""
     running: int
     waiting: int
     prompt_tokens: int
     prefix_hit_tokens: int
     drafted: int
-    """Tokens that were guessed, and computed to see whether they are right."""
+    """Number of drafts that were computed to verify them."""
     accepted: int
-    """The right ones."""
+    """Number of accepted drafts."""
     peak_flops: float
-    """Per second, of large matrix products: what all ranks together were measured to do at the start."""
+    """FLOP per second of large matrix products, measured at the start, all ranks together."""
     peak_bandwidth: float
-    """Bytes per second, read and written: what all ranks together were measured to copy at the start."""
+    """Bytes per second, read and written by copies, measured at the start, all ranks together."""
     pages: PagesView
     ranks: list[RankView]
     seconds: list[SecondView]
-    """Seconds that may have changed since the last event, oldest first; at first the last two minutes."""
+    """Seconds that may have changed since the last event, oldest first. The first event has the last two minutes."""
     steps: list[StepView]
     """Steps that retired since the last event, at most 200, oldest first."""
 
@@ -107,7 +108,8 @@ class LiveServing:
         self._num_readers = 0
 
     async def live(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """Raises OverloadedError: a reader costs a little work for as long as it stays, so their number is bounded."""
+        """Streams the events. Raises OverloadedError if there are too many readers, since each costs some work while it
+        stays."""
         if self._num_readers >= _MAX_READERS:
             raise OverloadedError(f"{_MAX_READERS} readers follow the engine already.", retry_after_s=10.0)
         return HttpResponse(self._events(), streamed=True)
@@ -116,7 +118,7 @@ class LiveServing:
         stream = LiveStream(self._model, self._model.engine.board)
         self._num_readers += 1
         try:
-            # A reader is no reason for a stopping server to wait.
+            # A stopping server does not wait for readers.
             while not self._requests.stopping:
                 if (view := stream.view()) is not None:
                     yield b"".join(event_parts(view))
@@ -137,14 +139,14 @@ class LiveStream:
         self._last_second = 0
 
     def view(self) -> LiveView | None:
-        """The news since the last call; None before the engine's first report."""
+        """The news since the last call. None before the engine's first report."""
         stats = self._board.latest
         if stats is None:
             return None
         scheduler = stats.scheduler
         ages = stats.heartbeat_age_s
         return LiveView(
-            # The report's own time, as far as the page can tell: its age is shown where it grows.
+            # The report's time plus its age, so that the page notices if reports stop.
             time=stats.time_s + self._board.age_s,
             model=self._model.model_name,
             state=self._model.state,

@@ -1,4 +1,4 @@
-"""The page at `/`: one static file, without a build step and without anything from another host."""
+"""The page at `/`: one static file, without a build step and without resources from another host."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FILE = Path(__file__).parent / "index.html"
 
 
 def page() -> Callable[[Request], Awaitable[Response]]:
-    """GET /: the same for everybody; what it shows comes from routes that ask for a key where keys are asked for."""
+    """GET /: the same page for everybody. It reads its data from routes that require a key if keys are configured."""
     html = _FILE.read_text()
     headers = {
-        # Its own script and style, by their hashes, and requests to its own host.
+        # Allows its own script and style, by their hashes, and requests to its own host.
         "content-security-policy": (
             "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
             f"frame-ancestors 'none'; style-src {_hash(html, 'style')}; script-src {_hash(html, 'script')}"

@@ -1,8 +1,8 @@
-"""The next chunk of a prompt: what of it is cached, how long the chunk is, and the pages that it takes.
+"""Plans the next chunk of a prompt: its cached prefix, its length, and the pages that it takes.
 
-If another row computes the same part of a prompt in the same step, the prompt waits for that row: a step later the
-prefix cache has that part. A prompt with log probabilities reads no cache. It takes no more tokens of a step than the
-step finds log probabilities for.
+If another row computes the same part of a prompt in the same step, the prompt waits for that row, because one step
+later the prefix cache has that part. A prompt with log probabilities does not read the cache. It takes at most as many
+tokens of a step as the step may compute log probabilities for.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ class Chunks:
         self._rows = rows
         self._pages = pages
         self.total_prefix_hit_tokens = 0
-        """Tokens that rows took from the prefix cache."""
+        """Number of tokens that rows took from the prefix cache."""
 
     def go_on(self, row: int, plan: PrefillPlan) -> None:
-        """Adds the next chunk of a row in prefill, if there are pages for it and no other row computes the same."""
+        """Adds the next chunk of a row in prefill, if there are pages for it and no other row computes the same
+        part."""
         if not self.has_room(self._rows.request(row), plan):
             return
-        # Others may have computed what comes next since the last chunk.
+        # Other rows may have computed the next part since the last chunk.
         prefix = self.find_prefix(row, plan)
         key = self.next_page_key(row, prefix)
         if self.is_computed_by_another(row, prefix, key, plan):
             return
         if self._pages.has_room([self.num_pages_missing(row)]):
-            # Only then it is sure that the chunk gets its pages, and that the deltas of the prefix are sent.
+            # Only now it is certain that the chunk gets its pages, and that the prefix's deltas are sent.
             self.adopt_prefix(row, prefix, plan)
         elif len(prefix.pages):
             key = self.next_page_key(row, self._pages.no_prefix(row))
         self.add(row, key, plan)
 
     def has_room(self, request: Request, plan: PrefillPlan) -> bool:
-        """Whether the step finds another log probability, if the request needs one to go on, and takes its items."""
+        """Whether the step has room for the request: for its scored items, or for a log probability if its next tokens
+        need one."""
         if request.num_item_tokens:
             return (
                 request.num_item_tokens <= plan.budget and plan.num_items + len(request.sampling.item_lens) <= MAX_ITEMS
@@ -50,18 +52,18 @@ class Chunks:
         return not request.wants_prompt_logprobs or plan.num_prompt_logprobs < self._limits.max_prompt_logprobs
 
     def find_prefix(self, row: int, plan: PrefillPlan) -> Prefix:
-        """Cached pages that go on where the row's own end. The last token is left: its logits are wanted."""
+        """Finds cached pages that continue the row's own. Leaves out the last token, because its logits are needed."""
         if plan.num_prefix_deltas >= MAX_PREFIX_DELTAS:
             return self._pages.no_prefix(row)
         table = self._rows
         start, end = int(table.num_computed[row]), int(table.num_prefill[row])
         request = table.request(row)
         if request.wants_prompt_logprobs:
-            end = max(start + 1, request.next_prompt_logprob)  # The rest has to be computed.
+            end = max(start + 1, request.next_prompt_logprob)  # all later tokens must be computed
         return self._pages.find_prefix(row, table.tokens[row, start : min(end - 1, int(table.num_cacheable[row]))])
 
     def adopt_prefix(self, row: int, prefix: Prefix, plan: PrefillPlan) -> None:
-        """Gives the row the pages that `find_prefix` has just found."""
+        """Gives the row the pages that `find_prefix` has just returned."""
         table = self._rows
         deltas = self._pages.adopt_prefix(row, prefix)
         if len(deltas):
@@ -73,7 +75,8 @@ class Chunks:
             plan.num_prefix_deltas += len(deltas)
 
     def next_page_key(self, row: int, prefix: Prefix) -> PageKey | None:
-        """The key of what a chunk after `prefix` begins with, which chunks that begin alike share; None if none can."""
+        """The key of the first page of a chunk after `prefix`. Chunks that begin alike share it. None if none can
+        share."""
         table, page_size = self._rows, self._limits.page_size
         start = int(table.num_computed[row]) + len(prefix.pages) * page_size
         end = min(int(table.num_prefill[row]), int(table.num_cacheable[row]))
@@ -81,7 +84,8 @@ class Chunks:
         return self._pages.next_page_key(row, prefix, tokens)
 
     def is_computed_by_another(self, row: int, prefix: Prefix, key: PageKey | None, plan: PrefillPlan) -> bool:
-        """A chunk of the plan computes whole pages that hold at least half of what the row would compute now."""
+        """Whether a chunk of the plan computes whole pages with at least half of the tokens that the row would compute
+        now."""
         if key is None or (index := plan.computing.get(key)) is None or self._rows.request(row).wants_prompt_logprobs:
             return False
         table, page_size = self._rows, self._limits.page_size
@@ -95,13 +99,13 @@ class Chunks:
         return num_shareable > 0 and 2 * num_shareable >= length
 
     def num_pages_missing(self, row: int) -> int:
-        """Pages a row in prefill lacks for its tokens and the first one after them."""
+        """Number of pages that a row in prefill lacks for its tokens and the first one after them."""
         request = self._rows.request(row)
         num_positions = min(len(request.tokens) + 1, request.max_total_tokens - 1)
         return self._limits.num_pages_for(num_positions) - self._pages.num_row_pages(row)
 
     def add(self, row: int, key: PageKey | None, plan: PrefillPlan) -> bool:
-        """Takes pages for the row's next chunk and adds it to the plan; False if there are too few."""
+        """Takes pages for the row's next chunk and adds it to the plan. Returns False if there are too few."""
         start = int(self._rows.num_computed[row])
         length = self._chunk_length(row, start, plan)
         deltas = self._pages.grow(row, start + length)
@@ -134,7 +138,7 @@ class Chunks:
         length = min(end - start, self._limits.prefill_chunk_size, plan.budget)
         request = self._rows.request(row)
         if request.num_item_tokens and end - start > min(length, self._limits.max_item_tokens):
-            length = min(length, int(self._rows.num_cacheable[row]) - start)  # items come all in one step
+            length = min(length, int(self._rows.num_cacheable[row]) - start)  # all items must be in one step
         if request.wants_prompt_logprobs:
             stop = (
                 max(start, request.next_prompt_logprob - 1)
@@ -145,5 +149,5 @@ class Chunks:
                 length = min(length, stop - start)
         last_boundary = (start + length) // page_size * page_size
         if start + length < end and last_boundary > start:
-            return last_boundary - start  # Whole pages can be shared, partial ones cannot.
+            return last_boundary - start  # whole pages can be shared, partial ones cannot
         return length

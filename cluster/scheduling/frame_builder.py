@@ -1,4 +1,4 @@
-"""One step's frame, as the parts of the scheduler fill it: each adds to the sections it knows of."""
+"""Builds one step's frame. Each part of the scheduler adds to the sections that it owns."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from worker.protocol import COUNT_DTYPE, PARAMS_DTYPE, FrameKind, Int32Array, St
 from worker.sections import Array
 
 _values = attrgetter(*[name for name in PARAMS_DTYPE.names or () if name != "row"])
-"""The values of a `SamplingParams` that the ranks get, in the order of the record."""
+"""The fields of a `SamplingParams` that the ranks get, in the order of the record."""
 
 
 class FrameBuilder:
-    """The sections of a frame, part by part."""
+    """Collects the sections of a frame, part by part."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[Array]] = {}
@@ -28,18 +28,19 @@ class FrameBuilder:
             self._parts.setdefault(name, []).append(part)
 
     def add_page_deltas(self, *deltas: Int32Array | None) -> None:
-        """Appends page deltas, each [n, 3]; None and empty ones add nothing."""
+        """Appends page deltas, each [n, 3]. Ignores None and empty arrays."""
         for part in deltas:
             if part is not None and len(part):
                 self.add(page_deltas=part)
 
     def add_masks(self, masks: Sequence[tuple[int, UInt32Array]]) -> None:
-        """Adds masks of the next tokens that rows may have, each with its row; a row's in the order of its tokens."""
+        """Adds masks of rows' next tokens, each with its row. The masks of a row are in the order of its tokens."""
         if masks:
             self.add(mask_rows=np.array([row for row, _ in masks], np.int32), masks=np.stack([it for _, it in masks]))
 
     def start_rows(self, requests: Sequence[Request]) -> None:
-        """Adds what the ranks must know of requests that were just given their rows, besides tokens and pages."""
+        """Adds the parameters and adjustments of newly admitted requests. Their tokens and pages are added
+        separately."""
         if not requests:
             return
         self.add(params=_params(requests))
@@ -52,7 +53,7 @@ class FrameBuilder:
                     self.add(counts=_counts(request, adjustments.counts_prompt))
 
     def build(self, generation: int, step: int, kind: FrameKind) -> StepFrame:
-        """The frame of all that was added."""
+        """The frame with all added sections."""
         sections = {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in self._parts.items()}
         return StepFrame(generation, step, kind, **sections)
 

@@ -1,4 +1,4 @@
-"""Limits of what the scheduler may use. Plain numbers, decided before the first step."""
+"""Limits of the scheduler, as plain numbers that are fixed before the first step."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from configs.schema import NO_SPECULATION, EngineConfig, SpeculationConfig, reso
 from worker.protocol import MAX_ITEMS, MAX_PROMPT_LOGPROBS, MAX_ROW_BIASES, MAX_ROW_REQUESTED, StepFrame, mask_words
 
 MAX_PREFIX_DELTAS = 4096
-"""Page deltas of one frame above which no further prefix is taken from the cache: it bounds the size of a frame."""
+"""Number of page deltas in a frame from which on no further prefix is taken from the cache. Bounds the size of a
+frame."""
 
 _MASKS_BYTES = 4 << 20
-"""Masks that one frame brings to rows that decode."""
+"""Maximum bytes of masks that one frame contains for decoding rows."""
 _ADJUSTMENT_BYTES = 1 << 20
-"""Adjustments that one frame brings to rows that are given to requests, unless one request needs more."""
+"""Maximum bytes of adjustments that one frame contains for newly admitted rows, unless one request needs more."""
 
 
 _MAX_MASKED_TOKENS = 2048
-"""Inputs of a row with items: their mask has a byte for each pair."""
+"""Maximum number of inputs of a row with scored items. Its mask has a byte for each pair of inputs."""
 
 
 def max_item_tokens(config: EngineConfig, model: ModelConfig) -> int:
-    """`SchedulerLimits.max_item_tokens` of a group with this resolved `config`: 0 where nothing serves masks.
+    """`SchedulerLimits.max_item_tokens` of a group with this resolved `config`. 0 if a backend does not support masks.
 
-    Half of what decodes leave of a step, since short prompts may go first with the other. New tokens of a row with
-    items are hidden from each other by no window, so they have to fit into the smallest; chunks are no less, and begin
-    in the middle of items.
+    The limit is at most half of the tokens that decodes leave in a step, because short prompts may take the other half
+    first. The scored items of a row must also fit in the model's smallest window, because the item mask does not apply
+    windows. Models with local-attention chunks get 0, because a chunk may begin inside an item.
     """
     mixers = [layer.mixer for layer in model.layers]
     backends = (resolved(config.attention.prefill_backend), resolved(config.attention.decode_backend))
@@ -46,33 +47,33 @@ def max_item_tokens(config: EngineConfig, model: ModelConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    """Sizes the scheduler works within, each at least 1. Raises ConfigError where they allow no step at all."""
+    """Sizes within which the scheduler works, each at least 1. Raises ConfigError if they do not allow any step."""
 
     num_pages: int
-    """Usable pages, ids 1 to `num_pages`. Page 0 is padding and never handed out."""
+    """Number of usable pages, with ids 1 to `num_pages`. Page 0 is padding and never allocated."""
     page_size: int
     max_num_seqs: int
-    """Rows 1 to `max_num_seqs`."""
+    """Number of rows, with ids 1 to `max_num_seqs`."""
     max_num_batched_tokens: int
     prefill_chunk_size: int
     max_model_len: int
     vocab_size: int
-    """Token ids are below it; masks have a bit for each."""
+    """Token ids are below it, and masks have a bit for each."""
     max_num_queued_requests: int
     max_num_queued_tokens: int
     steps_in_flight: int
     enable_prefix_caching: bool
     eos_token_ids: tuple[int, ...]
     max_prompt_logprobs: int = MAX_PROMPT_LOGPROBS
-    """Prompt tokens of which one step finds the log probability."""
+    """Maximum number of prompt log probabilities that one step computes."""
     max_item_tokens: int = 0
-    """Most inputs that a row may have in the step with its items, these included; 0: no row has items."""
+    """Maximum number of inputs of a row in the step with its scored items, items included. 0 if no row has items."""
     speculation: SpeculationConfig = NO_SPECULATION
-    """How drafts are made, and the most of one row."""
+    """How drafts are made, and the maximum number for one row."""
     num_window_pages: int | None = None
-    """Usable pages of the window pool, ids from 1; None: there is none."""
+    """Number of usable pages of the window pool, with ids from 1. None without a window pool."""
     window: int = 1
-    """Tokens that a query of the layers in the window pool sees, itself among them."""
+    """Number of tokens that a query of the window pool's layers sees, including its own."""
 
     def __post_init__(self) -> None:
         if self.num_window_pages is not None and self.num_window_pages < self.max_window_pages_per_row:
@@ -85,40 +86,41 @@ class SchedulerLimits:
 
     @property
     def max_row_tokens(self) -> int:
-        """Most tokens that a row may bring in one step. Such a row has as many inputs: its last token, and drafts."""
+        """Maximum number of tokens that a row may get in one step. Such a row has the same number of inputs: its last
+        token, and drafts."""
         return 1 + self.speculation.num_drafts
 
     def num_pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
+        """Number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     @property
     def max_pages_per_row(self) -> int:
-        """Width of a row's page table. The last token of a full context is never fed back, so it needs no place."""
+        """Width of a row's page table. The last token of a full context is never an input, so it needs no slot."""
         return self.num_pages_for(self.max_model_len - 1)
 
     @property
     def max_window_pages_per_row(self) -> int:
-        """Most pages that one row may hold in the window pool: its window, and what a step adds to it."""
-        # The right drafts are known after the next step is planned, and the window moves on as if none were.
-        # Ranks that draft go on behind those of the step as well.
+        """Maximum number of window pages of one row: for its window, and for the tokens that a step adds."""
+        # The next step is planned before the accepted drafts are known, and the window advances as if none were
+        # accepted. Drafts made by the ranks come after those of the step, and need slots too.
         longest = max(self.prefill_chunk_size, (2 + self.speculation.is_by_ranks) * self.max_row_tokens)
         return min(self.num_pages_for(self.window - 1 + longest) + 1, self.num_pages, self.max_pages_per_row)
 
     @property
     def max_num_running(self) -> int:
-        """Requests that may run at once: each must get what it decodes in every step."""
+        """Maximum number of running requests, since each must have room for its decode in every step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def max_num_masks(self) -> int:
-        """Masks that one step may bring to rows that decode, one for each token that is drawn."""
+        """Maximum number of masks that one step may contain for decoding rows, one for each sampled token."""
         mask_bytes = StepFrame.section_bytes(mask=1, mask_word=mask_words(self.vocab_size))
         return max(1, min(self.speculation.max_sampled(self.max_num_seqs), _MASKS_BYTES // mask_bytes))
 
     @property
     def max_adjustment_bytes(self) -> int:
-        """Bytes of biases, masks, counts and asked tokens for rows that one frame gives to requests."""
+        """Maximum bytes of biases, masks, counts and requested tokens in one frame, for newly admitted rows."""
         largest = StepFrame.section_bytes(
             mask=1,
             mask_word=mask_words(self.vocab_size),
@@ -130,7 +132,7 @@ class SchedulerLimits:
 
     @property
     def max_frame_bytes(self) -> int:
-        """Upper bound of an encoded StepFrame; a slot of the step channel must hold it."""
+        """Upper bound of the bytes of an encoded StepFrame. A slot of the step channel must hold it."""
         num_deltas = (
             MAX_PREFIX_DELTAS
             + self.max_pages_per_row

@@ -1,14 +1,15 @@
-"""Plans what is prefilled next: chunks of the prompts of admitted requests, and which waiting requests are admitted.
+"""Plans the next prefills: chunks of the prompts of admitted requests, and the waiting requests to admit.
 
-Decodes come first and are not known here. Then prefills in progress, then the queue in its order (`FairQueue`), with
-two exceptions, so that one huge prompt does not hold up all others:
-- While a prefill is in progress, requests whose whole prompts fit into half of what decodes leave need not wait for it.
-- A head of the queue that lacks pages is overtaken by those of the next few that have enough, `MAX_OVERTAKEN` times:
-  then it is waited for. What was preempted is never overtaken.
+Decodes come first and are planned elsewhere. Then come prefills in progress, then the queue in its order (`FairQueue`),
+with two exceptions, so that one huge prompt does not delay all others:
+- While a prefill is in progress, requests may go first if their whole prompts fit into half of the tokens that decodes
+  leave.
+- If the head of the queue lacks pages, the next few requests may overtake it, up to `MAX_OVERTAKEN` times. Then they
+  wait for it. A preempted request is never overtaken.
 
 Clients share prefills too. While a client's prompt is in progress, another client's shorter prompt may begin with half
-of what decodes leave, even if it does not fit as a whole. Clients with prompts in progress then share each step evenly.
-Of the requests that wait, those of clients that hold their share of rows and pages come last (`Shares`).
+of the tokens that decodes leave, even if it does not fit as a whole. Clients with prompts in progress then share each
+step evenly. Among waiting requests, those of clients that hold their share of rows and pages come last (`Shares`).
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from cluster.scheduling.row_table import RowTable
 from cluster.scheduling.shares import Shares
 from worker.protocol import ITEM_DTYPE, PROMPT_LOGPROBS_DTYPE, Int32Array, RowFlag
 
-# Plain integers: operations of enumerations take a microsecond each.
+# Plain integers, because operations on enumerations take a microsecond each.
 _CHUNK = int(RowFlag.HAS_TOKENS)
 _LAST_CHUNK = int(RowFlag.HAS_TOKENS | RowFlag.SAMPLE)
 
 MAX_OVERTAKEN = 16
-# Requests behind a head that cannot be admitted of which it is tried in one step.
+# Number of requests after a head that cannot be admitted that are tried in one step.
 _LOOKAHEAD = 4
-# A client with more than half of the rows does not take the last free one if another client was active so lately.
+# A client with more than half of the rows does not take the last free one if another client was active within this
+# time.
 _LAST_ROW_S = 10.0
 
 
@@ -47,54 +49,54 @@ class _Outcome(Enum):
     ADMITTED = auto()
     LACKS_PAGES = auto()
     WAITS = auto()
-    """Till the next step: for what another row computes in this one, or for room in the frame."""
+    """Waits for the next step, because another row computes the same part in this one, or because the frame is full."""
 
 
 class PrefillQueue:
     """Waiting requests, and rows in prefill, from their admission to the end of their prompts. Writes
-    `RowTable.num_computed` of these."""
+    `RowTable.num_computed` of these rows."""
 
     def __init__(self, limits: SchedulerLimits, rows: RowTable, pages: RowPages) -> None:
         self._limits = limits
         self._rows = rows
         self._pages = pages
         self.chunks = Chunks(limits, rows, pages)
-        """It adds the chunks of rows in prefill to plans."""
+        """Adds the chunks of rows in prefill to plans."""
         self.waiting = FairQueue()
         self.admits_new = True
-        """Whether requests are admitted that have not been before."""
+        """Whether requests may be admitted for the first time."""
         self.rate = RecentRate()
-        """How many waiting tokens were admitted lately."""
+        """Rate of waiting tokens that were admitted lately."""
         self.prefilling: list[int] = []
         """Rows in prefill, in order of admission."""
         self.total_prompt_tokens = 0
-        """Tokens of admitted requests."""
-        # The last attempt to admit requests failed for lack of pages, and none came free since. Another attempt would
-        # match prompts against the prefix cache in vain.
+        """Number of tokens of admitted requests."""
+        # Whether the last attempt to admit requests failed for lack of pages, and none were freed since. Another
+        # attempt would match prompts against the prefix cache in vain.
         self._is_blocked = False
         self._shared_s = -_LAST_ROW_S
-        """When requests of more than one client last waited or ran."""
+        """Time when requests of more than one client last waited or ran."""
         self.lacks_pages: Request | None = None
-        """The first request that found too few pages when `plan` last admitted requests. None: all found enough."""
+        """The first request that found too few pages when `plan` last admitted requests. None if all found enough."""
 
     @property
     def has_rows(self) -> bool:
-        """Whether one more request may run, pages aside."""
+        """Whether a row is free for one more request. Pages are not checked."""
         return self._rows.num_taken < self._limits.max_num_running
 
     @property
     def is_shared(self) -> bool:
-        """Whether requests wait, and those of more than one client wait or run."""
+        """Whether requests wait, and more than one client has waiting or running requests."""
         running, waiting = self._rows.clients, self.waiting.clients
         return len(waiting) > 1 or (len(waiting) == 1 and bool(running.keys() - waiting.keys()))
 
     @property
     def is_kept_waiting(self) -> bool:
-        """Whether some client may wait for rows or pages of another."""
+        """Whether a client may be waiting for rows or pages of another."""
         return (self.lacks_pages is not None or not self.has_rows) and self.is_shared
 
     def shares(self) -> Shares:
-        """The shares of the clients that run or wait now."""
+        """The shares of the clients with running or waiting requests."""
         table, limits = self._rows, self._limits
         rows = np.flatnonzero(table.live)
         rows = rows[np.argsort(-table.admission[rows])]
@@ -107,25 +109,25 @@ class PrefillQueue:
         return bool(self.prefilling) or (bool(self.waiting) and not self._is_blocked and self.has_rows)
 
     def push(self, request: Request) -> None:
-        """Lets a new or a preempted request wait."""
+        """Adds a new or a preempted request to the waiting ones."""
         if request.num_preemptions:
             request.num_overtaken = MAX_OVERTAKEN
         self.waiting.push(request)
         self._is_blocked = False
 
     def remove(self, request: Request) -> None:
-        """Forgets a waiting request."""
+        """Removes a waiting request."""
         self.waiting.remove(request)
         self._is_blocked = False
 
     def forget_row(self, row: int) -> None:
-        """Row and pages of a request that ended or was preempted are free again, in prefill or not."""
+        """Handles that a request's row and pages are free, because it ended or was preempted, in prefill or not."""
         self._is_blocked = False
         if row in self.prefilling:
             self.prefilling.remove(row)
 
     def plan(self, budget: int, now: float) -> PrefillPlan:
-        """Chunks of at most `budget` tokens in all, with their pages; admits requests."""
+        """Plans chunks of at most `budget` tokens in total, with their pages, and admits requests."""
         plan = PrefillPlan(budget, now)
         if is_shared := self.is_shared:
             self._shared_s = now
@@ -144,9 +146,9 @@ class PrefillQueue:
         return plan
 
     def _in_turns(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Rows in prefill in the order in which they get chunks, each with the number of clients that still share the
-        tokens of the step. One row of each client comes first, the one with the least left to prefill before the
-        others; then the other rows."""
+        """Rows in prefill in the order in which they get chunks. Each comes with the number of clients that still share
+        the step's tokens. First comes one row of each client, the one with the fewest tokens left first, then all other
+        rows."""
         table = self._rows
         first: dict[str, int] = {}
         for row in rows:
@@ -161,7 +163,7 @@ class PrefillQueue:
         return int(self._rows.num_prefill[row] - self._rows.num_computed[row])
 
     def commit(self, plan: PrefillPlan, frame: FrameBuilder) -> Int32Array:
-        """Adds the plan to the frame, makes its whole pages known, and returns the rows whose prefill ends."""
+        """Adds the plan to the frame, publishes its whole pages, and returns the rows that end their prefill."""
         if not plan.rows:
             return np.empty(0, np.int32)
         table = self._rows
@@ -177,12 +179,12 @@ class PrefillQueue:
                 flags.append(_LAST_CHUNK)
             else:
                 flags.append(_CHUNK)
-            # Pages that are cached already would be kept twice while such a prompt is computed, which reads no cache.
+            # A prompt with log probabilities reads no cache, so pages that are cached already would be stored twice.
             if not table.request(row).wants_prompt_logprobs:
                 self._pages.publish(row, table.tokens[row], min(end, int(table.num_cacheable[row])))
         self.prefilling = [row for row in self.prefilling if row not in ending]
         if ending or self._limits.num_window_pages is not None:
-            # Their pages, or what any chunk is about to leave in the window pool, may be what the head needs.
+            # The head of the queue may need their pages, or window pages that any chunk is about to leave.
             self._is_blocked = False
         frame.add(
             rows=np.array(plan.rows, np.int32),
@@ -195,7 +197,7 @@ class PrefillQueue:
         return np.array(ending, np.int32)
 
     def _add_wanted(self, plan: PrefillPlan, ending: list[int], frame: FrameBuilder) -> None:
-        """Adds the items and the prompt log probabilities that the chunks are computed for."""
+        """Adds the scored items and the requested prompt log probabilities of the chunks."""
         table = self._rows
         if plan.num_items:
             items = [(row, length) for row in ending for length in table.request(row).sampling.item_lens]
@@ -206,7 +208,8 @@ class PrefillQueue:
             frame.add(prompt_runs=np.array(runs, PROMPT_LOGPROBS_DTYPE), prompt_targets=np.concatenate(targets))
 
     def check_integrity(self, running_ids: set[int]) -> set[int]:
-        """Ids of the waiting requests. Raises AssertionError unless queue, prefills and the row table agree."""
+        """Returns the ids of the waiting requests. Raises AssertionError unless queue, prefills and the row table
+        agree."""
         table = self._rows
         prefilling = np.flatnonzero(table.live & (table.num_computed < table.num_prefill))
         assert sorted(self.prefilling) == prefilling.tolist(), "the list of prefills is wrong"
@@ -217,13 +220,13 @@ class PrefillQueue:
     # Admission
 
     def _admit(self, plan: PrefillPlan, shares: Shares | None, early_budget: int | None = None) -> None:
-        """Admits waiting requests in turn. Those that cannot be admitted now keep their place.
+        """Admits waiting requests in turn. Requests that cannot be admitted now retain their position.
 
         Args:
-            shares: the shares of the clients. None: there is one client.
-            early_budget: for requests that are admitted ahead of the prompts in progress: the tokens that they may take
-                together. Such a request must fit as a whole, unless another client's prompt in progress has more left.
-                None: prompts in progress have had their chunks.
+            shares: the shares of the clients. None if there is only one client.
+            early_budget: number of tokens for requests that are admitted ahead of the prompts in progress, in total.
+                Such a request must fit as a whole, unless another client's prompt in progress has more tokens left.
+                None if prompts in progress have had their chunks.
         """
         waiting = self.waiting
         if self._is_blocked or not waiting:
@@ -247,7 +250,7 @@ class PrefillQueue:
                 not self.admits_new and request.admission_s is None
             ):
                 break
-            # Beside a longer prompt of another client, one may begin with a part of it.
+            # While a longer prompt of another client is in progress, a request may begin with a part of its prompt.
             most = max(num_left.values(), default=0) if request.terms.client not in num_left else 0
             if early_budget is not None and len(request.tokens) > max(budget, most):
                 break
@@ -275,18 +278,18 @@ class PrefillQueue:
         waiting.put_back()
 
     def _may_admit(self, plan: PrefillPlan) -> bool:
-        """Whether one more request may be admitted, pages aside."""
+        """Whether one more request may be admitted. Pages are not checked."""
         return self.has_rows and plan.num_prefix_deltas < MAX_PREFIX_DELTAS
 
     def _leaves_last_row(self, client: str, now: float) -> bool:
         """Whether a client leaves the last free row to others. It does if it has more than half of the rows and another
-        client was there lately: the next request of that client then needs no preemption."""
+        client was active lately, so that the other client's next request needs no preemption."""
         table, most = self._rows, self._limits.max_num_running
         is_last = table.num_taken + 1 == most and 2 * table.clients[client] > most
         return is_last and now - self._shared_s < _LAST_ROW_S
 
     def _try_admit(self, request: Request, plan: PrefillPlan) -> _Outcome:
-        """Gives a request a row and its first chunk, or leaves everything as it was."""
+        """Gives a request a row and its first chunk, or changes nothing."""
         limits, pages, num_running = self._limits, self._pages, self._rows.num_taken
         if plan.num_adjustment_bytes + request.num_adjustment_bytes > limits.max_adjustment_bytes:
             return _Outcome.WAITS
@@ -302,8 +305,8 @@ class PrefillQueue:
             self._give_back(row)
             return _Outcome.WAITS
         self.chunks.adopt_prefix(row, prefix, plan)
-        # Pages that rows in prefill still need, and a page for each running request's next tokens. Alone a request
-        # always fits: `Request.reason_never_fits`.
+        # Counts the pages that rows in prefill still need, and a page for each running request's next tokens. A request
+        # alone always fits: `Request.reason_never_fits`.
         missing = [self.chunks.num_pages_missing(each) for each in (row, *self.prefilling)]
         if num_running > 0 and not pages.has_room(missing, num_running):
             self.chunks.total_prefix_hit_tokens -= request.num_cached_tokens

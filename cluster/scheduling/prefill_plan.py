@@ -1,4 +1,4 @@
-"""The prefill chunks of one step, as they are planned."""
+"""A plan of the prefill chunks of one step."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from cluster.scheduling.request import Request
 from worker.protocol import Int32Array
 
 PageKey = tuple[Node, bytes]
-"""An end of the cached prefixes, and the tokens of the page after it."""
+"""A node at the end of a cached prefix, and the tokens of the page after it."""
 
 
 class PromptRun(NamedTuple):
-    """Prompt tokens whose log probability a step finds."""
+    """A run of prompt tokens with log probabilities that a step computes."""
 
     row: int
     first: int
-    """Position of the first of them; the step has the one before as an input."""
+    """Position of the first token. The step has the token before it as an input."""
     num: int
     k: int
-    """How many of the likeliest tokens are wanted too."""
+    """Number of likeliest tokens that are wanted too."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefillPlan:
-    """The prefill chunks of one step. Pages are taken already: a plan with rows must be launched."""
+    """The prefill chunks of one step. Their pages are already taken, so a plan with rows must be launched."""
 
     budget: int
-    """Tokens left."""
+    """Number of tokens left."""
     now: float
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -38,13 +38,13 @@ class PrefillPlan:
     """Page deltas, each [n, 3]."""
     admitted: list[Request] = field(default_factory=list)
     num_adjustment_bytes: int = 0
-    """Bytes that the rows of `admitted` start with, besides parameters."""
+    """Bytes of masks and adjustments that the `admitted` rows start with."""
     num_prefix_deltas: int = 0
-    """Page deltas of pages that came from the prefix cache."""
+    """Number of page deltas for pages from the prefix cache."""
     prompt_runs: list[PromptRun] = field(default_factory=list)
     num_prompt_logprobs: int = 0
-    """Prompt tokens of `prompt_runs`."""
+    """Number of prompt tokens in `prompt_runs`."""
     num_items: int = 0
-    """Items of the rows whose prefill ends."""
+    """Number of scored items of the rows that end their prefill."""
     computing: dict[PageKey, int] = field(default_factory=dict)
-    """Index into `rows` of the chunk that begins at this end of the cached prefixes with this page."""
+    """Index into `rows` of the chunk that begins at this end of a cached prefix with this page."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _RATE_WINDOW_S = 10.0
-# Less is too short to tell a rate.
+# A shorter span is too short for a rate.
 _MIN_SPAN_S = 0.5
 
 
@@ -11,15 +11,15 @@ class RecentRate:
     """Units a second over the last one to two windows."""
 
     def __init__(self) -> None:
-        self._began: float | None = None  # when the current window did
+        self._began: float | None = None  # start of the current window
         self._num = 0
-        self._before_began = 0.0  # when the window before it did
+        self._before_began = 0.0  # start of the window before it
         self._num_before = 0
 
     def add(self, num: int, now: float) -> None:
         """Counts `num` units at the time `now`, which never goes back."""
         if self._began is None or now - self._began >= 2 * _RATE_WINDOW_S:
-            # Nothing for a whole window: what was before says nothing about what comes.
+            # After a whole window without units, older counts do not predict the next ones.
             self._began = self._before_began = now
             self._num = self._num_before = 0
         elif now - self._began >= _RATE_WINDOW_S:
@@ -28,7 +28,7 @@ class RecentRate:
         self._num += num
 
     def per_second(self, now: float) -> float | None:
-        """The rate at `now`; None: too little is known."""
+        """The rate at `now`. None if the span is too short."""
         span = now - self._before_began
         if self._began is None or span < _MIN_SPAN_S:
             return None

@@ -1,6 +1,6 @@
 """The Ray Serve application: `import_path: cluster.app:build_app`.
 
-One replica is one tensor-parallel group. The replica itself is the HTTP ingress (one hop); its coordinator and ranks
+One replica is one tensor-parallel group. The replica itself is the HTTP ingress (one hop). Its coordinator and ranks
 are actors in the same placement group.
 """
 
@@ -45,19 +45,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEPLOYMENT = "Engine"
-"""Name of the one deployment of the application, as `deployments:` of the file names it."""
+"""Name of the application's one deployment, as in the file's `deployments:`."""
 
-# Serve's own limit must lie above what the engine runs and queues: the engine's refusals say what is full.
+# Serve's own limit must exceed what the engine runs and queues, because the engine's refusals say which limit is full.
 _ONGOING_PER_SEQ = 4
 _HEALTH_CHECK_PERIOD_S = 2.0
 _HEALTH_CHECK_TIMEOUT_S = 10.0
 _WATCH_S = 0.05
-# Serve kills a stopping replica that much later: it must first find out, and tell the clients that are left.
+# Time after which Serve kills a stopping replica. The replica needs it to detect the stop and notify its clients.
 _LAST_WORDS_S = 10.0
 
 
 class Engine:
-    """The Engine replica: one group, behind the OpenAI API."""
+    """The Engine replica: one group and its HTTP API."""
 
     async def __init__(self, config: EngineConfig, gpus: bool) -> None:  # type: ignore[misc]  # Serve awaits it
         keep_grpc_local()
@@ -82,7 +82,7 @@ class Engine:
         self._telemetry = replica_telemetry(spec.config, context, life)
         starting = asyncio.create_task(RunningEngine.start(spec, placement_group, name, self._telemetry))
         try:
-            # Long before the weights are loaded: what is wrong with it is said at once.
+            # Runs long before the weights are loaded, so errors of the tokenizer are reported at once.
             tokenizer = await asyncio.to_thread(read_tokenizer, spec.config, spec.model, spec.tokenizer_path)
         except BaseException:
             starting.cancel()
@@ -92,32 +92,32 @@ class Engine:
         self._model: ServedModel = await self._engine.open_model(tokenizer)
         await self._model.grammars.start()
         self._watching = asyncio.gather(self._stop_watch.run(), self._end_with_engine())
-        # The start's objects stay; collections that walk over it would hold up every stream.
+        # The start's objects stay, so collections can skip them. They would otherwise delay every stream.
         gc.collect()
         gc.freeze()
 
     def __serve_build_asgi_app__(self) -> Guard:
-        # Built here and not at import: an app object that holds the engine cannot be pickled.
+        # Built here and not at import, because an app object that holds the engine cannot be pickled.
         from cluster.serve.ingress import create_app
 
-        # Serve names every response after its request, and every request that has no name.
+        # Serve adds a request id to every response, and to every request without one.
         return create_app(self._model, self._requests, self._keys, names_responses=False)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Resizes the group to what `user_config` says; Ray Serve calls it after the start and when that changes."""
+        """Resizes the group to the size in `user_config`. Ray Serve calls it after the start and after each change."""
         try:
             await self._engine.resize(live_size(user_config, self._engine.spec.config.tensor_parallel_size))
         except LockstepError as error:
-            # Raised, it would have Serve end this replica and try the same with another.
-            logger.error("user_config is not applied, the replica stays as it is: %s", error)
+            # If this raised, Serve would end this replica and try the same with another.
+            logger.error("user_config was not applied, the replica is unchanged: %s", error)
 
     async def check_health(self) -> None:
-        """Notes that Serve asks: it does not stop this replica."""
+        """Records that Serve checks the health, so it is not stopping this replica."""
         self._stop_watch.asked()
 
     async def _end_with_engine(self) -> None:
-        """Ends this process once the engine has failed and every request has been told: Serve then replaces the
-        replica, group and all, and HAProxy, which nothing answers here any more, goes to another."""
+        """Ends this process once the engine has failed and every request has its error. Serve then replaces the replica
+        with its group. HAProxy goes to another replica, because nothing answers here any more."""
         while True:
             await asyncio.sleep(_WATCH_S)
             if (failure := self._engine.failure) is not None:
@@ -127,7 +127,7 @@ class Engine:
                 os._exit(1)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Figures for `autoscaling_config.policy`, which Ray Serve asks for where there is one."""
+        """Figures for `autoscaling_config.policy`. Ray Serve calls this if there is one."""
         board, stats = self._telemetry.board, self._telemetry.board.latest
         if stats is None:
             return {}
@@ -138,7 +138,7 @@ class Engine:
         }
 
     async def __del__(self) -> None:
-        if hasattr(self, "_watching"):  # absent when the constructor failed, as below
+        if hasattr(self, "_watching"):  # absent if the constructor failed, as below
             self._watching.cancel()
         if hasattr(self, "_model"):
             await self._model.close()
@@ -148,10 +148,10 @@ class Engine:
 
 
 def live_size(user_config: Mapping[str, Any], started: int) -> int:
-    """The `tensor_parallel_size` of a `user_config`; `started`, which `args` say, where it has none.
+    """The `tensor_parallel_size` of a `user_config`. If it has none, `started`, the size in `args`.
 
     Raises:
-        ConfigError: there is something else in it.
+        ConfigError: it has another key or an invalid value.
     """
     size = user_config.get("tensor_parallel_size", started)
     if set(user_config) - {"tensor_parallel_size"} or type(size) is not int or size < 1:
@@ -162,7 +162,7 @@ def live_size(user_config: Mapping[str, Any], started: int) -> int:
 
 
 def build_app(args: dict[str, Any]) -> serve.Application:
-    """The application for one `EngineConfig`; what can be known to fail fails here, before anything is placed.
+    """The application for one `EngineConfig`. Detects all errors that can be known before placement.
 
     Args:
         args: `applications[].args` of the config file.
@@ -176,18 +176,18 @@ def build_app(args: dict[str, Any]) -> serve.Application:
 def engine_app(
     config: EngineConfig, options: Mapping[str, Any], environment: Mapping[str, str] = MappingProxyType({})
 ) -> serve.Application:
-    """The application with `options` of its deployment in place of ours.
+    """The application, with `options` of its deployment replacing ours.
 
     Args:
-        options: an entry of the file's `deployments:`, without its name. Ray Serve applies it itself where it gets the
-            file, and not where it gets an application.
+        options: an entry of the file's `deployments:`, without its name. Ray Serve applies it only if it gets the file,
+            not if it gets an application.
         environment: variables that every process of the cluster starts with, as far as known.
 
     Raises:
-        ConfigError: as build_app, or Ray Serve does not take the options.
+        ConfigError: as in build_app, or if Ray Serve does not accept the options.
     """
     if config.server.api_keys and Path(config.server.api_keys).expanduser().exists():
-        open_keys(config.server)  # without the file, this may be no node that serves
+        open_keys(config.server)  # without the file, this node may not be one that serves
     check_serve_host(config)
     nodes = NodeResources.from_ray(ray.nodes())
     gpus = uses_gpus(config, nodes)
@@ -205,7 +205,8 @@ def engine_app(
         placement_group_strategy=config.placement.strategy,
         ray_actor_options={"num_cpus": bundles[0]["CPU"], **environment_options(REPLICA_SETTINGS, environment)},
         max_ongoing_requests=ongoing,
-        # Held by Ray Serve while no replica takes them, as while one is replaced; without a bound they pile up.
+        # Requests that Ray Serve holds while no replica takes them, as while one is replaced. Without a bound they pile
+        # up.
         max_queued_requests=ongoing,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
@@ -218,5 +219,5 @@ def engine_app(
         try:
             deployment = deployment.options(**options)
         except (TypeError, ValueError, ImportError) as error:
-            raise ConfigError(f"applications[0].deployments: Ray Serve does not take it: {error}") from None
+            raise ConfigError(f"applications[0].deployments: Ray Serve does not accept it: {error}") from None
     return deployment.bind(config, gpus)

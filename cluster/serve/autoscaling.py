@@ -1,9 +1,10 @@
-"""How many replicas the load asks for: the policy of `autoscaling_config`.
+"""The number of replicas that the load requires: the policy of `autoscaling_config`.
 
-Requests are a poor measure: one may be a hundred times the work of another. What counts is prompt tokens that wait, and
-how full the KV pool and the batch are. Delays, factors and bounds are Ray Serve's, from the same section.
+The number of requests is a poor measure, because one may be a hundred times the work of another. The policy uses
+waiting prompt tokens, and the use of the KV pool and the batch. Delays, factors and bounds are Ray Serve's, from the
+same section.
 
-The Serve controller runs the policy, where our packages need not be: nothing here imports them.
+The Serve controller runs the policy, and may lack our packages, so this module imports none of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
 QUEUED_TOKENS = "queued_tokens"
-"""Prompt tokens that wait in a replica."""
+"""Number of prompt tokens waiting in a replica."""
 KV_USAGE = "kv_usage"
 """Share of its KV pages that running requests hold, 0 to 1."""
 RUNNING_SHARE = "running_share"
@@ -22,7 +23,7 @@ RUNNING_SHARE = "running_share"
 
 
 class LoadPolicy:
-    """Asks for as many replicas as bring each of three figures, averaged over them, down to its target."""
+    """Computes the number of replicas at which none of three averages exceeds its target."""
 
     def __init__(
         self, target_queued_tokens: float = 8192, target_kv_usage: float = 0.8, target_running: float = 0.9
@@ -40,12 +41,12 @@ class LoadPolicy:
         }
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Replicas wanted, and the policy's state, of which it has none."""
+        """The number of replicas wanted, and the policy's state, which is always empty."""
         figures = context.aggregated_metrics or {}
         wanted = [
             sum(by_replica.values()) / target
             for name, target in self._targets.items()
             if (by_replica := figures.get(name))
         ]
-        # Before the first report nothing is known: as many as there are to be.
+        # Before the first report, requests the current target number.
         return (max(wanted) if wanted else context.target_num_replicas), {}

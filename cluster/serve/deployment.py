@@ -1,6 +1,6 @@
-"""How an application reaches Ray Serve: declaratively where the cluster has a dashboard, else from this process.
+"""Deploys an application to Ray Serve: declaratively if the cluster has a dashboard, else from this process.
 
-Declared, a re-run that changes only `deployments:` restarts nothing. Applications of others are left alone.
+If it is declared, a second run that changes only `deployments:` restarts nothing. Other applications are not changed.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _INSTALL_TIMEOUT_S = 60.0  # a node may have to fetch this checkout first
 
 @dataclass(frozen=True, eq=False)
 class Deployment:
-    """One application, checked against the cluster and ready to be handed to Ray Serve."""
+    """One application, checked against the cluster and ready for Ray Serve."""
 
     config: AppConfig
     declaration: dict[str, Any]
     application: serve.Application
     client: ServeSubmissionClient | None
-    """None: Ray Serve is told from this process."""
+    """None if this process deploys the app itself."""
     environment: Mapping[str, str]
 
     @classmethod
     def prepare(cls, config: AppConfig, session: Session) -> Deployment:
-        """Checks what can be known before anything is placed; changes nothing.
+        """Checks everything that can be checked before placement. Changes nothing.
 
         Raises:
             ConfigError: a setting, the checkpoint, the size of the cluster's nodes, or the port is wrong.
@@ -63,7 +63,7 @@ class Deployment:
         return cls(config, declaration, application, client, session.environment)
 
     def submit(self) -> None:
-        """Starts Ray Serve if need be, and has it deploy or replace the app; does not wait for the replicas.
+        """Starts Ray Serve if necessary, and deploys or replaces the app. Does not wait for the replicas.
 
         Raises:
             EngineError: Ray Serve refused the application.
@@ -75,7 +75,7 @@ class Deployment:
             starting = pool.submit(_start_serve, self.declaration, self.environment)
             while not starting.done() and not serve_is_running():
                 time.sleep(_POLL_S)
-            # Its controller takes the app, and starts the replicas, while its proxies start.
+            # The controller accepts the app and starts the replicas while its proxies start.
             try:
                 if not starting.done() or starting.exception() is None:
                     self._deploy()
@@ -83,7 +83,7 @@ class Deployment:
                 starting.result()
 
     def status(self) -> tuple[ApplicationStatus, str]:
-        """The app's status, and what Ray Serve says about it."""
+        """The app's status, and Ray Serve's message about it."""
         overview = serve.status().applications.get(self.config.name)
         if overview is None:
             return ApplicationStatus.NOT_STARTED, ""
@@ -91,7 +91,7 @@ class Deployment:
         return overview.status, "\n".join([overview.message, *details]).strip()
 
     def delete(self) -> None:
-        """Asks Ray Serve to end the app; returns at once."""
+        """Requests that Ray Serve ends the app. Returns at once."""
         serve.delete(self.config.name, _blocking=False)
 
     def _deploy(self) -> None:
@@ -102,7 +102,7 @@ class Deployment:
                 hint = ""
                 if "No module named" in str(error):
                     hint = (
-                        "; the dashboard reads `deployments:` itself and has not this code: set autoscaling_config in "
+                        "; the dashboard reads `deployments:` itself but lacks this code: set autoscaling_config in "
                         "`args`, or make the code known to the head node"
                     )
                 raise EngineError(f"Ray Serve refused the application: {error}{hint}") from None
@@ -115,18 +115,18 @@ class Deployment:
 
 
 def serve_is_running() -> bool:
-    """Whether the cluster has a Serve controller; asking Serve itself would start one."""
+    """Whether the cluster has a Serve controller. Serve's own API would start one."""
     return any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True))
 
 
 def _start_serve(declaration: dict[str, Any], environment: Mapping[str, str]) -> None:
-    """Starts Ray Serve as the dashboard would, but from here, where it can be told to have HAProxy.
+    """Starts Ray Serve like the dashboard, but from this process, which can enable HAProxy.
 
     Args:
         environment: variables that every process of the cluster starts with, as far as known.
 
     Raises:
-        EngineError: Ray Serve refused what is said of it, or did not start.
+        EngineError: Ray Serve refused its options, or did not start.
     """
     try:
         schema = ServeDeploySchema.model_validate({**declaration, "applications": []})
@@ -135,8 +135,8 @@ def _start_serve(declaration: dict[str, Any], environment: Mapping[str, str]) ->
     given = schema.controller_options.runtime_env if schema.controller_options is not None else None
     settings = {name: os.environ.get(name, value) for name, value in SETTINGS.items()}
     if is_loopback(schema.http_options.host) and sum(bool(node["Alive"]) for node in ray.nodes()) > 1:
-        logger.warning("HAProxy -> Ray's own proxy (http_options.host=%s, several nodes)", schema.http_options.host)
-        settings["RAY_SERVE_ENABLE_HA_PROXY"] = "0"  # replicas listen on the same address, which HAProxy has to reach
+        logger.warning("HAProxy is replaced by Ray's own proxy (host=%s, several nodes)", schema.http_options.host)
+        settings["RAY_SERVE_ENABLE_HA_PROXY"] = "0"  # replicas listen on the same address, which HAProxy must reach
     if settings["RAY_SERVE_ENABLE_HA_PROXY"] == "1" and PROGRAM not in os.environ:
         settings |= _install_on_nodes()
     env_vars = {**settings, **(given or {}).get("env_vars", {})}
@@ -149,12 +149,12 @@ def _start_serve(declaration: dict[str, Any], environment: Mapping[str, str]) ->
             tracing_config=schema.tracing_config,
             controller_options=environment_options(env_vars, environment),
         )
-    except RayError as error:  # a port of HAProxy's may be taken
+    except RayError as error:  # a port of HAProxy may be in use
         raise EngineError(f"Ray Serve did not start: {str(error).strip().splitlines()[-1]}") from None
 
 
 def _install_on_nodes() -> dict[str, str]:
-    """Installs HAProxy's program at the same path of every node. Returns the environment by which Serve finds it."""
+    """Installs HAProxy's program at the same path on every node. Returns the environment with which Serve finds it."""
     user = f"{os.geteuid()} {ray.get_runtime_context().gcs_address}"
     directory = Path(f"{DIRECTORY}-{hashlib.sha256(user.encode()).hexdigest()[:8]}")
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
@@ -170,7 +170,7 @@ def _install_on_nodes() -> dict[str, str]:
 
 
 def _declaration(config: AppConfig, session: Session) -> dict[str, Any]:
-    """The config file with overrides, our defaults, and where the nodes find this code."""
+    """The config file with overrides, our defaults, and the location of this code for the nodes."""
     application = {**config.document["applications"][0], "name": config.name, "route_prefix": config.route_prefix}
     runtime_env = dict(application.get("runtime_env") or {})
     if session.working_dir is not None:
@@ -204,16 +204,18 @@ def _engine_options(application: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_dashboard(url: str | None) -> tuple[ServeSubmissionClient | None, dict[str, Any]]:
-    """A client that declares applications, and what it says of Ray Serve; None and nothing if no dashboard is at `url`.
+    """A client that declares applications, and its details of Ray Serve. None and an empty dict if no dashboard is at
+    `url`.
 
-    A head node without `ray[default]` has one that is not up; another may listen where this node cannot reach it.
+    A head node without `ray[default]` reports a dashboard that is not up. Another may listen where this node cannot
+    reach it.
     """
     if url is None:
         return None, {}
     try:
         client = ServeSubmissionClient(url)
         return client, client.get_serve_details()
-    except (OSError, RuntimeError, ValueError, KeyError) as error:  # whatever answers there need not be Ray's
+    except (OSError, RuntimeError, ValueError, KeyError) as error:  # the server there may be any program
         reason = str(error).strip().split("\n")[0][:200]
         logger.warning(
             "the dashboard at %s is not up (%s: %s); deploying without it", url, type(error).__name__, reason
@@ -222,13 +224,13 @@ def find_dashboard(url: str | None) -> tuple[ServeSubmissionClient | None, dict[
 
 
 def _others(details: dict[str, Any], name: str) -> list[str]:
-    """Other apps that were declared: a declaration without them would delete them."""
+    """Other declared apps. A declaration without them would delete them."""
     applications: dict[str, Any] = details.get("applications") or {}
     return [other for other, app in applications.items() if other != name and app.get("source") == "declarative"]
 
 
 def _check_http_options(config: AppConfig, running: dict[str, Any]) -> None:
-    """Raises ConfigError for a port that is taken, or is not the one that Ray Serve already listens on."""
+    """Raises ConfigError for a port that is in use, or is not the one on which Ray Serve already listens."""
     if not serve_is_running():
         check_port_free(config.host, config.port)
         return

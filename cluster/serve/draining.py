@@ -1,7 +1,7 @@
-"""Finding out that Ray Serve is stopping this replica, in time to tell the clients whose answers will not end.
+"""Detects that Ray Serve is stopping this replica, in time to notify clients with unfinished answers.
 
-Serve lets a stopping replica's requests run on, and kills it when `graceful_shutdown_timeout_s` has passed; it tells
-the replica of neither. It only stops asking after its health: that is the sign to look at what Serve says of the app.
+Serve lets a stopping replica's requests run, and kills it after `graceful_shutdown_timeout_s`. It does not notify the
+replica of either. It only stops checking its health. If this happens, the replica reads the app's status from Serve.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cluster.http.active import ActiveRequests
 
 logger = logging.getLogger(__name__)
 
-# A check that is late by less is no sign: the controller asks every period, when it is not busy.
+# A check that is late by less means nothing, because the controller checks every period only if it is not busy.
 _SILENT_PERIODS = 2.5
 
 
@@ -26,9 +26,9 @@ class StopWatch:
     """Drains `requests` once Serve stops this replica.
 
     Args:
-        requests: of this replica.
-        is_stopping: asks Ray Serve; may block.
-        period_s: how often Serve asks after the health of a replica that it does not stop.
+        requests: requests of this replica.
+        is_stopping: queries Ray Serve, and may block.
+        period_s: seconds between Serve's health checks of a replica that it does not stop.
         shutdown_timeout_s: `server.shutdown_timeout_s`.
     """
 
@@ -43,14 +43,14 @@ class StopWatch:
         self._began = False
 
     def asked(self) -> None:
-        """Must be called when Serve asks after this replica's health: it does not stop it."""
+        """Must be called at each of Serve's health checks, which show that Serve is not stopping this replica."""
         self._asked = time.monotonic()
         if self._began and self._requests.stopping:
-            logger.warning("Ray Serve goes on with this replica; it takes requests again")
+            logger.warning("Ray Serve did not stop this replica; it accepts requests again")
             self._requests.admit_again()
 
     async def run(self) -> None:
-        """Never returns; to be cancelled."""
+        """Runs until it is cancelled."""
         self._asked = time.monotonic()
         while True:
             await asyncio.sleep(self._period_s / 4)
@@ -58,18 +58,18 @@ class StopWatch:
             if silent_s < _SILENT_PERIODS * self._period_s or not await asyncio.to_thread(self._is_stopping):
                 continue
             self._began = True
-            # It may have been told to stop right after it was last asked.
+            # Serve may have begun to stop it right after the last check.
             left_s = self._shutdown_timeout_s - (time.monotonic() - self._asked)
-            logger.info("Ray Serve stops this replica: %d requests have %.1f s left", len(self._requests), left_s)
+            logger.info("Ray Serve is stopping this replica: %d requests have %.1f s left", len(self._requests), left_s)
             await self._requests.drain(max(left_s, 0.0))
 
 
 def replicas_are_stopping(app_name: str) -> bool:
-    """Whether Ray Serve is ending replicas of the app; False when it cannot be asked."""
+    """Whether Ray Serve is ending replicas of the app. False if Serve does not answer."""
     try:
         app = serve.status().applications.get(app_name)
     except Exception as error:  # noqa: BLE001 -- Ray raises many kinds for a controller that restarts
-        logger.warning("Ray Serve's controller cannot be asked: %s", error)
+        logger.warning("Ray Serve's controller does not answer: %s", error)
         return False
     if app is None or app.status == ApplicationStatus.DELETING:
         return True

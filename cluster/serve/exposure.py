@@ -1,5 +1,5 @@
-"""Checks of what other machines reach of a replica. An endpoint that is open to everybody by mistake is refused, and a
-port where Ray Serve takes pickles from any caller is closed."""
+"""Checks of what other machines can reach in a replica. Refuses an endpoint that is open to everybody by mistake, and
+closes a port at which Ray Serve accepts pickles from any caller."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from configs.schema import EngineConfig
 
 
 def check_serve_host(config: EngineConfig) -> None:
-    """Raises ConfigError if Ray Serve listens where other machines reach it, and `config` names no keys. Blocks.
+    """Raises ConfigError if Ray Serve listens where other machines reach it, and `config` has no keys. Blocks.
 
-    `python -m cluster serve` checks that before it starts Serve. `serve deploy`, KubeRay and `serve.run` do not, and
-    Serve's own default with HAProxy is every address.
+    `python -m cluster serve` checks this before it starts Serve. `serve deploy`, KubeRay and `serve.run` do not, and
+    with HAProxy, Serve listens at every address by default.
     """
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is not None:
@@ -23,8 +23,8 @@ def check_serve_host(config: EngineConfig) -> None:
 
 
 def keep_grpc_local() -> None:
-    """Has the gRPC server by which deployments call each other listen on loopback in this replica's process. To be
-    called before Ray Serve starts that server, which is after the replica's constructor.
+    """Makes the gRPC server by which deployments call each other listen on loopback in this replica's process. Call
+    before Ray Serve starts that server, which is after the replica's constructor.
 
     Ray Serve starts it in every replica at every address, without Ray's token. This application has one deployment, so
     no other deployment calls it.

@@ -1,7 +1,7 @@
-"""The endpoint's app: every route of the table, and around them what is the same for all of them (`cluster.http`).
+"""The endpoint's app: all routes of the table, and the parts around them that are the same for all (`cluster.http`).
 
-`create_app(model)` builds the whole app from a `ServedModel`; nothing at module level holds state, so it can be
-called in the process that serves (Ray Serve's `__serve_build_asgi_app__`, or uvicorn).
+`create_app(model)` builds the whole app from a `ServedModel`. The module has no state, so the function can be called in
+the serving process (Ray Serve's `__serve_build_asgi_app__`, or uvicorn).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def create_app(
     """The HTTP server of one replica.
 
     Args:
-        active: where requests are counted; what drains them holds it too.
-        keys: of `server.api_keys`. None: nobody is asked for one.
-        names_responses: False behind a server that adds `x-request-id` itself.
+        active: counts the requests. The code that drains them holds it too.
+        keys: keys of `server.api_keys`. If None, no key is required.
+        names_responses: False if a server in front adds `x-request-id` itself.
     """
     requests = ActiveRequests(life=model.engine.telemetry.life) if active is None else active
     turns = LoopTurns()
@@ -80,12 +80,12 @@ def create_app(
 
 
 def client_address(proof: str | None, scope: Scope) -> str | None:
-    """The address of the client that sent a request: the one that HAProxy names, or else the other end of the
-    connection. None: the connection has no addresses.
+    """The address of the client that sent a request: the one that HAProxy sent, or else the connection's peer. None if
+    the connection has no addresses.
 
     Args:
-        proof: `run_haproxy.proof()`. A header with another word names no address, so that its client counts as one from
-            elsewhere. None: the header is ignored.
+        proof: `run_haproxy.proof()`. A header with another word is not trusted, and its client counts as unknown. If
+            None, the header is ignored.
     """
     for name, value in scope["headers"]:
         if proof is not None and name == CLIENT_HEADER.encode():
@@ -96,5 +96,5 @@ def client_address(proof: str | None, scope: Scope) -> str | None:
 
 @functools.cache
 def _document(version: str) -> bytes:
-    """The OpenAPI document. Making it takes 150 ms, which no request should wait for."""
+    """The OpenAPI document. It is cached, because building it takes 150 ms, for which no request should wait."""
     return msgspec.json.encode(build_document(version))

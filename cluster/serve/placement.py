@@ -1,4 +1,4 @@
-"""Resources that one replica asks of a Ray cluster, as plain numbers; only the callers touch Ray.
+"""Resources that one replica requests from a Ray cluster, as plain numbers. Only the callers use Ray.
 
 Bundle 0 holds the CPU processes (HTTP ingress and coordinator), bundle 1 + r holds rank r.
 """
@@ -17,7 +17,7 @@ Bundle = dict[str, float]
 
 @dataclass(frozen=True)
 class NodeResources:
-    """Resources that one live node of the cluster has in all, busy or not."""
+    """Total resources of one live node of the cluster, busy or not."""
 
     name: str
     cpus: float
@@ -34,17 +34,17 @@ class NodeResources:
 
 
 def uses_gpus(config: EngineConfig, nodes: Iterable[NodeResources]) -> bool:
-    """Whether the ranks run on GPUs; `device: auto` takes them where the cluster has any."""
+    """Whether the ranks run on GPUs. `device: auto` uses them if the cluster has any."""
     if config.device == "auto":
         return any(node.gpus >= 1 for node in nodes)
     return config.device == "cuda"
 
 
 def group_bundles(config: EngineConfig, *, gpus: bool) -> list[Bundle]:
-    """The placement group of one replica.
+    """The bundles of one replica's placement group.
 
-    Ranks on CPU ask for little by default: sharing cores costs them speed, never correctness, and a laptop
-    should be able to show five ranks.
+    Ranks on CPU request little by default. Sharing cores makes them slower but never wrong, and a laptop should be able
+    to show five ranks.
     """
     default_cpus = 1.0 if gpus else 0.1
     engine = config.placement.cpus_for_engine
@@ -57,9 +57,9 @@ def group_bundles(config: EngineConfig, *, gpus: bool) -> list[Bundle]:
 
 
 def check_fits(config: EngineConfig, bundles: list[Bundle], nodes: list[NodeResources]) -> None:
-    """Raises PlacementError when no live node can ever hold a group, instead of an endless PENDING.
+    """Raises PlacementError if no live node can ever hold a group, instead of leaving it PENDING without end.
 
-    Only STRICT_PACK can be judged: the other strategies may spread over nodes, so their sum is compared.
+    Only STRICT_PACK can be checked exactly. Other strategies may spread over nodes, so the nodes' sum is compared.
     """
     one_node = config.placement.strategy == "STRICT_PACK"
     for resource, unit in (("GPU", "GPUs"), ("CPU", "CPUs")):

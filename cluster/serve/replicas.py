@@ -1,4 +1,4 @@
-"""How many replicas there are: what Ray Serve is told of it."""
+"""The number of replicas, as options for Ray Serve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def replica_options(config: EngineConfig) -> dict[str, Any]:
     """Options of the deployment.
 
     Raises:
-        ConfigError: `autoscaling_config` is none that Ray Serve takes.
+        ConfigError: Ray Serve does not accept `autoscaling_config`.
     """
     scaling = _autoscaling(config.autoscaling_config)
     options: dict[str, Any] = {"num_replicas": config.num_replicas} if scaling is None else {}
@@ -28,7 +28,7 @@ def replica_options(config: EngineConfig) -> dict[str, Any]:
 
 
 def _autoscaling(given: dict[str, Any] | None) -> AutoscalingConfig | None:
-    """Ray Serve's section, with our policy where it names none."""
+    """Ray Serve's section, with our policy if it names none."""
     if given is None:
         return None
     known = AutoscalingConfig.model_fields

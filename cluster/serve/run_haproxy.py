@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Runs Ray Serve's HAProxy with a configuration that holds against hostile clients and other users of the machine.
+"""Runs Ray Serve's HAProxy with a configuration that withstands hostile clients and other users of the machine.
 
-Ray Serve writes HAProxy's configuration from a template of its own, which has no variables for most of what is needed
-here. Ray runs this file in HAProxy's place (RAY_SERVE_HAPROXY_BINARY_PATH). It changes the configuration that Ray
+Ray Serve writes HAProxy's configuration from its own template, which has no variables for most of the settings needed
+here. Ray runs this file instead of HAProxy (RAY_SERVE_HAPROXY_BINARY_PATH). It changes the configuration that Ray
 wrote, then becomes HAProxy. If Ray's template no longer has a line to change, it ends with a message, which Ray shows.
 
-Imports the standard library only: `cluster.serve.haproxy` copies this file to nodes that do not have the checkout.
+Imports only the standard library, because `cluster.serve.haproxy` copies this file to nodes without the checkout.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 CLIENT_HEADER = "x-lockstep-client"
-"""Header that gives a replica the address of HAProxy's client: `proof()`, a space, the address."""
+"""Header with which HAProxy sends a replica the address of its client: `proof()`, a space, the address."""
 HEAD_TIMEOUT_S = 10
-"""Time within which a client must send the head of its request."""
+"""Seconds within which a client must send the head of its request."""
 
 _MAX_CONNECTIONS = 16384
 _BYTES_PER_CONNECTION = 20 << 10  # one buffer, which an incomplete head holds, and HAProxy's own record
@@ -33,12 +33,12 @@ _OTHER_DESCRIPTORS = 512  # for HAProxy's listeners, health checks and logs
 
 
 class TemplateError(Exception):
-    """Ray's template does not have a line that has to be changed."""
+    """Ray's template lacks a line that must be changed."""
 
 
 def proof() -> str | None:
-    """A word that proves to a replica that HAProxy wrote a header. It is made from Ray's token, which all nodes of a
-    cluster have and clients do not. None: the cluster has no token, so nothing can be proved."""
+    """A word that proves to a replica that HAProxy wrote a header. It is derived from Ray's token, which all nodes of a
+    cluster have and clients do not. None if the cluster has no token, so nothing can be proved."""
     token = os.environ.get("RAY_AUTH_TOKEN", "")
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
     if not token and path.is_file():
@@ -47,11 +47,11 @@ def proof() -> str | None:
 
 
 def hardened(config: str, max_connections: int) -> str:
-    """Returns Ray Serve's HAProxy configuration `config` with these changes:
+    """Ray Serve's HAProxy configuration `config` with these changes:
 
     - Only the user who runs HAProxy controls it through its socket.
-    - HAProxy serves its figures at the endpoint's address, not at every address of the machine.
-    - Requests are not spliced, since HAProxy does not notice that the client of a spliced request has left.
+    - HAProxy serves its metrics at the endpoint's address, not at every address of the machine.
+    - Requests are not spliced, because HAProxy does not notice that the client of a spliced request has left.
     - The head of a request must come within `HEAD_TIMEOUT_S`.
     - One IPv4 address, or one IPv6 network of 64 bits, may hold three quarters of the connections.
     - Replicas get the client's address.
@@ -80,14 +80,14 @@ def _only(pattern: str, config: str) -> re.Match[str]:
     found = list(re.finditer(pattern, config, re.M))
     if len(found) != 1:
         raise TemplateError(
-            f"Ray Serve's HAProxy configuration is not the one that Lockstep knows: {pattern!r} is there {len(found)} "
+            f"Ray Serve's HAProxy configuration is not the expected one: it has {pattern!r} {len(found)} "
             "times; install a version of Ray that Lockstep supports, or set RAY_SERVE_ENABLE_HA_PROXY=0"
         )
     return found[0]
 
 
 def _rules(max_connections: int) -> str:
-    """Rules of the frontend that clients reach."""
+    """Rules of the frontend for clients."""
     word = proof()
     lines = [
         "stick-table type ipv6 size 64k expire 60s store conn_cur",
@@ -106,7 +106,7 @@ def most_connections() -> int:
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     by_descriptors = _MAX_CONNECTIONS
     if descriptors != resource.RLIM_INFINITY:
-        # A connection takes two, the client's side and the replica's, and one in four has a pipe.
+        # A connection takes two, for the client's side and the replica's, and one in four has a pipe.
         by_descriptors = (descriptors - _OTHER_DESCRIPTORS) * 2 // 5
     return max(64, min(_MAX_CONNECTIONS, by_memory, by_descriptors))
 
@@ -115,12 +115,12 @@ def close_to_others(directory: Path) -> None:
     """Closes `directory` to other users. Raises PermissionError if it is not a directory of this user."""
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise PermissionError(f"{directory} is no directory of the user who starts HAProxy; remove it")
+        raise PermissionError(f"{directory} is not a directory of this user, who starts HAProxy; remove it")
     directory.chmod(0o700)
 
 
 def main(arguments: list[str]) -> None:
-    """Changes the configuration file that `-f` names in HAProxy's `arguments`, and becomes HAProxy."""
+    """Changes the configuration file given by `-f` in HAProxy's `arguments`, and becomes HAProxy."""
     path = Path(arguments[arguments.index("-f") + 1])
     config = path.read_text(encoding="utf-8")
     for directory in {path.parent, Path(_only(r"^\s+stats socket (\S+)", config)[1]).parent}:

@@ -1,4 +1,4 @@
-"""One running tensor-parallel group, seen from the process that uses it: coordinator actor plus client socket."""
+"""One running tensor-parallel group, as its user's process sees it: coordinator actor and client socket."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from configs.schema import EngineConfig
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 15.0
-# It reports once a second, also while a step hangs or ranks are replaced.
+# Longest time without a report. The coordinator reports once a second, also while a step hangs or ranks are replaced.
 _SILENCE_S = 30.0
 
 
 def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> EngineSpec:
-    """Finds the files of the model and of its tokenizer, reads what it is, and decides every auto value.
+    """Finds the files of the model and of its tokenizer, reads the model's config, and decides every auto value.
 
-    Weights on the Hub are not fetched here, but by the ranks, whose nodes need them.
+    Weights on the Hub are not fetched here, but by the ranks, since their nodes need them.
 
     Args:
-        announce: log each decision. False where `gpus` is a guess.
+        announce: whether to log each decision. False if `gpus` is a guess.
     """
     model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = with_draft_head(read_model_config(model_path, config.max_model_len), config)
@@ -62,7 +62,7 @@ def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> Engi
 
 @dataclass(eq=False)
 class RunningEngine:
-    """A started group. `close` ends every process of it; so does the end of the process that started it."""
+    """A started group. `close` ends all of its processes, and so does the end of the process that started it."""
 
     spec: EngineSpec
     facts: EngineFacts
@@ -79,11 +79,11 @@ class RunningEngine:
         """Starts coordinator and ranks in `placement_group` and connects to them.
 
         Args:
-            name: of the coordinator's actor in the namespace `lockstep`; ranks are `<name>:tp<rank>`.
-            telemetry: is told what happens in this engine. None: one of its own.
+            name: name of the coordinator's actor in the namespace `lockstep`. Ranks are `<name>:tp<rank>`.
+            telemetry: gets the events of this engine. If None, a new one is made.
 
         Raises:
-            LockstepError: the start failed; nothing of it is left.
+            LockstepError: the start failed, and no process of it is left.
         """
         coordinator = (
             actor_class(CoordinatorActor)
@@ -97,11 +97,11 @@ class RunningEngine:
         )
         try:
             facts: EngineFacts = await coordinator.start.remote(placement_group)
-            # The end of this call is the sign of a failure; it also comes when the process dies.
+            # This call ends if the engine fails, also if its process dies.
             run = asyncio.wrap_future(coordinator.run.remote().future())
             client = await EngineClient.connect(facts.address, telemetry=telemetry)
         except BaseException as error:
-            ray.kill(coordinator)  # the ranks are its own and end with it
+            ray.kill(coordinator)  # the coordinator owns the ranks, so they end with it
             if isinstance(error, ray.exceptions.RayError):
                 raise _cause(error) from None
             raise
@@ -109,7 +109,8 @@ class RunningEngine:
 
     @property
     def failure(self) -> LockstepError | None:
-        """Why the engine failed; None while it serves. What has failed stays so: only another engine can serve."""
+        """The reason why the engine failed. None while it serves. A failed engine never recovers and must be
+        replaced."""
         if self._run.done():
             error = self._run.exception()
             return EngineError("the engine was closed") if error is None else _cause(error)
@@ -123,7 +124,7 @@ class RunningEngine:
         return None
 
     async def open_model(self, tokenizer: Tokenizer) -> ServedModel:
-        """The model that requests are put to, once the engine has generated a token. `tokenizer`: that of `spec`."""
+        """The model that serves requests, once the engine has generated a token. `tokenizer` is that of `spec`."""
         config = self.spec.config
         phases = dict(self.facts.phase_s)
         began = time.monotonic()
@@ -162,17 +163,18 @@ class RunningEngine:
         return served
 
     async def resize(self, size: int) -> Resized:
-        """Gives the group `size` ranks while its requests run. Raises what `cluster.engine.resizing.resize` raises."""
+        """Changes the number of ranks to `size` while requests run. Raises the errors of
+        `cluster.engine.resizing.resize`."""
         return await _answer(self.coordinator.resize.remote(size))
 
     async def sleep(self, *, wakes: bool = False) -> float:
-        """Frees the memory of the devices, or ends that. Returns and raises as `CoordinatorActor.sleep` and `wake_up`
-        do."""
+        """Frees the memory of the devices, or if `wakes`, takes it back. Returns and raises like
+        `CoordinatorActor.sleep` and `wake_up`."""
         return await _answer((self.coordinator.wake_up if wakes else self.coordinator.sleep).remote())
 
     async def update_weights(self, model: str | None = None, **how: Any) -> WeightsChanged | None:
-        """Has another checkpoint serve, with the requests in flight. Further arguments and errors are those of
-        `cluster.engine.weight_change`."""
+        """Replaces the serving weights by another checkpoint, also for requests in flight. Further arguments and errors
+        are those of `cluster.engine.weight_change`."""
         return await _answer(self.coordinator.update_weights.remote(model, **how))
 
     async def close(self) -> None:
@@ -189,7 +191,7 @@ class RunningEngine:
 
 
 async def _answer(call: Any) -> Any:
-    """The answer to a call of the coordinator; raises what it raised, or that its process died."""
+    """The answer to a call of the coordinator. Raises the call's error, or an error that says that its process died."""
     try:
         return await call
     except ray.exceptions.RayError as error:
@@ -197,7 +199,7 @@ async def _answer(call: Any) -> Any:
 
 
 def _cause(error: BaseException) -> LockstepError:
-    """The error that the coordinator's call raised, or that its process died."""
+    """The error that the coordinator's call raised, or one that says that its process died."""
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
         return cause if isinstance(cause, LockstepError) else EngineError(f"the coordinator failed: {cause!r}")

@@ -1,4 +1,4 @@
-"""Joining a Ray cluster, or starting one for this command alone."""
+"""Joins a Ray cluster, or starts one only for this command."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from configs.addresses import family_of
 from configs.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-_OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours goes through the object store
+_OBJECT_STORE_BYTES = 100 * 1024 * 1024  # our data does not go through the object store
 _PROBE_TIMEOUT_S = 3.0
-# Ray speaks gRPC, so its server answers an HTTP/2 client's first bytes with a SETTINGS frame. ray.init would wait a
-# minute for a server that never does.
+# Ray uses gRPC, so its server answers an HTTP/2 client's first bytes with a SETTINGS frame. Without this check,
+# ray.init would wait a minute for a server that never answers so.
 _HTTP2_SETTINGS = b"\x04"
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0\0\0\0\0"
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -42,18 +42,19 @@ class Session:
     """A connection to Ray."""
 
     own: bool
-    """Whether the cluster was started by this command and ends with it."""
+    """Whether this command started the cluster and ends it."""
     dashboard_url: str | None = None
-    """The dashboard's address; None when the cluster has none."""
+    """The dashboard's address. None if the cluster has none."""
     working_dir: str | None = None
-    """URI of this checkout as the cluster's nodes fetch it; None in a cluster of our own, which reads it in place."""
+    """URI from which the cluster's nodes fetch this checkout. None for a cluster that this command started, which reads
+    it directly."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that every process of a cluster of our own starts with."""
+    """Variables that every process of a cluster started by this command gets."""
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Raises ConfigError where nothing can listen on `host:port`, as when a program does: Serve's proxy would only log
-    it."""
+    """Raises ConfigError if nothing can listen on `host:port`, for example because a program does. Serve's proxy would
+    only log this."""
     with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -61,24 +62,24 @@ def check_port_free(host: str, port: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise ConfigError(
-                    f"http_options.host={host} is no address of this machine ({error.strerror}); with 127.0.0.1 only "
-                    "this machine is answered, with 0.0.0.0 others are too"
+                    f"http_options.host={host} is no address of this machine ({error.strerror}); use 127.0.0.1 to "
+                    "serve only this machine, or 0.0.0.0 to serve others too"
                 ) from None
             raise ConfigError(
                 f"http_options.port={port} on {host} cannot be used ({error.strerror}); choose another with "
-                f"--set http_options.port={min(port + 1, 65535)}, or stop what listens there"
+                f"--set http_options.port={min(port + 1, 65535)}, or stop the program that listens there"
             ) from None
 
 
 def cluster_address(address: str | None) -> str | None:
-    """The address of the cluster that a command joins, as `host:port`; None when it starts one of its own.
+    """The address of the cluster that a command joins, as `host:port`. None if the command starts its own.
 
     Args:
-        address: `local`, `auto` or `host:port`; None stands for RAY_ADDRESS, then for the cluster that `ray start` last
-            started on this machine.
+        address: `local`, `auto` or `host:port`. If None, RAY_ADDRESS, then the cluster that `ray start` last started on
+            this machine.
 
     Raises:
-        ConfigError: no cluster answers at an address that was given.
+        ConfigError: no cluster answers at the given address.
     """
     source = "--address" if address else "RAY_ADDRESS"
     address = address or os.environ.get("RAY_ADDRESS")
@@ -107,17 +108,17 @@ def cluster_address(address: str | None) -> str | None:
 
 @contextlib.contextmanager
 def ray_session(address: str | None, *, min_cpus: float) -> Iterator[Session]:
-    """Connects to Ray for the time of the block.
+    """Connects to Ray for the duration of the block.
 
     Args:
-        address: what `cluster_address` returned; None starts a cluster.
-        min_cpus: logical CPUs a cluster of our own must have; ranks on CPU may share cores.
+        address: the result of `cluster_address`. If None, starts a cluster.
+        min_cpus: minimum number of logical CPUs of a new cluster. Ranks on CPU may share cores.
 
     Raises:
         ConfigError: the cluster cannot be joined.
         KeyboardInterrupt: SIGTERM arrived while Ray started.
     """
-    # Workers import this checkout: a cluster of our own inherits its path, others are given it as a working_dir.
+    # Workers import this checkout. A new cluster inherits its path, and existing ones get it as a working_dir.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     if str(ROOT) not in sys.path:
@@ -127,7 +128,7 @@ def ray_session(address: str | None, *, min_cpus: float) -> Iterator[Session]:
             prepare_own_cluster()
         yield _connect(address, min_cpus)
     except SystemExit:
-        # Ray's own SIGTERM handler, in force while it starts.
+        # Raised by Ray's own SIGTERM handler, which is active while Ray starts.
         raise KeyboardInterrupt from None
     finally:
         ray.shutdown()
@@ -136,11 +137,11 @@ def ray_session(address: str | None, *, min_cpus: float) -> Iterator[Session]:
 
 
 def prepare_own_cluster() -> None:
-    """Sets what `ray.init` in this process needs to start a cluster that only this machine reaches, and with Ray's
+    """Sets what `ray.init` in this process needs to start a cluster that only this machine reaches and, with Ray's
     token, only this user. `remove_own_files` removes its files.
 
-    Ray listens at 127.0.0.1 alone where it does not expect other machines, as on laptops. `ray.init(_node_ip_address=
-    "127.0.0.1")` does not do that: Ray replaces the address by the machine's own.
+    Ray listens only at 127.0.0.1 if it does not expect other machines, as on laptops.
+    `ray.init(_node_ip_address="127.0.0.1")` has no such effect, because Ray replaces the address by the machine's own.
     """
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False  # Ray read the variable when it was imported
@@ -148,33 +149,33 @@ def prepare_own_cluster() -> None:
     _remove_abandoned_files()
     directory = tempfile.mkdtemp(prefix=f"{_DIRECTORY_NAME}{os.getpid()}-", dir="/tmp")
     use_haproxy()
-    # Ray starts some processes ahead. One that needed another environment could not use them.
+    # Ray starts some processes in advance. A process with another environment could not be used.
     os.environ.update(install(Path(directory)) | ports_of_own() | REPLICA_SETTINGS | CUDA_ENVIRONMENT | CPU_ENVIRONMENT)
 
 
 def remove_own_files() -> None:
-    """Removes the directory of `prepare_own_cluster`, if that made one. To be called when the cluster has ended."""
+    """Removes the directory of `prepare_own_cluster`, if it made one. Call when the cluster has ended."""
     directory = Path(os.environ.get(PROGRAM, "")).parent
-    if directory.name.startswith(f"{_DIRECTORY_NAME}{os.getpid()}-"):  # else a user has named their own program
+    if directory.name.startswith(f"{_DIRECTORY_NAME}{os.getpid()}-"):  # else a user has set their own program
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _ensure_token() -> None:
-    """Makes Ray's token in a file that other users cannot read. A file that Ray made would be readable to all."""
+    """Creates Ray's token in a file that other users cannot read. A file that Ray creates would be readable to all."""
     file = Path.home() / ".ray" / "auth_token"
     file.parent.mkdir(mode=0o700, exist_ok=True)
     new = file.with_name(f"{file.name}.{os.getpid()}")
     new.touch(mode=0o600)
     new.write_text(secrets.token_hex(32))
     with contextlib.suppress(FileExistsError):
-        file.hardlink_to(new)  # appears whole, and never in place of a token that is there
+        file.hardlink_to(new)  # appears complete, and never replaces an existing token
     new.unlink()
-    with contextlib.suppress(PermissionError):  # another user gave this one the file
+    with contextlib.suppress(PermissionError):  # the file belongs to another user
         file.chmod(0o600)
 
 
 def _remove_abandoned_files() -> None:
-    """Removes the directories of this user's commands that were killed before they could remove them."""
+    """Removes the directories of this user's commands that were killed before they removed them."""
     for directory in Path("/tmp").glob(f"{_DIRECTORY_NAME}*-*"):
         pid = directory.name.removeprefix(_DIRECTORY_NAME).split("-")[0]
         with contextlib.suppress(FileNotFoundError):  # another command may be removing it
@@ -194,7 +195,7 @@ def _connect(address: str | None, min_cpus: float) -> Session:
             **options,
         )
         return Session(own=True, environment=dict(os.environ))
-    # A job brings the checkout itself.
+    # A job has its own copy of the checkout.
     if not _job_runtime_env().get("working_dir"):
         options["runtime_env"] = {"working_dir": str(ROOT)}
     try:
@@ -211,13 +212,14 @@ def _connect(address: str | None, min_cpus: float) -> Session:
 
 
 def _job_runtime_env() -> dict[str, Any]:
-    """The environment that `ray job submit` gave this driver; empty outside a job."""
+    """The environment that `ray job submit` gave this driver. Empty outside a job."""
     config: dict[str, Any] = json.loads(os.environ.get(_JOB_CONFIG) or "{}")
     return config.get("runtime_env") or {}
 
 
 def _recorded_address() -> str | None:
-    """The address that `ray start` noted. Ray's `auto` would take any cluster of this machine, even a command's own."""
+    """The address that `ray start` recorded. Ray's `auto` would take any cluster of this machine, even a command's
+    own."""
     record = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
     with contextlib.suppress(FileNotFoundError):
         return record.read_text(encoding="utf-8").strip() or None
@@ -225,7 +227,7 @@ def _recorded_address() -> str | None:
 
 
 def unreachable(address: str) -> str | None:
-    """Why nothing answers at `host:port`; None when something does."""
+    """The reason why no Ray server answers at `host:port`. None if one does."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         return "not of the form host:port"

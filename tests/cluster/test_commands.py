@@ -171,7 +171,7 @@ def test_status_sums_up_whole_seconds() -> None:
     assert requests.split(maxsplit=1)[1] == "3 running, 1 waiting"
     assert speed.split(maxsplit=1)[1] == "50 tokens/s over 10 s, first token after 20 ms, 4.0 ms a step"
     assert "use 75% of the memory bandwidth (2,000 GB/s) and 10.0% of the FLOP/s (10.00 T)" in hardware
-    assert "15 in use, 15 kept for prompts that begin alike, 70 free of 100; 25% of" in pages
+    assert "15 in use, 15 cached for reuse, 70 free of 100; 25% of" in pages
     assert [line.split(maxsplit=2)[2] for line in ranks] == ["cuda:0, heard 0.0 s ago", "cuda:0, on another node"]
     assert status_lines({**LIVE, "state": "sleeping"}, "http://x/v1", "1.2")[-1].endswith("cuda:0, asleep")
 

@@ -219,7 +219,7 @@ def test_another_template_of_rays_ends_the_start_with_what_is_missing(tmp_path: 
 
 def test_a_directory_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(PermissionError, match="no directory of the user"):
+    with pytest.raises(PermissionError, match="not a directory of this user"):
         close_to_others(tmp_path)
 
 

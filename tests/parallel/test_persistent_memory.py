@@ -68,7 +68,7 @@ def test_a_block_is_one_memory_for_all_who_map_it_until_another_takes_its_place(
     second = other.new("weights", 4096)
     assert one.existing("weights", 4096)[7] == 0
     assert first[7] == 9, "who has the old one keeps it"
-    with pytest.raises(EngineError, match="rank 0 has no weights of 8192 bytes left from before"):
+    with pytest.raises(EngineError, match="rank 0 has no block 'weights' of 8192 bytes in persistent memory"):
         one.existing("weights", 8192)
     del first, second, found
     keeper.drop()

@@ -374,10 +374,10 @@ def _wrong(number: int, most: int) -> float:
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        ("product", "a token is another in a step of 16 tokens"),
-        ("experts", "a token is another in a step of 16 tokens"),
-        ("attention", "a token is another in a step of 64 decodes"),
-        ("logits", "logits depend on the rows beside them"),
+        ("product", "a token's hidden state changes in a step of 16 tokens"),
+        ("experts", "a token's hidden state changes in a step of 16 tokens"),
+        ("attention", "a token's hidden state changes in a step of 64 decodes"),
+        ("logits", "logits depend on the other rows of the batch"),
         ("sum", "1 ranks add 1 rows in another order"),
     ],
 )
@@ -412,7 +412,7 @@ def test_a_chains_columns_are_checked_against_fewer_of_them(monkeypatch: pytest.
     right = chain_gemm.chain_gemm
     wrong = lambda x, weight, *given, **out: right(x, weight, *given, **out).mul_(_wrong(len(weight), 32))  # noqa: E731
     monkeypatch.setattr(chain_gemm, "chain_gemm", wrong)
-    with pytest.raises(EngineError, match="a product's column depends on the columns beside it"):
+    with pytest.raises(EngineError, match="a product's column depends on the other columns"):
         self_test._check_columns(weight, 16, weight.dtype)
 
 
@@ -453,7 +453,7 @@ def test_a_gpu_checks_leaves_of_cublas_in_less_than_a_second(tmp_path: Path, mon
     assert time.perf_counter() - began < 1.0
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda *given, out, **dtype: bmm(*given, out=out, **dtype).mul_(1.0 + 2.0**-20))
-    with pytest.raises(EngineError, match="a token is another in a step of 256 tokens"):
+    with pytest.raises(EngineError, match="a token's hidden state changes in a step of 256 tokens"):
         worker.check_steps(128, 2048)
     worker.close()
 

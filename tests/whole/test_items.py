@@ -163,7 +163,7 @@ def test_items_travel_in_frames_and_say_where_they_are() -> None:
 @pytest.mark.parametrize(
     ("items", "wrong"),
     [
-        ([(3, 0)], "an item of no tokens"),
+        ([(3, 0)], "an item without tokens"),
         ([(4, 1)], "or of no row"),
         ([(3, 1)] * (MAX_ITEMS + 1), f"more than {MAX_ITEMS} items"),
         ([(3, 4), (3, 3)], "longer than a row"),

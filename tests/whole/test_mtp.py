@@ -125,7 +125,7 @@ def test_a_checkpoint_that_lacks_its_layer_or_has_more_than_is_known_is_refused(
     head.write(tmp_path)
     check_checkpoint(config_of(tmp_path), serves_text=False)
     save_file({**head.tensors(), "model.layers.3.fc_norm.weight": torch.zeros(64)}, tmp_path / "mtp.safetensors")
-    with pytest.raises(CheckpointError, match=r"no place for: model\.layers\.3\.fc_norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"does not use: model\.layers\.3\.fc_norm\.weight"):
         check_checkpoint(config_of(tmp_path), serves_text=False)
     check_checkpoint(EngineConfig(model=str(tmp_path)), serves_text=False)
 

@@ -41,7 +41,7 @@ def test_the_profile_runs_the_largest_steps_that_a_scheduler_may_send(
             assert sorted(indices[rows == row]) == list(range(-(-int(length) // 16)))
     assert prefill.lens.sum() == min(max_tokens, max_rows * max_model_len)
     assert len(decode.rows) == max_rows
-    assert decode.draws.sum() == speculation.max_sampled(max_rows)
+    assert decode.num_samples.sum() == speculation.max_sampled(max_rows)
     assert len(decode.params) == max_rows
 
 
@@ -69,7 +69,7 @@ def test_a_rank_waits_until_the_last_ones_memory_is_freed_but_not_for_ever(
     assert await_room(CUDA, 0) == 10 << 30  # the first to be there
     monkeypatch.setattr(worker.device.memory, "_ROOM_TIMEOUT_S", 0.1)
     assert await_room(CUDA, 99 << 30) == 10 << 30
-    assert "cuda:0 has 10.00 GiB free, where there were 99.00" in caplog.text
+    assert "cuda:0 has 10.00 GiB free, but had 99.00" in caplog.text
 
 
 def test_a_device_that_never_gets_done_is_said_to_be_stuck(monkeypatch: pytest.MonkeyPatch) -> None:

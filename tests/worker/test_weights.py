@@ -229,7 +229,7 @@ def test_names_missing_surplus_and_misshapen_tensors(tmp_path: Path) -> None:
 
     without = {k: v for k, v in tensors.items() if k != "model.layers.1.mlp.up_proj.weight"}
     refused(without, r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight")
-    refused({**tensors, "model.layers.0.mlp.extra": torch.zeros(1)}, r"no place for: model\.layers\.0\.mlp\.extra")
+    refused({**tensors, "model.layers.0.mlp.extra": torch.zeros(1)}, r"does not use: model\.layers\.0\.mlp\.extra")
     refused({**tensors, "model.norm.weight": torch.zeros(41)}, r"model\.norm\.weight has shape \[41\].*\[40\]")
     refused({**tensors, "model.norm.weight": torch.zeros(40, dtype=torch.int32)}, "is of type I32")
     # Known leftovers of old checkpoints are fine.

@@ -1,4 +1,5 @@
-"""The share of the machine that control groups leave this process: a container's limits are those of one of them."""
+"""The share of the machine that control groups allow this process. A container's limits are those of a control
+group."""
 
 from __future__ import annotations
 
@@ -10,26 +11,28 @@ _ROOT = Path("/")
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """Bytes that this process's control group, and each above it that can be seen, still allow it; None: no limit.
+    """Bytes that the limits of this process's control group, and of all visible groups above it, still allow. None
+    without a limit.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: directory that contains `proc` and `sys`.
     """
     left = [_bytes_left(folder, is_v2=is_v2) for is_v2, folder in _folders(root, "memory")]
     return min((it for it in left if it is not None), default=None)
 
 
 def available_cores(root: Path = _ROOT) -> float | None:
-    """Cores' worth of time that the same groups allow this process; None: no limit. `root`: as above."""
+    """CPU time that the same groups allow this process, in cores. None without a limit. `root` as in
+    `available_bytes`."""
     quotas = [_cores(folder, is_v2=is_v2) for is_v2, folder in _folders(root, "cpu")]
     return min((it for it in quotas if it is not None), default=None)
 
 
 def _folders(root: Path, controller: str) -> Iterator[tuple[bool, Path]]:
-    """Whether of version 2, and folder, of this process's groups and of those above them.
+    """Whether the group is of version 2, and its folder, for this process's groups and all groups above them.
 
-    A container may see its own at the mount, and its name as the host has it: then the folder is not there, and one
-    above it is.
+    A container may see its own group at the mount, but its name as on the host. Then that folder does not exist, but a
+    folder above it does.
     """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -44,7 +47,8 @@ def _folders(root: Path, controller: str) -> Iterator[tuple[bool, Path]]:
 
 
 def _bytes_left(folder: Path, *, is_v2: bool) -> int | None:
-    """Bytes that the limit of one group leaves; None where it has none: v2 says so in words, v1 by a huge number."""
+    """Bytes that the limit of one group leaves. None without a limit, which v2 reports as "max" and v1 as a huge
+    number."""
     limit_name, usage, reclaimable = (
         ("memory.max", "memory.current", "inactive_file")
         if is_v2
@@ -58,12 +62,13 @@ def _bytes_left(folder: Path, *, is_v2: bool) -> int | None:
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:
         return None
-    # File pages that the kernel drops before anything is out of memory are free.
+    # File pages that the kernel drops before it runs out of memory count as free.
     return max(int(limit) - max(used - int(stat.get(reclaimable, 0)), 0), 0)
 
 
 def _cores(folder: Path, *, is_v2: bool) -> float | None:
-    """The quota of one group over its period; None where it has none: v2 says so in words, v1 by -1."""
+    """The quota of one group over its period, in cores. None without a quota, which v2 reports as "max" and v1 as
+    -1."""
     try:
         if is_v2:
             quota, period = (folder / "cpu.max").read_text().split()

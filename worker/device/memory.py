@@ -1,4 +1,4 @@
-"""How much memory a rank's device has left for KV pages. How many go into it is `configs.kv_pages.num_kv_pages`."""
+"""Memory that a rank's device has left for KV pages. `configs.kv_pages.num_kv_pages` computes how many fit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GIB = 1 << 30
 _IDLE_TIMEOUT_S = 3.0  # two of the largest steps may be queued
 _ROOM_TIMEOUT_S = 5.0
 _ROOM_SLACK_BYTES = 2 << 30  # two starts on a device differ by little, and spares may have a context there
-# Graphs of the smaller shapes live in the memory of the largest, but for their nodes: a few MiB each.
+# Graphs of smaller shapes use the memory of the largest, except for their nodes, a few MiB each.
 _GRAPH_RESERVE = 1.5
 _GRAPH_FLOOR_BYTES = 256 << 20
 _NUM_LOGPROBS = 20
@@ -35,7 +35,7 @@ _NUM_LOGPROBS = 20
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes that are free on a rank's device after loading, and those of them that a step needs."""
+    """Bytes that are free on a rank's device after loading, and the part that a step needs."""
 
     free_bytes: int
     activation_bytes: int = 0
@@ -43,7 +43,7 @@ class DeviceMemory:
     graph_bytes: int = 0
     """Bytes for all CUDA graphs."""
     table_bytes: int = 0
-    """The tables of the sampler's rows."""
+    """Bytes of the tables of the sampler's rows."""
 
     @property
     def step_bytes(self) -> int:
@@ -52,7 +52,7 @@ class DeviceMemory:
 
     @property
     def usable_bytes(self) -> int:
-        """Left for the KV pool, and for what `kv_cache.memory_fraction` leaves free."""
+        """Bytes left for the KV pool, and for what `kv_cache.memory_fraction` leaves free."""
         return max(self.free_bytes - self.step_bytes, 0)
 
     def __str__(self) -> str:
@@ -64,7 +64,8 @@ class DeviceMemory:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on `device`; on CPU by the whole node or container, shared by all its ranks."""
+    """Bytes that can still be allocated on `device`. On CPU, the bytes left on the node or in the container, shared by
+    all its ranks."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     node, container = int(psutil.virtual_memory().available), available_bytes()
@@ -72,32 +73,30 @@ def free_bytes(device: torch.device) -> int:
 
 
 def await_room(device: torch.device, num_bytes: int) -> int:
-    """Waits some seconds until about so many bytes are free on the CUDA `device`: the driver frees what a process had
-    a while after its end. Returns how many are free; fewer where the wait was in vain."""
+    """Waits some seconds until about `num_bytes` are free on the CUDA `device`, because the driver frees a process's
+    memory only some time after its end. Returns the free bytes, which may still be fewer."""
     deadline = time.monotonic() + _ROOM_TIMEOUT_S
     while (free := free_bytes(device)) < num_bytes - _ROOM_SLACK_BYTES:
         if time.monotonic() > deadline:
-            _log.warning(
-                "%s has %.2f GiB free, where there were %.2f at the first start", device, free / _GIB, num_bytes / _GIB
-            )
+            _log.warning("%s has %.2f GiB free, but had %.2f at the first start", device, free / _GIB, num_bytes / _GIB)
             break
         time.sleep(0.02)
     return free
 
 
 def await_idle(device: torch.device) -> None:
-    """Returns once the CUDA `device` has done what was queued on its current stream; it never hangs.
+    """Returns once the CUDA `device` has finished the work on its current stream. Never hangs.
 
     Raises:
-        EngineError: it was not done after some seconds.
-        RuntimeError: torch's, of a device that is broken.
+        EngineError: the work was not finished after some seconds.
+        RuntimeError: torch's error for a broken device.
     """
     done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
     done.record(torch.cuda.current_stream(device))
     deadline = time.monotonic() + _IDLE_TIMEOUT_S
     while not done.query():
         if time.monotonic() > deadline:
-            raise EngineError(f"{device} is not idle after {_IDLE_TIMEOUT_S:g} s: what runs there does not end")
+            raise EngineError(f"{device} is not idle after {_IDLE_TIMEOUT_S:g} s: its work does not end")
         time.sleep(1e-3)
 
 
@@ -113,8 +112,8 @@ def profile_cuda(
 ) -> DeviceMemory:
     """Runs the largest steps and the largest graphs on a runner with a small pool, and drops it.
 
-    It also compiles the kernels and makes the libraries' workspaces, so what is then free is free for good. Every
-    rank of the group must call it with the same sizes.
+    This also compiles the kernels and makes the libraries' workspaces, so memory that is free afterwards stays free.
+    Every rank of the group must call it with the same sizes.
     """
     free = free_bytes(device)
     runner = make_runner()
@@ -135,7 +134,8 @@ def profile_cuda(
 
 
 def new_rows(step: int, starts: Sequence[int], lens: Sequence[int], page_size: int) -> StepFrame:
-    """A step of as many new rows, of tokens after `starts` others that are cached. All are sampled, greedily."""
+    """A step with one new row for each entry of `lens`, after `starts` cached tokens each. All rows are sampled
+    greedily."""
     num_rows = len(lens)
     num_pages = [-(-(start + length) // page_size) for start, length in zip(starts, lens, strict=True)]
     places = [(row, index) for row, pages in enumerate(num_pages, start=1) for index in range(pages)]
@@ -154,8 +154,8 @@ def new_rows(step: int, starts: Sequence[int], lens: Sequence[int], page_size: i
 def _largest_frames(
     max_rows: int, max_tokens: int, max_model_len: int, page_size: int, speculation: SpeculationConfig
 ) -> list[StepFrame]:
-    """A prefill of `max_tokens` in as few rows as they fit in, as many of its tokens scored as may be, and a decode of
-    every row, with as many drafts as there may be; all sampled, the latter with every filter and with logprobs."""
+    """A prefill of `max_tokens` in the fewest rows, with the maximum number of prompt log probabilities; and a decode
+    of every row with the maximum number of drafts, every filter and logprobs. All rows are sampled."""
     lens = [max_model_len] * (max_tokens // max_model_len)
     if rest := max_tokens % max_model_len:
         lens.append(rest)
@@ -169,7 +169,7 @@ def _largest_frames(
     ]
     if num_drafts:
         frames[1].num_samples = num_samples.astype(np.int32)
-        frames[1].num_wanted = np.ones(max_rows, np.int32)  # who makes none passes it over
+        frames[1].num_wanted = np.ones(max_rows, np.int32)  # ranks without a draft head ignore it
     if (num_prompt_logprobs := min(MAX_PROMPT_LOGPROBS, lens[0] - 1)) > 0:
         frames[0].prompt_runs = np.array([(1, 0, num_prompt_logprobs, _NUM_LOGPROBS)], PROMPT_LOGPROBS_DTYPE)
         frames[0].prompt_targets = np.zeros(num_prompt_logprobs, np.int32)

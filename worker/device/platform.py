@@ -1,4 +1,4 @@
-"""The platform, which a rank's exact bits depend on besides this code and the model: its device, and whose kernels."""
+"""The platform: a rank's exact bits depend on its device and its kernels' versions, besides this code and the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def platform_of(device: torch.device) -> str:
-    """The kind of `device` and the versions of what computes on it, of this process.
+    """The kind of `device`, and the versions of the software that computes on it, in this process.
 
     GPUs of one compute capability are of one kind: an H100 and an H200 gave the same bits.
     """
@@ -22,7 +22,7 @@ def platform_of(device: torch.device) -> str:
 
 
 def _cublaslt_version() -> int:
-    """The version of the library that torch has loaded, which need not be the one that it was built with."""
+    """The version of the library that torch has loaded, which may differ from the one it was built with."""
     assert torch.version.cuda is not None, "a torch without CUDA has no GPU"
     version = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}").cublasLtGetVersion
     version.restype = ctypes.c_size_t

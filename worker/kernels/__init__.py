@@ -1,1 +1,1 @@
-"""Triton kernels of the decoder and the sampler; imported on CUDA only."""
+"""Triton kernels of the decoder and the sampler. Imported only on CUDA."""

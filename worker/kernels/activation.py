@@ -1,7 +1,7 @@
-"""Gated activations: act(gate) * up, of a matrix that holds both.
+"""Gated activations: act(gate) * up, from a matrix that holds both.
 
 The product is computed in fp32 and rounded once. transformers rounds act(gate) to the activations' dtype first, so the
-two differ by at most that rounding; this is the more accurate one.
+two differ by at most that rounding, and this one is more accurate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _act_and_mul_kernel(
     out_ptr, scales_ptr, finished_ptr, x_ptr, size, x_stride, scale_stride, ACTIVATION: tl.constexpr,
     WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """With WIDTH the answer is rounded, and then in FP8 in groups of so many columns."""
+    """If WIDTH > 0, the rounded answer is then quantised to FP8 in groups of WIDTH columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -54,7 +54,7 @@ def act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
     """act(gate) * up.
 
     Args:
-        x: [num_tokens, 2 * size], gate then up; elements of a row side by side, rows any distance apart.
+        x: [num_tokens, 2 * size], gate then up, contiguous within a row, with any row stride.
         activation: silu, gelu (with the error function) or gelu_tanh.
 
     Returns:
@@ -66,7 +66,7 @@ def act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def act_and_mul_in_fp8(x: torch.Tensor, activation: str, groups: Groups) -> Fp8Rows:
-    """Does what `act_and_mul` does, whose answer is then quantised in whole `groups`."""
+    """Like `act_and_mul`, with the answer quantised to FP8 in whole `groups`."""
     q = empty_rows(len(x), x.shape[1] // 2, groups, x)
     _act_and_mul(q.values, q, x, activation, groups.width)
     return q
@@ -75,7 +75,7 @@ def act_and_mul_in_fp8(x: torch.Tensor, activation: str, groups: Groups) -> Fp8R
 def _act_and_mul(out: torch.Tensor, q: Fp8Rows | None, x: torch.Tensor, activation: str, width: int) -> None:
     num_tokens, size = x.shape[0], x.shape[1] // 2
     assert x.shape[1] == 2 * size, f"{x.shape[1]} columns are not a gate and an up of the same width"
-    assert x.stride(1) == 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
+    assert x.stride(1) == 1, f"the elements of a row must be contiguous, not {x.stride(1)} apart"
     scales, finished, stride = (None, None, 0) if q is None else (q.scales, q.finished, q.scales.stride(0))
     dependent = is_dependent(x.device, num_tokens)
     _act_and_mul_kernel[(num_tokens, -(-size // _BLOCK))](

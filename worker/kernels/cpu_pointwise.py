@@ -1,7 +1,7 @@
 """Norms, gated activations, soft caps and softmaxes on CPU.
 
-Bits of an element follow from its own row alone. torch's loops take another path for what a vector leaves over, so that
-a row's bits depend on where it ends.
+The bits of an element depend only on its own row. torch's loops compute the remainder after the last full vector
+differently, so a row's bits would depend on where it ends.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _CLAMPED = 3
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; fp32 throughout, rounded once to x's dtype.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32 and rounded once to x's dtype.
 
     Args:
-        x: [..., size] of one to three dimensions, elements of a row side by side, others any distance apart.
+        x: [..., size] of one to three dimensions, contiguous in the last one, with any strides in the others.
         weight: [size], of x's dtype or fp32.
 
     Returns:
@@ -34,18 +34,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Adds x to `residual` in place and returns `rms_norm` of the sum, which is rounded to the residual's dtype before.
+    """Adds x to `residual` in place, rounded to the residual's dtype, and returns `rms_norm` of the rounded sum.
 
     Args:
-        x: [num_rows, size], rows any distance apart; may be of a wider dtype than the residual.
-        residual: [num_rows, size], rows any distance apart. Not overlapping x.
+        x: [num_rows, size], with any row stride. May have a wider dtype than the residual.
+        residual: [num_rows, size], with any row stride. Must not overlap x.
         weight: [size], of the residual's dtype or fp32.
 
     Returns:
         [num_rows, size], contiguous, of the residual's dtype.
     """
     assert x.shape == residual.shape, f"cannot add {tuple(x.shape)} to {tuple(residual.shape)}"
-    assert residual.stride(1) == 1, f"the elements of a row lie side by side, not {residual.stride(1)} apart"
+    assert residual.stride(1) == 1, f"the elements of a row must be contiguous, not {residual.stride(1)} apart"
     out = torch.empty(residual.shape, dtype=residual.dtype)
     _norm(x, residual, weight, eps, out)
     return out
@@ -55,7 +55,7 @@ def act_and_mul(x: torch.Tensor, activation: str, out: torch.Tensor | None = Non
     """act(gate) * up in fp32, rounded once.
 
     Args:
-        x: [num_rows, 2 * size], gate then up, rows any distance apart.
+        x: [num_rows, 2 * size], gate then up, with any row stride.
         activation: "silu", "gelu" or "gelu_tanh".
         out: filled and returned if given.
 
@@ -66,16 +66,18 @@ def act_and_mul(x: torch.Tensor, activation: str, out: torch.Tensor | None = Non
 
 
 def clamped_act_and_mul(x: torch.Tensor, limit: float, alpha: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate) of up clamped to +-limit, and gate from above; else as `act_and_mul`."""
+    """(up + 1) * gate * sigmoid(alpha * gate), with up clamped to +-limit and gate to at most limit. Otherwise like
+    `act_and_mul`."""
     return _act_and_mul(x, _CLAMPED, limit, alpha, out)
 
 
 def softmax(x: torch.Tensor, over: torch.Tensor) -> torch.Tensor:
-    """e^x / the sum of e^over of that row, for x some elements of `over`: over all of them, its softmax.
+    """e^x / the sum of e^over of that row, where x has some elements of `over`. If x has all of them, this is its
+    softmax.
 
     Args:
-        x: [num_rows, size] fp32, elements of a row side by side, rows any distance apart.
-        over: [num_rows, any size from 1] fp32, so as well.
+        x: [num_rows, size] fp32, contiguous within a row, with any row stride.
+        over: [num_rows, any size from 1] fp32, strided likewise.
 
     Returns:
         [num_rows, size], contiguous, fp32.
@@ -83,7 +85,7 @@ def softmax(x: torch.Tensor, over: torch.Tensor) -> torch.Tensor:
     out = torch.empty(x.shape)
     for tensor in (x, over):
         assert tensor.dtype is torch.float32, f"logits are fp32, not {tensor.dtype}"
-        assert tensor.stride(1) == 1 or tensor.shape[1] == 1, "the elements of a row lie side by side"
+        assert tensor.stride(1) == 1 or tensor.shape[1] == 1, "the elements of a row must be contiguous"
     (num_rows, size), over_size = x.shape, over.shape[1]
     _library().softmax(
         x.data_ptr(), x.stride(0), size, over.data_ptr(), over.stride(0), over_size, out.data_ptr(), num_rows
@@ -92,9 +94,9 @@ def softmax(x: torch.Tensor, over: torch.Tensor) -> torch.Tensor:
 
 
 def softcap_(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """x = cap * tanh(x / cap) in place, within a few ulp of cap; x is fp32, contiguous, of any shape. Returns x."""
+    """x = cap * tanh(x / cap) in place, within a few ulp of cap. x is fp32, contiguous, of any shape. Returns x."""
     assert x.dtype is torch.float32, f"x is {x.dtype}"
-    assert x.is_contiguous(), "elements follow one another"
+    assert x.is_contiguous(), "x must be contiguous"
     _library().softcap(x.data_ptr(), x.numel(), cap, torch.get_num_threads())
     return x
 
@@ -103,12 +105,12 @@ def _act_and_mul(
     x: torch.Tensor, activation: int, limit: float, alpha: float, out: torch.Tensor | None
 ) -> torch.Tensor:
     num_rows, width = x.shape
-    assert x.stride(1) == 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
+    assert x.stride(1) == 1, f"the elements of a row must be contiguous, not {x.stride(1)} apart"
     size = width // 2
     if out is None:
         out = torch.empty((num_rows, size), dtype=x.dtype)
     assert out.shape == (num_rows, size), f"{tuple(out.shape)} are not {num_rows} rows of {size}"
-    assert out.is_contiguous(), "rows of the output follow one another"
+    assert out.is_contiguous(), "the output must be contiguous"
     _library().act_and_mul(
         x.data_ptr(),
         x.stride(0),
@@ -125,7 +127,7 @@ def _act_and_mul(
 
 
 class _Norm(ctypes.Structure):
-    """The C source's Norm."""
+    """The struct `Norm` of the C source."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "residual", "out")),
@@ -139,9 +141,9 @@ class _Norm(ctypes.Structure):
 def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
     shape, strides = x.shape, x.stride()
     size = shape[-1]
-    assert strides[-1] == 1, f"the elements of a row lie side by side, not {strides[-1]} apart"
+    assert strides[-1] == 1, f"the elements of a row must be contiguous, not {strides[-1]} apart"
     assert weight.shape == (size,), f"weights {tuple(weight.shape)} are not {size}"
-    assert weight.is_contiguous(), "weights follow one another"
+    assert weight.is_contiguous(), "the weights must be contiguous"
     assert len(shape) <= 3, f"rows of {len(shape)} dimensions"
     inner = shape[1] if len(shape) == 3 else 1
     norm = _Norm(

@@ -1,6 +1,7 @@
-"""Products over the experts that tokens go to, expert after expert: two kernels that walk blocks of an expert's pairs.
+"""Products over the experts that tokens chose, expert after expert: two kernels that process blocks of an expert's
+pairs.
 
-The second one may keep the sums over leaves of an expert's columns apart, for exact numerics (moe.py).
+For exact numerics (moe.py), the second kernel can store the sums over leaves of an expert's columns separately.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def silu_and_mul(gate, up):
 
 @triton.jit
 def activated(gate, up, bias_ptr, expert, columns, width, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """The activation of `Biases` of gate and up [..., columns]; silu(gate) * up where there are none."""
+    """The activation of `Biases` for gate and up [..., columns]. silu(gate) * up without biases."""
     if LIMIT is None:
         hidden = silu_and_mul(gate, up)
     else:
@@ -57,8 +58,8 @@ def gate_and_up(
     w13_ptr, scales_ptr, blocks_ptr, expert, first, width, size, num_blocks, expert_scales, ONE_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Pointers for `sum_groups` to BLOCK_N gate rows from `first` on and their up rows, which take turns
-    [2 * BLOCK_N, 1], to the scales of gate and of up, and whether a row is of up [1, 2 * BLOCK_N]."""
+    """Pointers for `sum_groups`: to BLOCK_N gate rows from `first` on, alternating with their up rows [2 * BLOCK_N, 1],
+    and to the scales of gate and of up. Also returns whether a row belongs to up [1, 2 * BLOCK_N]."""
     turns = tl.arange(0, 2 * BLOCK_N)
     gate_rows, is_up = tl.minimum(first + turns // 2, width - 1), turns % 2 == 1
     rows = gate_rows + tl.where(is_up, width, 0)
@@ -77,13 +78,13 @@ def _grouped_gate_up_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """hidden[pair] of a block of pairs of one expert, BLOCK_N columns of it.
+    """hidden[pair] for a block of pairs of one expert and BLOCK_N columns.
 
-    With factors [num_pairs], of w times the pair's input that is hidden / w: the down product is weighted by it anyway.
-    With FP8, by `sum_groups`. With MXFP4, by `sum_blocks`.
+    With factors w [num_pairs], computes the activation of w times the pair's input, divided by w, because the down
+    product is weighted by w in any case. With FP8, uses `sum_groups`; with MXFP4, `sum_blocks`.
     """
     follow(DEPENDENT)
-    # Programs that follow each other share the rows of x, and those after them the expert.
+    # Consecutive programs share the rows of x, and the programs after them share the expert.
     num_column_blocks = tl.cdiv(width, BLOCK_N)
     block = tl.program_id(0) // num_column_blocks
     expert, first, count = find_block(counts_ptr, block, num_experts, BLOCK_E, BLOCK_M)
@@ -91,14 +92,14 @@ def _grouped_gate_up_kernel(
     if first >= count:
         return
     expert = expert.to(tl.int64)
-    # Places without a pair multiply the first token's row, which nobody stores.
+    # Lanes without a pair multiply the first token's row, and their result is not stored.
     pair = tl.load(pairs_ptr + expert * num_tokens + places, mask=places < count, other=0)
     columns = tl.program_id(0) % num_column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     token = (pair // TOP_K).to(tl.int64)
     x_rows = x_ptr + token[:, None] * x_stride
     if MXFP4 is not None:
         first_row = tl.program_id(0) % num_column_blocks * 2 * BLOCK_N
-        rows = tl.minimum(first_row + tl.arange(0, 2 * BLOCK_N), 2 * width - 1)  # gate and up take turns
+        rows = tl.minimum(first_row + tl.arange(0, 2 * BLOCK_N), 2 * width - 1)  # gate and up alternate
         is_row = (places < count)[:, None]
         both = sum_blocks(x_rows, is_row, w13_ptr, scales_ptr, expert, rows, 2 * width, size, MXFP4, STAGES)
         gate, up = tl.split(both.reshape(BLOCK_M, BLOCK_N, 2))
@@ -150,11 +151,11 @@ def _grouped_down_kernel(
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     EVICTION: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """y[pair] = weight * (w2[expert] @ hidden[pair]) of a block of pairs of one expert, BLOCK_N columns of it.
+    """y[pair] = weight * (w2[expert] @ hidden[pair]) for a block of pairs of one expert and BLOCK_N columns.
 
-    With a LEAF, y[leaf, pair] = w2[expert] @ hidden[pair] over each LEAF of the width, unweighted. Of the output's
-    columns, y has `num_columns` from `first_column` on. A bias is part of the product, or of the first leaf's. With
-    FP8, by `sum_groups`. With MXFP4, by `sum_blocks`.
+    With a LEAF, y[leaf, pair] = w2[expert] @ hidden[pair] over each LEAF columns of the width, unweighted. y has
+    `num_columns` of the output's columns, from `first_column` on. A bias is part of the product, or of the first
+    leaf's. With FP8, uses `sum_groups`; with MXFP4, `sum_blocks`.
     """
     follow(DEPENDENT)
     num_column_blocks = tl.cdiv(num_columns, BLOCK_N)
@@ -164,7 +165,7 @@ def _grouped_down_kernel(
     if first >= count:
         return
     expert = expert.to(tl.int64)
-    # Places without a pair multiply the first token's row, which nobody stores.
+    # Lanes without a pair multiply the first token's row, and their result is not stored.
     pair = tl.load(pairs_ptr + expert * num_tokens + places, mask=places < count, other=0)
     columns = tl.program_id(0) % num_column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     stored = (places < count)[:, None] & (columns < num_columns)[None, :]
@@ -191,7 +192,7 @@ def _grouped_down_kernel(
         if LEAF is not None:
             leaf_steps: tl.constexpr = (LEAF + BLOCK_K - 1) // BLOCK_K
             num_steps = width // LEAF * leaf_steps
-        # One loop over all leaves: loads of the next leaf are under way while this one ends.
+        # One loop over all leaves, so that the next leaf's loads start before this one ends.
         for step in tl.range(0, num_steps, num_stages=STAGES):
             if LEAF is None:
                 stop_k = width
@@ -227,7 +228,8 @@ def _grouped_down_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut into programs. Rows are pairs, columns those of an output, steps along the inputs."""
+    """How a product is divided into programs. Rows are pairs, columns are the output's, and steps run along the
+    inputs."""
 
     block_n: int
     block_k: int
@@ -237,7 +239,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The two products for one number of pairs an expert."""
+    """The tiles of the two products for one range of pairs per expert."""
 
     block_m: int
     gate_up: Tile
@@ -246,22 +248,22 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Biases:
-    """The rest of experts with biases, as gpt-oss has them. Their activation is (up + 1) * gate * sigmoid(alpha *
-    gate), of gate and up with their biases, clamped to the limit, gate from above alone."""
+    """Parameters of experts with biases, as in gpt-oss. Their activation is (up + 1) * gate * sigmoid(alpha * gate).
+    Gate and up include their biases; up is clamped to +-limit, and gate to at most limit."""
 
     router: torch.Tensor
     """[num_experts] fp32."""
     gate_up: torch.Tensor
     """[num_experts, 2 * width] of this rank's columns: gate, then up."""
     down: torch.Tensor | None
-    """[num_experts, size], on the one rank that adds it, which is that of the first columns."""
+    """[num_experts, size] on the rank with the first columns, which adds it. None on other ranks."""
     limit: float
     alpha: float
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A layer's tokens and their routing, as every kernel knows them."""
+    """A layer's tokens and their routing, for all kernels."""
 
     x: torch.Tensor
     logits: torch.Tensor
@@ -285,23 +287,25 @@ class Tokens:
 
     @property
     def places(self) -> tuple[torch.Tensor, torch.Tensor | None, int, int, int, int]:
-        """Logits and slots as the kernels take them: with the first slot, experts, and strides of rows and parts."""
+        """Logits and slots as kernel arguments, with the first slot, the number of experts, and the strides of rows and
+        parts."""
         _, num_tokens, num_logits = self.logits.shape
         return self.logits, self.slots, self.first_slot, self.num_experts, num_logits, num_tokens * num_logits
 
     @property
     def has_shared_gate(self) -> bool:
-        """Whether the logits' last column is the shared expert's gate."""
+        """Whether the last column of the logits is the shared expert's gate."""
         return self.logits.shape[2] > self.num_experts
 
 
 def pieces_for(weight: ExpertWeight, tile: Tile, block_k: int, leaf: int | None) -> tuple[tuple[Any, ...], _Arguments]:
-    """Elements, scales and blocks of experts' weights as kernels take them, and the arguments that say how they are
-    multiplied: as `pieces_of` has it, or in fast numerics, without a leaf, those in FP8 by groups, and in four bits.
+    """Elements, scales and blocks of experts' weights as kernel arguments, and the arguments that select how they are
+    multiplied. In fast numerics (no `leaf`), weights in FP8 are multiplied in groups, and those in four bits in blocks.
+    All others are as in `pieces_of`.
 
     Args:
-        block_k: the most columns of a step.
-        leaf: columns after which steps begin anew. None: numerics are fast. 0: they do not.
+        block_k: maximum number of columns of a step.
+        leaf: columns after which steps restart. 0 if exact numerics need no restart. If None, numerics are fast.
     """
     num_columns = weight.shape[2]
     how: _Arguments = {"STAGES": tile.num_stages, "MXFP4": None, "FP8": None}
@@ -324,8 +328,8 @@ def pieces_for(weight: ExpertWeight, tile: Tile, block_k: int, leaf: int | None)
 def grouped_gate_up(
     tokens: Tokens, counts: torch.Tensor, w13: ExpertWeight, tiles: Tiles, *, exact: bool
 ) -> tuple[Routes, torch.Tensor]:
-    """The routes, for which `counts` are as `route` wants them, and of every pair what its expert's down product takes
-    [num_pairs, width]; undefined for padding tokens."""
+    """The routes, and for every pair the input of its expert's down product [num_pairs, width]; undefined for padding
+    tokens. `counts` is as for `route`."""
     routes = route(
         tokens.logits,
         counts,
@@ -385,9 +389,9 @@ def grouped_down(
     first_column: int = 0,
     leaf: int | None = None,
 ) -> None:
-    """Every pair's down product and `bias`, in `y` [num_pairs, size] times its weight; or over each `leaf` of the width
-    alone, in `y` [num_leaves, num_pairs, num_columns] fp32, of less than 2 ** 31 elements: columns from `first_column`
-    on."""
+    """Computes every pair's down product with `bias`, times the pair's weight, into `y` [num_pairs, size]. With a
+    `leaf`, computes unweighted products over each leaf of the width into `y` [num_leaves, num_pairs, num_columns] fp32,
+    of less than 2 ** 31 elements: columns from `first_column` on."""
     (num_pairs, width), (num_experts, size, _) = hidden.shape, w2.shape
     (num_tokens, top_k), num_columns = routes.weights.shape, y.shape[-1]
     tile, dependent = tiles.down, has_dependent_launch(y.device)
@@ -417,7 +421,7 @@ def grouped_down(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tile.block_n,
         **how,
-        # Leaves' sums are read again, weights most often not.
+        # Leaves' sums are read again, weights usually are not.
         EVICTION="evict_first" if leaf is not None and tiles.block_m == MMA_ROWS else "",
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
@@ -427,7 +431,7 @@ def grouped_down(
 
 
 def _rows_for(x: torch.Tensor, weight: ExpertWeight, exact: bool) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Rows as kernels take them for a weight, with their scales and the stride of these if they are in FP8."""
+    """Rows as kernel arguments for a weight. If they are in FP8, their scales and the scales' stride follow."""
     if exact or not isinstance(weight, Fp8Matrix):
         return x, None, 0
     q = quantised(x, groups_of(weight))
@@ -435,12 +439,12 @@ def _rows_for(x: torch.Tensor, weight: ExpertWeight, exact: bool) -> tuple[torch
 
 
 def fitting(block_k: int, width: int) -> int:
-    """The largest step up to `block_k` that a rank's columns are a multiple of, or the smallest that is used."""
+    """The largest step up to `block_k` that divides a rank's columns, or the smallest step allowed."""
     while width % block_k and block_k > _LEAST_BLOCK_K:
         block_k //= 2
     return block_k
 
 
 def fitting_leaf(block_k: int, leaf: int) -> int:
-    """A step along a leaf: `block_k`, or less where the leaf is shorter, but not less than an MMA's."""
+    """A step along a leaf: `block_k`, or less if the leaf is shorter, but at least an MMA's."""
     return max(min(block_k, triton.next_power_of_2(leaf)), MMA_ROWS)

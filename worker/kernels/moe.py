@@ -1,18 +1,20 @@
-"""A mixture of experts over one rank's columns: router logits to the sum over each token's experts.
+"""A mixture of experts over one rank's columns, from router logits to the sum over each token's experts.
 
-For few tokens three kernels, in which each (token, expert) pair reads its expert's weights by itself: the choice of
-experts is part of the first product over them, the sum over experts part of the second. For more tokens five: pairs are
-gathered by expert (worker/kernels/routing.py), and two grouped products walk blocks of an expert's pairs, so that its
-weights are read once for all its tokens. The weights of experts that nobody chose are not read. Nothing waits for the
-device, and grids follow from shapes alone: everything can be captured in a CUDA graph.
+For few tokens it takes three kernels, in which each (token, expert) pair reads its expert's weights separately. The
+choice of experts is part of the first product over them, and the sum over experts is part of the second. For more
+tokens it takes five kernels: pairs are gathered by expert (worker/kernels/routing.py), and two grouped products process
+blocks of an expert's pairs, so that its weights are read once for all its tokens. The weights of experts that no token
+chose are not read. Nothing waits for the device, and grids depend only on shapes, so a CUDA graph can capture
+everything.
 
-In exact numerics the result is nodes of the sum over an expert's columns, which ranks cut. The columns are leaves of
-one width. A token's leaf is a chain of fused multiply-adds over its experts, the likeliest first, of each one's weight
-and its down product over the leaf, itself one ascending chain of MMAs; nodes are halving trees of leaves, as in
-node_gemm.py. What comes before is cut nowhere: logits, weights, and the first products, which are ascending chains of
-MMAs. So the bits of a token's node follow from the token and the weights alone. For few tokens leaves are added in
-registers, by a third kernel where programs would be too few; for more, the grouped products keep every pair's leaves
-apart and the last kernel adds them, both for as many of the output's columns at a time as fit a bound.
+In exact numerics the result is nodes of the sum over an expert's columns, which are divided among the ranks. The
+columns form leaves of one width. A token's leaf is a chain of fused multiply-adds over its experts, the likeliest
+first. Each adds the expert's weight times its down product over the leaf, which is itself one ascending chain of MMAs.
+Nodes are halving trees of leaves, as in node_gemm.py. All earlier values are computed whole: logits, weights, and the
+first products, which are ascending chains of MMAs. So the bits of a token's node depend only on the token and the
+weights. For few tokens leaves are added in registers, and by a third kernel if there would be too few programs. For
+more tokens, the grouped products store every pair's leaves separately, and the last kernel adds them. Both process only
+as many of the output's columns at a time as fit a memory bound.
 """
 
 from __future__ import annotations
@@ -56,9 +58,9 @@ def _combine_kernel(
     num_tokens, low, high, size, first_column, num_columns, PARTS: tl.constexpr, GATED: tl.constexpr,
     DEPTH: tl.constexpr, NUM_SUMMANDS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = its pairs' y, the likeliest expert's first, and the shared expert, perhaps gated; 0 for padding.
+    """out[token] = its pairs' y, the likeliest expert's first, plus the shared expert, perhaps gated; 0 for padding.
 
-    With a DEPTH, out[node, token] = the node over y [num_leaves, num_pairs, num_columns] by the pairs' weights.
+    With a DEPTH, out[node, token] = the node over y [num_leaves, num_pairs, num_columns] with the pairs' weights.
     """
     token, node = tl.program_id(0).to(tl.int64), tl.program_id(2)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -111,21 +113,22 @@ def _gated_silu_and_mul_kernel(
 
 
 _PAIR_TOKENS = 8
-"""Up to so many tokens, every pair reads its expert by itself: few experts are then chosen twice."""
+"""Up to this number of tokens, every pair reads its expert separately, since few experts are then chosen twice."""
 _PAIR_EXPERTS = 128
-"""Most experts for that: every program compares all with all then."""
+"""Maximum number of experts for that, because every program then compares all experts with each other."""
 
 # Measured on an H200 for Qwen3-30B-A3B, whole and halved.
 _PAIR = Tiles(1, gate_up=Tile(8, 256, 4, 4), down=Tile(4, 128, 1, 8))
-# Up to so many pairs for each expert of the model.
+# Each entry holds up to this number of pairs for each expert of the model.
 _GROUPED = (
     (8.0, Tiles(16, gate_up=Tile(64, 128, 4, 3), down=Tile(128, 128, 4, 3))),
     (16.0, Tiles(32, gate_up=Tile(64, 128, 4, 3), down=Tile(256, 64, 8, 3))),
     (128.0, Tiles(64, gate_up=Tile(128, 64, 8, 4), down=Tile(256, 64, 8, 3))),
     (float("inf"), Tiles(128, gate_up=Tile(128, 64, 8, 4), down=Tile(256, 64, 8, 3))),
 )
-# Weights in FP8 have tiles of their own, whose steps are groups of columns: of the pairs' first product several side by
-# side. Measured on an H200 for Qwen3-30B-A3B (`--sweep`, benchmarks/results/fp8_tiles_h200_2026-11-26.txt).
+# Weights in FP8 have separate tiles with steps of whole groups of columns. In the pairs' first product, a step has
+# several groups side by side. Measured on an H200 for Qwen3-30B-A3B (`--sweep`,
+# benchmarks/results/fp8_tiles_h200_2026-11-26.txt).
 _FP8_PAIR = Tiles(1, gate_up=Tile(16, 512, 4, 3), down=Tile(16, 128, 8, 3))
 _FP8_GROUPED = (
     (8.0, Tiles(16, gate_up=Tile(32, 128, 4, 6), down=Tile(128, 128, 4, 3))),
@@ -133,7 +136,8 @@ _FP8_GROUPED = (
     (128.0, Tiles(64, gate_up=Tile(64, 128, 4, 4), down=Tile(128, 128, 4, 4))),
     (float("inf"), Tiles(64, gate_up=Tile(64, 128, 4, 3), down=Tile(128, 128, 4, 3))),
 )
-# So have those in four bits, whose steps are groups of 128 columns; measured for gpt-oss-20b (the same file).
+# Weights in four bits have separate tiles too, with steps of groups of 128 columns. Measured for gpt-oss-20b (the same
+# file).
 _MXFP4_PAIR = Tiles(1, gate_up=Tile(16, 256, 2, 3), down=Tile(16, 128, 4, 4))
 _MXFP4_GROUPED = (
     (8.0, Tiles(16, gate_up=Tile(32, 128, 2, 4), down=Tile(64, 128, 4, 4))),
@@ -148,16 +152,18 @@ _ACT_BLOCK = 1024
 
 # The fastest with bf16 on an H200 (the same file).
 _EXACT_PAIR = Tiles(1, gate_up=Tile(32, 128, 4, 4), down=Tile(32, 64, 1, 10))
-# In place of the table's where pairs' leaves are stored on the way, which takes shared memory.
+# Replace the table's tiles if pairs' leaves are stored on the way, which takes shared memory.
 _EXACT_DOWN = {16: Tile(128, 64, 4, 4), 32: Tile(128, 64, 4, 4), 64: Tile(128, 64, 8, 4), 128: Tile(128, 64, 8, 4)}
 MOST_BYTES = 24 << 20
-"""Pairs' leaves at a time, which are then still in the L2 cache; those of a block of columns may be more."""
+"""Maximum bytes of pairs' leaves at a time, so that they are still in the L2 cache. One block of columns may exceed
+it."""
 
 
 def choose_tiles(
     num_tokens: int, top_k: int, num_experts: int, kind: type = torch.Tensor, exact: bool = False
 ) -> Tiles:
-    """The tiles of the table for weights of a kind for so many tokens; `block_m` 1 is a program for every pair."""
+    """The table's tiles for this number of tokens and kind of weights. A `block_m` of 1 means a program for every
+    pair."""
     if num_tokens <= _PAIR_TOKENS and num_experts <= _PAIR_EXPERTS:
         return _EXACT_PAIR if exact else _TABLES.get(kind, _PLAIN)[0]
     pairs_each = num_tokens * top_k / num_experts
@@ -189,28 +195,28 @@ def mixture(
 ) -> torch.Tensor:
     """Sum over each token's top k experts of weight * w2 @ (silu(gate) * up), and the shared expert, perhaps gated.
 
-    Weights are a softmax over all experts, or what `scoring` says. Sums over inputs and over experts are fp32.
+    Weights are a softmax over all experts, or determined by `scoring`. Sums over inputs and over experts are fp32.
 
     Args:
-        x: [num_tokens, size], elements of a row side by side, rows any distance apart.
-        router: [num_experts, size] of x's dtype, contiguous; with a gate of the shared expert one row more.
+        x: [num_tokens, size], contiguous within a row, with any row stride.
+        router: [num_experts, size] of x's dtype, contiguous. One more row if the shared expert has a gate.
         w13: [num_experts, 2 * width, size] of x's dtype, contiguous, or in FP8: this rank's gate rows of each expert,
-            then its up rows; or in four bits, where they take turns. The width may be 0.
-        w2: [num_experts, size, width] of x's dtype, contiguous, or in FP8 or four bits as w13 is.
+            then its up rows. In four bits, gate and up rows alternate. The width may be 0.
+        w2: [num_experts, size, width] of x's dtype, contiguous, or in FP8 or four bits like w13.
         normalise: divide a token's weights by their sum.
         round_to: dtype to which the weights are rounded last.
-        out: [num_tokens, size] of x's dtype, contiguous; with leaves [len(nodes), num_tokens, size] fp32; written.
-        slots: [num_tokens] int64, or None: tokens whose slot is below `first_slot` are padding. They read no expert and
+        out: the output, [num_tokens, size] of x's dtype, contiguous. With leaves, [len(nodes), num_tokens, size] fp32.
+        slots: [num_tokens] int64, or None. Tokens with a slot below `first_slot` are padding: they read no expert and
             their rows become 0.
         weight_scale: factor of the weights, before they are rounded.
-        biases: of experts that have some, and an activation of theirs; without a shared expert.
+        biases: biases of the experts and parameters of their activation, if they have any. Not with a shared expert.
         shared: [num_tokens, size] of x's dtype, contiguous: the shared expert's part. Not with leaves.
-        leaf: columns of a leaf, which divide the width. None: the sum is not one of exact numerics.
-        nodes: the leaves below each; one after the other, from the rank's first leaf to its last.
-        tiles: for measurements, as `parts` and `most_bytes`; chosen by shape by default.
+        leaf: columns of a leaf, which divide the width. If None, numerics are not exact.
+        nodes: the range of leaves of each node, consecutive, from the rank's first leaf to its last.
+        tiles: for measurements, like `parts` and `most_bytes`. Chosen by shape by default.
 
     Returns:
-        The router's logits, as `router_logits` does: for `gated_silu_and_mul`.
+        The router's logits, as from `router_logits`, for `gated_silu_and_mul`.
     """
     (num_experts, _, width), num_tokens = w2.shape, len(x)
     num_leaves = nodes[-1].stop - nodes[0].start if nodes else 0
@@ -301,11 +307,12 @@ def _combine(
 def gated_silu_and_mul(
     x: torch.Tensor, logits: torch.Tensor, num_experts: int, slots: torch.Tensor | None, first_slot: int
 ) -> torch.Tensor:
-    """silu(gate) * up times the shared expert's gate, rounded once, 0 for padding: what follows is a sum like others.
+    """silu(gate) * up times the shared expert's gate, rounded once; 0 for padding. The down product can then treat it
+    like any MLP's.
 
     Args:
-        x: [num_tokens, 2 * size], gate then up; elements of a row side by side, rows any distance apart.
-        logits: as `router_logits` returns; with more than `num_experts`, the next one is the gate's.
+        x: [num_tokens, 2 * size], gate then up, contiguous within a row, with any row stride.
+        logits: as from `router_logits`. If there are more than `num_experts`, the next one belongs to the gate.
         slots, first_slot: as in `moe.mixture`.
 
     Returns:

@@ -1,8 +1,9 @@
 """RMSNorm kernels: alone, and after adding to the residual stream.
 
-One program per row. Block size and warps follow from the row length alone, and the compiler's layout from that, so a
-row's bits do not depend on the rows beside it. (Triton also compiles anew for pointers or row strides that are not
-multiples of 16: whole tensors and slices of rows or columns at such multiples, all this engine makes, share one.)
+One program computes each row. Block size and warps depend only on the row length, and the compiler's layout only on
+these, so a row's bits do not depend on the other rows. (Triton also compiles separately for pointers or row strides
+that are not multiples of 16. Whole tensors, and slices of rows or columns at such multiples, which are all that this
+engine makes, share one compilation.)
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
-    # Before the sum: the row's threads wait for each other there, and this load need not wait with them.
+    # Loaded before the sum, because the row's threads wait for each other there, and this load need not wait with them.
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     follow(DEPENDENT)
     let_next_start_beside(DEPENDENT)
@@ -39,7 +40,7 @@ def _add_rms_norm_kernel(
     out_ptr, scales_ptr, finished_ptr, x_ptr, residual_ptr, weight_ptr, x_stride, residual_stride, scale_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """With WIDTH the norm is rounded, and then in FP8 in groups of so many columns."""
+    """If WIDTH > 0, the rounded norm is then quantised to FP8 in groups of WIDTH columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -62,17 +63,17 @@ def _add_rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight of each row; fp32 throughout, rounded once to x's dtype.
+    """x / sqrt(mean(x^2) + eps) * weight of each row, computed in fp32 and rounded once to x's dtype.
 
     Args:
-        x: [num_rows, size], elements of a row side by side, rows any distance apart.
+        x: [num_rows, size], contiguous within a row, with any row stride.
         weight: [size], of x's dtype or fp32.
 
     Returns:
         [num_rows, size], contiguous, of x's dtype.
     """
     num_rows, size = x.shape
-    assert x.stride(1) == 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
+    assert x.stride(1) == 1, f"the elements of a row must be contiguous, not {x.stride(1)} apart"
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     block, num_warps = block_of_row(size)
     dependent = is_dependent(x.device, num_rows)
@@ -86,12 +87,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Adds x to `residual` in place and returns `rms_norm` of the sum.
 
-    The sum is rounded to the residual's dtype before its norm is taken, as if the addition were a kernel of its own:
-    what is normed is what the next layer adds to, and what transformers norms.
+    The sum is rounded to the residual's dtype before the norm, as if a separate kernel had added. So the norm reads the
+    same values to which the next layer adds, and which transformers norms.
 
     Args:
-        x: [num_rows, size], rows any distance apart; may be of a wider dtype than the residual.
-        residual: [num_rows, size], rows any distance apart. Not overlapping x.
+        x: [num_rows, size], with any row stride. May have a wider dtype than the residual.
+        residual: [num_rows, size], with any row stride. Must not overlap x.
         weight: [size], of the residual's dtype or fp32.
 
     Returns:
@@ -105,7 +106,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 def add_rms_norm_in_fp8(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, groups: Groups
 ) -> Fp8Rows:
-    """Does what `add_rms_norm` does, whose answer is then quantised in whole `groups`."""
+    """Like `add_rms_norm`, with the answer quantised to FP8 in whole `groups`."""
     num_rows, size = residual.shape
     q = empty_rows(num_rows, size, groups, residual)
     _add_rms_norm(q.values, q, x, residual, weight, eps, groups.width)
@@ -118,8 +119,8 @@ def _add_rms_norm(
 ) -> None:  # fmt: skip
     num_rows, size = residual.shape
     assert x.shape == residual.shape, f"cannot add {tuple(x.shape)} to {tuple(residual.shape)}"
-    assert x.stride(1) == 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
-    assert residual.stride(1) == 1, f"the elements of a row lie side by side, not {residual.stride(1)} apart"
+    assert x.stride(1) == 1, f"the elements of a row must be contiguous, not {x.stride(1)} apart"
+    assert residual.stride(1) == 1, f"the elements of a row must be contiguous, not {residual.stride(1)} apart"
     scales, finished, stride = (None, None, 0) if q is None else (q.scales, q.finished, q.scales.stride(0))
     block, num_warps = block_of_row(size)
     dependent = is_dependent(x.device, num_rows)

@@ -1,7 +1,7 @@
-"""Products over the experts of few tokens: each (token, expert) pair reads its expert's weights by itself.
+"""Products over the experts of few tokens: each (token, expert) pair reads its expert's weights separately.
 
 The choice of a pair's expert is part of the first kernel, the sum over a token's experts part of the second. In exact
-numerics its sums are subtrees of leaves of the experts' columns (moe.py has the contract).
+numerics these sums are subtrees of leaves of the experts' columns (moe.py describes the contract).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from worker.kernels.routing import (
 )
 
 _ROWS = tl.constexpr(MMA_ROWS)
-# A node is cut until so many programs share a token's experts, but into no more than some parts.
+# A node is cut until this number of programs share a token's experts, but into at most _MAX_CUTS parts.
 _ENOUGH_PROGRAMS = 512
 _MAX_CUTS = 4
 
@@ -56,14 +56,14 @@ def _pair_gate_up_kernel(
     BLOCK_G: tl.constexpr, SCALES_INPUT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """hidden[pair] = silu(w13[expert, :width] @ x[token]) * (w13[expert, width:] @ x[token]), and who the expert is;
-    with biases as `activated` has it.
+    """hidden[pair] = silu(w13[expert, :width] @ x[token]) * (w13[expert, width:] @ x[token]), and the pair's expert.
+    With biases, the activation is that in `activated`.
 
-    SCALES_INPUT: by the weight, as factors do in `_grouped_gate_up_kernel`. EXACT: by MMAs, of which the pair's row is
-    the first and the others are zeros, so that the bits are those of a grouped product. With FP8, by
-    `sum_side_by_side`. With MXFP4, by `sum_blocks_side_by_side`.
+    SCALES_INPUT: uses the weight like the factors in `_grouped_gate_up_kernel`. EXACT: uses MMAs with the pair's row
+    first and zeros in the other rows, so that the bits equal those of a grouped product. With FP8, uses
+    `sum_side_by_side`; with MXFP4, `sum_blocks_side_by_side`.
     """
-    # Programs that follow each other read the same columns of the pairs' experts: two of one expert find them in L2.
+    # Consecutive programs read the same columns of the pairs' experts, so two pairs of one expert find them in L2.
     pair = tl.program_id(0)
     token, choice = pair // TOP_K, pair % TOP_K
     follow(DEPENDENT)
@@ -84,7 +84,7 @@ def _pair_gate_up_kernel(
         columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         x_row = x_ptr + token * x_stride
         if MXFP4 is not None:
-            turns = tl.program_id(1) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)[None, :]  # gate and up take turns
+            turns = tl.program_id(1) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)[None, :]  # gate and up alternate
             both = sum_blocks_side_by_side(
                 x_row + tl.zeros([1, 1, 1], tl.int32), SIDE, w13_ptr, scales_ptr,
                 expert.to(tl.int64), tl.minimum(turns, 2 * width - 1), 2 * width, size, SIDE, True, MXFP4, STAGES,
@@ -108,7 +108,7 @@ def _pair_gate_up_kernel(
             gate_scales = scales_of(scales_ptr, blocks_ptr, rows, FORMAT)
             up_scales = scales_of(scales_ptr, blocks_ptr, rows + width, FORMAT)
             if EXACT:
-                # Copies of the row would all be read from one place in the L2 cache, by every program.
+                # Copies of the row would all be read from one address in the L2 cache, by every program.
                 is_row = (tl.arange(0, _ROWS) == 0)[:, None]
                 x_row += tl.zeros([_ROWS, 1], tl.int32)
                 gate = tl.zeros([_ROWS, BLOCK_N], tl.float32)
@@ -154,10 +154,10 @@ def _pair_down_kernel(
     PARTS: tl.constexpr, GATED: tl.constexpr, LEAF: tl.constexpr, DEPTH: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = sum over its pairs of weight * (w2[expert] @ hidden[pair]), and the shared expert, perhaps gated.
+    """out[token] = sum over its pairs of weight * (w2[expert] @ hidden[pair]), plus the shared expert, perhaps gated.
 
     With a LEAF, out[part, token] = the subtree of this part, BLOCK_N columns of it; 0 for padding. A bias is part of
-    the product, or of the first leaf's. With FP8, by `sum_side_by_side` of the pairs, with MXFP4 by
+    the product, or of the first leaf's. With FP8, uses `sum_side_by_side` over the pairs; with MXFP4,
     `sum_blocks_side_by_side`.
     """
     token, part = tl.program_id(0), tl.program_id(2)
@@ -197,7 +197,7 @@ def _pair_down_kernel(
             first, stop = border(low, high, part), border(low, high, part + 1)
             steps: tl.constexpr = (LEAF + BLOCK_K - 1) // BLOCK_K  # type: ignore[no-redef]  # of a leaf
             num_steps = (stop - first) * TOP_K * steps
-            # The first row of an MMA is the pair's, and the others are zeros.
+            # The first row of an MMA is the pair's, and the other rows are zeros.
             mma_rows = tl.arange(0, _ROWS)[:, None]
             is_row = mma_rows == 0
             hidden_ptr += mma_rows * 0
@@ -271,7 +271,7 @@ def sum_pairs(
     parts: tuple[Span, ...] | None,
     out: torch.Tensor,
 ) -> None:
-    """Writes what `moe.mixture` says of `leaf`, `nodes` and `out`; `parts` are subtrees of the nodes."""
+    """Writes `out` as in `moe.mixture`, with `leaf` and `nodes`. `parts` are subtrees of the nodes."""
     hidden, experts, weights = pair_gate_up(tokens, w13, tiles.gate_up, exact=leaf is not None)
     num_tokens, size = out.shape[-2:]
     width, dependent, tile = w2.shape[2], has_dependent_launch(out.device), tiles.down
@@ -318,7 +318,7 @@ def pair_gate_up(
     tokens: Tokens, w13: ExpertWeight, tile: Tile, *, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes for every pair the input of its expert's down product [num_pairs, width], the expert [num_pairs] int32,
-    and its weight [num_pairs] fp32; undefined for padding tokens."""
+    and its weight [num_pairs] fp32. All are undefined for padding tokens."""
     num_pairs, width = len(tokens.x) * tokens.top_k, w13.shape[1] // 2
     size, device, dependent = w13.shape[2], w13.device, has_dependent_launch(w13.device)
     pieces, how = pieces_for(w13, tile, tile.block_k, 0 if exact else None)

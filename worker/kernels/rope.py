@@ -1,9 +1,9 @@
-"""The way from the QKV product to attention in one kernel: norm of query and key heads, rotary embedding, KV store.
+"""One kernel from the QKV product to attention: norm of query and key heads, rotary embedding, KV store.
 
-A program does eight heads of one token: query heads in place, or key heads with the value heads beside them into the
-KV cache. Everything is fp32 between load and store, and rounded once; the cache holds the rounded values, in FP8 after
-a division by the layer's factors. The tile, and with it the order of a head's sum of squares, follows from head_dim
-alone: neither the batch nor the number of heads on this rank changes a head's bits.
+A program processes eight heads of one token: query heads in place, or key heads and their value heads into the KV
+cache. All values are fp32 between load and store, and rounded once. The cache holds the rounded values; in FP8, they
+are first divided by the layer's factors. The tile, and so the order of a head's sum of squares, depends only on
+head_dim, so neither the batch nor the number of heads on this rank changes a head's bits.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def _norm_and_rotate(
         scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)[:, None]
         first = first * scale * first_weight
         second = second * scale * second_weight
-    # Explicit fma: whether the compiler fuses a product into a sum is not left to it.
+    # Explicit fma, because the compiler might or might not fuse a product into a sum.
     return tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
 
 
 @triton.jit
 def _cached(x, scale, dtype: tl.constexpr):
-    """The form of x in the cache: x in its dtype, or, where that is bytes, x / scale in FP8 e4m3.
+    """The stored form of x: x in the cache's dtype, or if that is bytes, x / scale in FP8 e4m3.
 
-    Rounded to the nearest, of two the even one; beyond +-448 it is that, and NaN is NaN. By integers: Triton's
-    interpreter would truncate, and GPUs before compute capability 8.9 have no FP8.
+    Rounds to the nearest, ties to even. Values beyond +-448 become +-448, and NaN stays NaN. Uses integers, because
+    Triton's interpreter would truncate, and GPUs before compute capability 8.9 have no FP8.
     """
     if dtype != tl.uint8:
         return x.to(dtype)
@@ -47,16 +47,17 @@ def _cached(x, scale, dtype: tl.constexpr):
         bits = tl.div_rn(x.to(tl.float32), scale).to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         clamped = tl.minimum(size, 0x43E00000)  # 448
-        # Exponents are 120 less, and 20 bits go: half of the last that stays is added, or just less where that is even.
+        # Exponents decrease by 120, and the last 20 bits are dropped. Adding half of the last remaining bit, or just
+        # less if it is even, rounds to nearest.
         normal = ((clamped + 0x7FFFF + ((clamped >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2**-6 steps are of 2**-9, which are those of fp32 from 2**14 on.
+        # Below 2**-6, FP8 steps are 2**-9, which is fp32's step from 2**14 on.
         steps = (clamped.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(clamped < 0x3C800000, steps, normal)
         code = tl.where(size > 0x7F800000, 0x7F, code)
         return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
-# Not specialised by head counts and slots: one compilation serves every rank and layer, so their bits agree.
+# Not specialised by head counts and slots, so that one compilation serves every rank and layer, and their bits agree.
 @triton.jit(do_not_specialize=["num_slots", "num_q_heads", "num_kv_heads"])
 def _qk_norm_rope_store_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, k_slots_ptr, v_slots_ptr, out_cache_loc_ptr,
@@ -68,11 +69,11 @@ def _qk_norm_rope_store_kernel(
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     num_q_groups = tl.cdiv(num_q_heads, HEADS)
-    # [HEADS, BLOCK], the same for each head: cosines, sines and weights are then loaded in the layout of the heads.
-    # Loaded as rows, they would go to that layout through shared memory and barriers (Triton 3.6, seen in its PTX).
+    # [HEADS, BLOCK], the same for each head, so that cosines, sines and weights are loaded in the layout of the heads.
+    # If loaded as rows, they would be converted through shared memory and barriers (Triton 3.6, seen in its PTX).
     columns = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (HEADS, BLOCK))
     inside = columns < HALF
-    # Offsets of the elements of each pair in a head. Elements that do not turn are paired too, and turn by nothing.
+    # Offsets of the elements of each pair in a head. Elements without rotation are paired too, and rotated by zero.
     first_at = columns
     second_at = columns + HALF
     if ROTARY_DIM < HEAD_DIM:
@@ -133,23 +134,24 @@ def qk_norm_rope_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Norms and rotates the query heads of `qkv` in place, and writes its key heads, so treated, and value heads.
+    """Norms and rotates the query heads of `qkv` in place, and writes its key heads, treated alike, and its value heads
+    to the KV cache.
 
-    Key and value columns of `qkv` are left as they are. Rotation is in the halves convention: element i of a head
-    turns with element i + rotary_dim / 2; elements from rotary_dim on stay.
+    Key and value columns of `qkv` are not changed. Rotation uses the halves convention: element i of a head is paired
+    with element i + rotary_dim / 2. Elements from rotary_dim on are not rotated.
 
     Args:
         qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim], contiguous.
-        q_weight: [head_dim], of qkv's dtype or fp32: RMSNorm of each query head before the rotation; None for no norm.
-        k_weight: [head_dim], the same of each key head; None exactly when `q_weight` is.
-        eps: of both norms.
-        cos_sin: [max_positions, rotary_dim] fp32, contiguous: rotary_dim / 2 cosines, then as many sines.
+        q_weight: [head_dim], of qkv's dtype or fp32: RMSNorm of each query head before the rotation. None for no norm.
+        k_weight: [head_dim], the same for each key head. None exactly when `q_weight` is.
+        eps: epsilon of both norms.
+        cos_sin: [max_positions, rotary_dim] fp32, contiguous: rotary_dim / 2 cosines, then the same number of sines.
         positions: [num_tokens] int64, each at least 0 and below max_positions.
         k_slots: [num_slots, num_kv_heads * head_dim], contiguous, of qkv's dtype or FP8 e4m3.
         v_slots: the same for values.
-        out_cache_loc: [num_tokens] int64: the slot of each token. Several tokens may name slot 0, the padding slot,
-            whose content is then undefined; a token whose slot is negative or at least num_slots is not stored.
-        k_scale: in FP8, what keys are divided by; likewise `v_scale`.
+        out_cache_loc: [num_tokens] int64: the slot of each token. Several tokens may have slot 0, the padding slot with
+            undefined content. A token with a slot that is negative or at least num_slots is not stored.
+        k_scale: divisor of keys in FP8. `v_scale` is the same for values.
     """
     num_tokens, width = qkv.shape
     assert width == (num_q_heads + 2 * num_kv_heads) * head_dim, f"{width} columns are not the heads of qkv"
@@ -227,7 +229,7 @@ def _latent_norm_rope_store_kernel(
         normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / LATENT_DIM + eps) * weight
         CACHE: tl.constexpr = slots_ptr.dtype.element_ty
         tl.store(slot_ptr + dims, _cached(normed, scale, CACHE), mask=is_latent & is_slot)
-        # The one key, as the first of as many heads.
+        # The one key, processed as the first of HEADS heads.
         k_mask = (heads < 1)[:, None] & inside
         k_first, k_second = _norm_and_rotate(
             latent_ptr + LATENT_DIM, k_mask, None, columns, columns + HALF, inside, cos, sin, eps, ROTARY_DIM, False
@@ -249,16 +251,17 @@ def latent_norm_rope_store(
     out_cache_loc: torch.Tensor,
     scale: float = 1.0,
 ) -> None:
-    """Rotates the last columns of query heads in place; writes latents after their norm, and rotated keys, to slots.
+    """Rotates the last columns of query heads in place, and writes normed latents and rotated keys to slots.
 
     Args:
-        q: [num_tokens, num_q_heads, head_dim]; heads of a token are contiguous, tokens may lie further apart.
-        kept: [num_tokens, latent_dim + rotary_dim]: latent and key of each token, contiguous; likewise. Left as it is.
+        q: [num_tokens, num_q_heads, head_dim]. The heads of a token are contiguous, with any stride between tokens.
+        kept: [num_tokens, latent_dim + rotary_dim]: latent and key of each token, contiguous, with any stride between
+            tokens. Not changed.
         weight: [latent_dim], of q's dtype or fp32: RMSNorm of the latents.
-        eps: of the norm.
-        cos_sin: as for `qk_norm_rope_store`, and likewise `positions` and `out_cache_loc`.
+        eps: epsilon of the norm.
+        cos_sin: as in `qk_norm_rope_store`, like `positions` and `out_cache_loc`.
         slots: [num_slots, latent_dim + rotary_dim], contiguous, of q's dtype or FP8 e4m3.
-        scale: in FP8, what both are divided by.
+        scale: divisor of both in FP8.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     rotary_dim = cos_sin.shape[1]

@@ -1,9 +1,9 @@
-"""Routes each token to its experts: router logits, the top k of them, and the (token, expert) pairs of every expert.
+"""Routes each token to its experts: router logits, their top k, and the (token, expert) pairs of every expert.
 
-A *pair* is token * top_k + choice. Whatever a rank or a batch looks like, a token's logits are summed in one order, its
-weights in whole units, and ties fall to the first expert: all ranks route alike, bit for bit. The order of one expert's
-pairs is left to chance: a grouped product computes each row alike wherever it stands. Tokens of a graph's padding,
-which write their keys and values below the pool's first slot, go nowhere.
+A *pair* is token * top_k + choice. On any rank and in any batch, a token's logits are summed in one order, its weights
+in integers, and ties go to the first expert, so all ranks route alike, bit for bit. The order of one expert's pairs is
+not fixed, because a grouped product computes each row alike in any position. Tokens of a graph's padding, which write
+their keys and values below the pool's first slot, go to no expert.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import triton.language as tl
 from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
 
 LOGIT_PARTS = 4
-"""Parts that the inputs of a router's product are cut into; the logits are the parts' sums, added up in order."""
+"""Number of parts of a router's product over the inputs. The logits are the sum of the parts, in order."""
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 _LOGITS_BLOCK_K = 128
 _ROUTE_BLOCK_T = 4
-"""Tokens of one program, a warp for each."""
+"""Tokens of one program, with one warp for each."""
 
 _NONE = tl.constexpr(-(1 << 63))
 
 
 @triton.jit
 def is_live(slots_ptr, tokens, mask, first_slot):
-    """Whether tokens are no padding; all that `mask` has, where there are no slots."""
+    """Whether tokens are not padding. If there are no slots, all tokens in `mask` count."""
     live = mask
     if slots_ptr is not None:
         live = mask & (tl.load(slots_ptr + tokens, mask=mask, other=0) >= first_slot)
@@ -66,8 +66,8 @@ def of_best_groups(
     choice, experts, inside, num_experts, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """`choice` [tokens, experts] of a token's TOP_GROUPS best groups, -inf for the others: by the best of each group,
-    with PAIRS by its two best together; of equal groups the first."""
+    """`choice` [tokens, experts] for experts in a token's TOP_GROUPS best groups, -inf for all other experts. A group
+    ranks by its best expert, or with PAIRS by the sum of its two best. Ties go to the first group."""
     choice = tl.where(inside & (choice == choice), choice, float("-inf"))
     group_of = experts // (num_experts // GROUPS)
     groups = tl.arange(0, BLOCK_G)[None, :]
@@ -93,7 +93,7 @@ def compare_logits(
     logits_ptr, bias_ptr, num_experts, part_stride, PARTS: tl.constexpr, BLOCK_E: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """A token's logits, and how many others come before each; NaN, and what is no expert, stands with the last."""
+    """A token's logits, and the number of experts before each in the ranking. NaN and padding rank last."""
     ids = tl.arange(0, BLOCK_E)
     inside = ids < num_experts
     logits = load_logits(logits_ptr + ids, inside, part_stride, PARTS)
@@ -107,13 +107,13 @@ def compare_logits(
             bias_ptr is not None,
         )  # fmt: skip
         ordered = tl.reshape(ordered, [BLOCK_E])
-    # Summed over rows, which are a thread's own: over columns, threads would have to sum for every row.
+    # Summed over rows, which each thread holds itself. Sums over columns would need all threads for every row.
     return logits, tl.sum((ordered[:, None] > ordered[None, :]).to(tl.int32), 0)
 
 
 @triton.jit
 def nth_expert(num_above, choice, BLOCK_E: tl.constexpr):
-    """The expert that `choice` others come before, of equal ones the first first, as `_route_kernel` chooses too."""
+    """The expert with rank `choice`. Ties go to the first expert, as in `_route_kernel`."""
     above = tl.max(tl.where(num_above <= choice, num_above, 0), 0)
     is_equal = num_above == above
     nth = tl.cumsum(is_equal.to(tl.int32), 0) - 1
@@ -122,7 +122,8 @@ def nth_expert(num_above, choice, BLOCK_E: tl.constexpr):
 
 @triton.jit
 def in_units(shares):
-    """Shares of at most 1 as whole 2 ** -40: their sums have the same bits in any order, so in any kernel."""
+    """Shares of at most 1 as integers in units of 2 ** -40. Their sums have the same bits in any order, so in any
+    kernel."""
     return (shares * 1099511627776.0).to(tl.int64)
 
 
@@ -133,7 +134,8 @@ def from_units(total):
 
 @triton.jit
 def normalised(shares, top_shares):
-    """`shares` over the sum of `top_shares`, both [tokens, experts], and 1e-20: the same in any order."""
+    """`shares` over the sum of `top_shares`, both [tokens, experts], plus 1e-20. The bits do not depend on the
+    order."""
     largest = tl.maximum(tl.max(top_shares, 1), 1e-30)[:, None]
     total = from_units(tl.sum(in_units(top_shares / largest), 1))[:, None]
     return shares / tl.fma(total, largest, 1e-20)
@@ -158,7 +160,7 @@ def weight_of(
     largest = tl.max(tl.where(inside, logits, float("-inf")), 0)
     shares = tl.where(inside, tl.exp(logits - largest), 0.0)
     if NORMALISE:
-        # The last of the top k may have equals that are not among them.
+        # Experts outside the top k may equal the last of the top k.
         last = tl.max(tl.where(num_above < TOP_K, num_above, 0), 0)
         last_share = tl.max(tl.where(num_above == last, shares, 0.0), 0)
         above = tl.sum(in_units(tl.where(num_above < last, shares, 0.0)), 0)
@@ -170,9 +172,10 @@ def weight_of(
 
 @triton.jit
 def find_block(counts_ptr, block, num_experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of a block of pairs, the block's first pair among the expert's, and the expert's pairs; 0 past all.
+    """The expert of a block of pairs, the index of the block's first pair in that expert, and the expert's number of
+    pairs. All 0 after the last block.
 
-    Every expert's pairs fill blocks of their own, the last of which need not be full.
+    Every expert's pairs fill separate blocks, the last one perhaps partly.
     """
     ids = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + ids, mask=ids < num_experts, other=0)
@@ -193,7 +196,7 @@ def _logits_kernel(
     follow(DEPENDENT)
     let_next_start(DEPENDENT)
     if counts_ptr is not None:
-        # The next kernel counts every expert's pairs.
+        # The next kernel counts every expert's pairs here.
         experts = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(counts_ptr + experts, tl.zeros([BLOCK_N], tl.int32), mask=experts < num_experts)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -245,7 +248,7 @@ def _route_kernel(
         shares = tl.where(inside, tl.exp(logits - largest[:, None]), 0.0)
     if TOP_GROUPS < GROUPS:
         choice = of_best_groups(choice, experts, inside, num_experts, GROUPS, TOP_GROUPS, BLOCK_G, bias_ptr is not None)
-    # Keys in the order of choice, of equal ones the first expert on top; NaN is below all, what is no expert lower.
+    # Keys in the order of choice, with the first of equal experts on top. NaN is below all, and padding even lower.
     bits = choice.to(tl.int32, bitcast=True)
     ordered = tl.where(choice == choice, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
     keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - experts).to(tl.int64)
@@ -275,18 +278,19 @@ def _route_kernel(
 
 @dataclass(frozen=True)
 class Scoring:
-    """How logits become the choice of experts and their weights, where it is not a softmax over all."""
+    """How logits determine the choice of experts and their weights. The default is a softmax over all experts."""
 
     sigmoid: bool = False
     """Weights are sigmoids of logits."""
     bias: torch.Tensor | None = None
-    """[num_experts] fp32, added to sigmoids for the choice alone."""
+    """[num_experts] fp32, added to sigmoids only for the choice."""
     num_groups: int = 1
-    """Equal groups of neighbouring experts."""
+    """Number of equal groups of neighbouring experts."""
     top_groups: int = 1
-    """Experts are chosen from so many groups: those whose best, or with a bias whose two best together, are highest."""
+    """Number of groups from which experts are chosen. Groups rank by their best expert, or with a bias by the sum of
+    their two best."""
     scales_input: bool = False
-    """A weight is a factor of what the expert takes, not of what it gives."""
+    """Whether a weight multiplies the expert's input instead of its output."""
 
     @cached_property
     def constants(self) -> dict[str, bool | int]:
@@ -316,18 +320,18 @@ def router_logits(
     """Parts of x @ weight.T + bias in fp32. Their bits do not depend on the other rows of x.
 
     Args:
-        x: [num_tokens, hidden], at least one token; elements of a row side by side.
+        x: [num_tokens, hidden], at least one token, contiguous within a row.
         weight: [num_logits, hidden] of x's dtype, contiguous.
-        counts: [num_experts] int32 or None, at most one for each logit: set to 0, as `route` wants them.
-        bias: [num_logits] fp32 or None, which is 0.
+        counts: [num_experts] int32 or None, at most num_logits elements. Set to 0, for `route`.
+        bias: [num_logits] fp32, or None for no bias.
 
     Returns:
-        [LOGIT_PARTS, num_tokens, num_logits] fp32, whose sum over the first dimension is that.
+        [LOGIT_PARTS, num_tokens, num_logits] fp32. The sum over the first dimension gives the logits.
     """
     (num_tokens, hidden), num_logits = x.shape, len(weight)
-    assert counts is None or len(counts) <= num_logits, "the product's programs reach so many counts"
+    assert counts is None or len(counts) <= num_logits, "there are more counts than logits"
     logits = torch.empty((LOGIT_PARTS, num_tokens, num_logits), dtype=torch.float32, device=x.device)
-    # Tiles of up to 32 rows use one instruction: with the same steps, the sums have one order at any number of tokens.
+    # Tiles of up to 32 rows use one instruction, so with equal steps the sums have one order for any number of tokens.
     block_m, block_n, num_warps, num_stages = (16, 16, 2, 4) if num_tokens <= 256 else (32, 64, 4, 3)
     dependent = has_dependent_launch(x.device)
     _logits_kernel[(triton.cdiv(num_tokens, block_m), triton.cdiv(num_logits, block_n), LOGIT_PARTS)](
@@ -367,16 +371,16 @@ def route(
     slots: torch.Tensor | None = None,
     first_slot: int = 0,
 ) -> Routes:
-    """The top k of every token's experts, and who goes to each expert.
+    """The top k of every token's experts, and the pairs of each expert.
 
     Args:
-        logits: as `router_logits` returns, of num_experts experts and perhaps more, which are not looked at.
-        counts: [num_experts] int32 zeros; becomes the routes' counts.
+        logits: as from `router_logits`, of num_experts experts. Further logits are ignored.
+        counts: [num_experts] int32 zeros. Becomes the routes' counts.
         normalise: divide a token's weights by their sum.
-        round_to: dtype to which the weights are rounded last; fp32 leaves them.
-        weight_scale: factor of the weights, before that.
-        scoring: of what the weights are made.
-        slots: [num_tokens] int64, or None: tokens whose slot is below `first_slot` are padding and go nowhere.
+        round_to: dtype to which the weights are rounded last. fp32 does not change them.
+        weight_scale: factor of the weights, before they are rounded.
+        scoring: how weights follow from logits.
+        slots: [num_tokens] int64, or None. Tokens with a slot below `first_slot` are padding and go to no expert.
     """
     parts, num_tokens, num_logits = logits.shape
     num_experts = len(counts)
@@ -413,6 +417,6 @@ def route(
 
 
 def max_blocks(num_tokens: int, top_k: int, num_experts: int, block_m: int) -> int:
-    """Most blocks that the pairs of any choice of experts fill."""
+    """Maximum number of blocks that pairs can fill, for any choice of experts."""
     num_pairs = num_tokens * top_k
     return min(num_pairs, num_pairs // block_m + num_experts)

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
-# A checkpoint's names, and the kernels'.
+# A checkpoint's names, and the kernels' names.
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 class ActAndMul:
-    """act(gate) * up: a Triton kernel for CUDA tensors, C for others.
+    """act(gate) * up: a Triton kernel for CUDA tensors, C for all others.
 
-    Raises ConfigError when `hidden_act`, a checkpoint's name of the activation, is not known.
+    Raises ConfigError if `hidden_act`, a checkpoint's name of the activation, is not known.
     """
 
     def __init__(self, hidden_act: str) -> None:
@@ -32,7 +32,7 @@ class ActAndMul:
         self._act = _ACTIVATIONS[hidden_act]
 
     def __call__(self, x: torch.Tensor, groups: Groups | None = None) -> torch.Tensor | Fp8Rows:
-        """x [num_tokens, 2 * size], gate then up -> [num_tokens, size]; in FP8 if it is to be, on CUDA, in `groups`."""
+        """x [num_tokens, 2 * size], gate then up -> [num_tokens, size]. On CUDA with `groups`, quantised to FP8."""
         if not x.is_cuda:
             return cpu_pointwise.act_and_mul(x, self._act)
         from worker.kernels.activation import act_and_mul, act_and_mul_in_fp8

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Attention:
     """Self-attention over this rank's query heads: qkv -> norm -> rotary -> attention -> o -> all-reduce.
 
-    The all-reduce may be left to the norm that takes what this returns.
+    The all-reduce may be left to the norm that takes the output.
     """
 
     def __init__(self, spec: GroupedQueryAttention, context: LayerContext, layer_id: int, eps: float) -> None:
@@ -58,7 +58,7 @@ class Attention:
             self._norms = QKNorms(q_norm.weight, k_norm.weight, eps)
 
     def load(self, source: TensorSource, prefix: str) -> None:
-        """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
+        """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
         spec = self._spec
         heads = {f"{prefix}{it.name}": (spec.head_dim, 0) for linear in spec.qkv[:2] for it in linear.tensors}
         self._qkv.load(RotaryHalves(source, heads, spec.rotary_dim) if spec.rope.interleaved else source, prefix)
@@ -69,13 +69,14 @@ class Attention:
             source.read(prefix + self._spec.sinks.name, self.layer.sinks, rows=self._shard[Axis.QUERY_HEADS])
 
     def row_groups(self) -> Groups | None:
-        """The groups in which rows of its input may be in FP8; None: they are not."""
+        """The groups in which rows of its input may be in FP8. None if they may not."""
         return self._qkv.row_groups()
 
     def attend(self, x: torch.Tensor | Fp8Rows, step: Step) -> torch.Tensor:
-        """[num_tokens, tp_q_head_num * head_dim] of [num_tokens, hidden_size]; the tokens' K and V are in the pool."""
+        """[num_tokens, hidden_size] -> [num_tokens, tp_q_head_num * head_dim]. Stores the tokens' K and V in the
+        pool."""
         return step.backend.forward(self._qkv(x), self.layer, step.rotations[self.layer.layer_id], self._norms)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] of what `attend` returned."""
+        """[num_tokens, hidden_size], from the output of `attend`."""
         return self._o.for_norm(attended)

@@ -1,7 +1,7 @@
-"""A mixture of experts as one rank has it: some columns of every expert, and the whole router.
+"""A mixture of experts on one rank: some columns of every expert, and the whole router.
 
-Every rank routes for itself, from equal bits to equal choices, and sums its experts' columns. Which columns a rank has
-is decided elsewhere: spans come from outside.
+Every rank routes separately, from equal bits to equal choices, and sums its experts' columns. The caller decides which
+columns a rank has.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CUT = Cut(Axis.EXPERT_COLUMNS, 1)
 class Experts(ABC):
     """Routed experts and perhaps a shared one over this rank's columns, summed over the ranks.
 
-    Raises ConfigError where the experts' activation is not silu.
+    Raises ConfigError if the experts' activation is not silu.
     """
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
@@ -55,23 +55,23 @@ class Experts(ABC):
 
     @staticmethod
     def of(spec: ExpertsSpec, context: LayerContext) -> Experts:
-        """The experts of the context's device."""
+        """The experts for the context's device."""
         return (CudaExperts if context.device.type == "cuda" else CpuExperts)(spec, context)
 
     @abstractmethod
     def load(self, source: TensorSource, prefix: str) -> None:
-        """Reads the router and this rank's part of every expert; names begin with `prefix`."""
+        """Reads the router and this rank's part of every expert. Names begin with `prefix`."""
 
     def row_groups(self) -> None:
-        """Does what FeedForwardModule says: routers take rows as they are."""
+        """Implements FeedForwardModule. None, because routers take unquantised rows."""
         return None
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] -> the same, 0 for padding, or what the next norm is to sum."""
+        """[num_tokens, hidden_size] -> the same shape, 0 for padding, or a PartialSum for the next norm."""
 
     def _empty_router(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """[num_experts, hidden_size], and the shared expert's gate, if it has one, as one more row."""
+        """[num_experts, hidden_size], with one more row for the shared expert's gate, if it has one."""
         spec = self._spec
         num_rows = spec.num_experts + (spec.shared_gate is not None)
         return torch.empty(num_rows, spec.hidden_size, dtype=dtype, device=device)
@@ -88,7 +88,8 @@ class Experts(ABC):
             self._shared.load(source, prefix)
 
     def _read_expert(self, source: TensorSource, prefix: str, i: int, gate_up: Tensor, down: Tensor) -> None:
-        """Fills gate_up [2 * columns, hidden_size] and down [hidden_size, columns] with this rank's columns of one."""
+        """Fills gate_up [2 * columns, hidden_size] and down [hidden_size, columns] with this rank's columns of one
+        expert."""
         if isinstance(self._spec, MixtureOfExperts) and self._spec.are_stacked:
             _read_stacked(source, prefix, self._spec, i, self._columns, gate_up, down)
             return
@@ -99,11 +100,11 @@ class Experts(ABC):
 
 
 class CudaExperts(Experts):
-    """Experts by kernels in Triton. A shared expert's part is added to this rank's, or in exact numerics its nodes
-    stand beside those of the experts: there is one sum over the ranks.
+    """Experts with Triton kernels. A shared expert's part is added to this rank's part. In exact numerics, its nodes
+    are stored after the experts' nodes. In both cases there is one sum over the ranks.
 
     Raises:
-        ConfigError: also where this rank's columns are no multiple of 32, unless numerics are exact.
+        ConfigError: as for Experts, or if this rank's columns are not a multiple of 32, unless numerics are exact.
     """
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
@@ -115,14 +116,14 @@ class CudaExperts(Experts):
         width, unit = self._columns.size, context.arithmetic.choose(fast=32, exact=1)
         if width % unit:
             raise ConfigError(
-                f"{spec.intermediate_size} columns of an expert leave rank {context.group.rank} {width}, and GPUs take "
-                f"multiples of {unit}; choose a smaller tensor_parallel_size"
+                f"rank {context.group.rank} has {width} of the {spec.intermediate_size} columns of an expert, but GPUs "
+                f"need a multiple of {unit}; choose a smaller tensor_parallel_size"
             )
         beside = None if spec.shared is None else spec.shared.down.cut
         leaves = context.arithmetic.leaves(_CUT, context)
         self._leaf, self._nodes = context.arithmetic.choose(fast=(None, ()), exact=(leaves.width, leaves.nodes))
         self.rank_sum = context.arithmetic.rank_sum(spec.hidden_size, _CUT, context, of_weight=False, beside=beside)
-        # fp32 from the product on, since bf16 logits often tie, and then choose other experts.
+        # The logits are fp32, since bf16 logits often tie, which would choose other experts.
         self._router = self._empty_router(context.dtype, context.device)
         self._context = context
         self._w13: torch.Tensor | Fp8Matrix | Mxfp4Matrix | None = None
@@ -160,7 +161,7 @@ class CudaExperts(Experts):
         self._biases = Biases(router, gate_up, down if is_first else None, spec.limit, spec.alpha)
 
     def _load_mxfp4(self, spec: BiasedMixture, source: TensorSource, prefix: str) -> bool:
-        """Reads the experts if they are to stay in MXFP4."""
+        """Reads the experts if they stay in MXFP4. Returns whether they do."""
         columns, (gate_up, down) = self._columns, (prefix + it.name for it in (spec.gate_up, spec.down))
         is_mxfp4 = source.is_mxfp4(gate_up) and source.is_mxfp4(down)
         if not (self._context.keeps_mxfp4 and is_mxfp4 and columns.size):
@@ -175,7 +176,7 @@ class CudaExperts(Experts):
         return True
 
     def _load_fp8(self, source: TensorSource, prefix: str) -> bool:
-        """Reads the experts if all of them are to stay in FP8."""
+        """Reads the experts if all of them stay in FP8. Returns whether they do."""
         columns, whole = self._columns, Span(0, self._spec.hidden_size)
         into = [[f"{prefix}{it.name}.weight" for it in expert.gate_up] for expert in self._experts]
         out_of = [f"{prefix}{expert.down.name}.weight" for expert in self._experts]
@@ -196,7 +197,7 @@ class CudaExperts(Experts):
 
     def partial(self, x: torch.Tensor, padding: Padding, out: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part of `rank_sum` [num_tokens, hidden_size], or its nodes in fp32 [num_nodes, num_tokens,
-        hidden_size]; 0 for padding; written to contiguous `out` if one is given."""
+        hidden_size]; 0 for padding. Written to contiguous `out` if it is given."""
         from worker.kernels.moe import gated_silu_and_mul, mixture
 
         spec, nodes, slots, first_slot = self._spec, self._nodes, padding.token_slots(), padding.first_slot
@@ -204,7 +205,7 @@ class CudaExperts(Experts):
         assert self._w2 is not None, "forward before load"
         is_exact = self._leaf is not None
         if out is None:
-            assert not is_exact, "a sum of nodes gives their memory"
+            assert not is_exact, "exact numerics need `out`"
             out = torch.empty_like(x)
         logits = mixture(
             x,
@@ -234,9 +235,9 @@ class CudaExperts(Experts):
 
 
 class CpuExperts(Experts):
-    """Experts by kernels in C, by chains that follow from a token alone. A shared expert has a sum of its own.
+    """Experts with C kernels, as chains that depend only on a token. A shared expert has a separate sum.
 
-    Each leaf of the sum over columns is one over ascending experts first, so that only whole sums go to other ranks.
+    Each leaf of the sum over columns is first summed over ascending experts, so that only whole sums go to other ranks.
     """
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
@@ -250,7 +251,7 @@ class CpuExperts(Experts):
         self._down_bias: torch.Tensor | None = None
 
     def load(self, source: TensorSource, prefix: str) -> None:
-        # fp32, since bf16 logits often tie, and then choose other experts.
+        # fp32, since bf16 logits often tie, which would choose other experts.
         router, bias = self._empty_router(torch.float32, self._context.device), None
         self._load_router(source, prefix, router)
         self._gate_up.clear()
@@ -276,7 +277,7 @@ class CpuExperts(Experts):
         self._gate_up.append(CpuWeight.of_packed(pack(gate_up), len(gate_up), gate_up_bias))
 
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor:
-        """[num_tokens, hidden_size], in fp32 where the sum is exact or something is added to it."""
+        """[num_tokens, hidden_size], in fp32 if the sum is exact or something is added to it."""
         assert self._router is not None, "forward before load"
         spec = self._spec
         logits = self._router(x.float())
@@ -291,23 +292,23 @@ class CpuExperts(Experts):
         y = self._routed(x, experts.where(live, spec.num_experts), weights)
         if self._down_bias is not None:
             y = y.float()
-            # Whole on every rank, so added after the sum.
+            # The bias is whole on every rank, so it is added after the sum.
             for expert, weight in zip(experts.where(live, 0).unbind(1), weights.unsqueeze(2).unbind(1), strict=True):
                 y += weight * self._down_bias[expert]
             return y.masked_fill_(~live, 0.0)
         if self._shared is None:
             return y
         shared = self._shared(x, padding)
-        assert isinstance(shared, torch.Tensor), "on CPU norms sum nothing over ranks"
+        assert isinstance(shared, torch.Tensor), "on CPU a sum is not left to the norm"
         if shared_gate.shape[1]:
             shared = shared * _sigmoid(shared_gate)
         return y.float().add_(shared).masked_fill_(~live, 0.0)
 
     def _routed(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The sum of the routed experts over the ranks [num_tokens, hidden_size], in memory of the caller's own.
+        """The sum of the routed experts over the ranks [num_tokens, hidden_size], in memory that the caller owns.
 
         Args:
-            experts: [num_tokens, top_k] int64; the number of experts is none.
+            experts: [num_tokens, top_k] int64. A value of num_experts means no expert.
             weights: [num_tokens, top_k] fp32.
         """
         chosen = experts.flatten()
@@ -335,7 +336,8 @@ class CpuExperts(Experts):
             if begin < end:
                 gate_up = self._gate_up[expert](x.index_select(0, mixture.rows[begin:end]))
                 if self._spec.scales_input:
-                    # For w times the input that is silu(w * gate) * w * up, and the last w is in the sum anyway.
+                    # For w times the input, the activation is silu(w * gate) * w * up, and the sum applies the last w
+                    # in any case.
                     gate_up[:, :columns] *= mixture.factors[begin:end, None]
                 self._act(gate_up, hidden[begin:end])
                 begin = end
@@ -348,19 +350,20 @@ class CpuExperts(Experts):
             act_and_mul(gate_up, "silu", out)
 
     def _by_sigmoids(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts and weights [num_tokens, top_k] of the routers that have no softmax."""
+        """Experts and weights [num_tokens, top_k] of routers without a softmax."""
         scores = _sigmoid(logits)
         choice = logits if self._choice_bias is None else scores + self._choice_bias
         _, experts = top(self._of_best_groups(choice), self._spec.top_k)
         weights = scores.gather(1, experts)
         if self._spec.norm_topk_prob:
-            # One after the other: how torch sums a row depends on the number of rows.
+            # Added one after the other, because torch's order of summing a row depends on the number of rows.
             first, *others = weights.unbind(1)
             weights = weights / (sum(others, first) + 1e-20).unsqueeze(1)
         return experts, weights
 
     def _of_best_groups(self, logits: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_experts]: of the groups that MixtureOfExperts.top_groups says; -inf for others."""
+        """[num_tokens, num_experts]: logits of the groups chosen by MixtureOfExperts.top_groups; -inf for other
+        experts."""
         num_groups, top_groups = self._spec.num_groups, self._spec.top_groups
         if top_groups == num_groups:
             return logits
@@ -372,7 +375,7 @@ class CpuExperts(Experts):
 
 
 def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k highest of each row and their columns; of equal ones the first, as the kernels choose."""
+    """The k highest of each row and their columns. Ties go to the first, as in the kernels."""
     values, columns = scores.sort(dim=1, descending=True, stable=True)
     return values[:, :k], columns[:, :k]
 
@@ -380,7 +383,7 @@ def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _read_stacked(
     source: TensorSource, prefix: str, spec: MixtureOfExperts, i: int, columns: Span, gate_up: Tensor, down: Tensor
 ) -> None:
-    """Does what `Experts._read_expert` does, from tensors of all experts, whose inputs come first."""
+    """Like `Experts._read_expert`, from stacked tensors of all experts, with the inputs in the first dimension."""
     (all_gate_up, all_down), size = spec.stacked, spec.intermediate_size
     rows = Span(i * spec.hidden_size, (i + 1) * spec.hidden_size)
     for first, out in zip((0, size), gate_up.chunk(2), strict=True):
@@ -395,8 +398,8 @@ def _read_stacked(
 def _read_biased(
     source: TensorSource, prefix: str, spec: BiasedMixture, context: LayerContext
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's columns of each expert, from tensors of all, whose inputs come first and in which columns of gate and
-    up take turns: [2 * columns, hidden_size] and [hidden_size, columns], to be copied."""
+    """This rank's columns of each expert, from stacked tensors with the inputs first and alternating columns of gate
+    and up. Yields [2 * columns, hidden_size] and [hidden_size, columns], which the caller must copy."""
     columns = context.shard[Axis.EXPERT_COLUMNS]
     gate_up = context.empty(spec.num_experts, spec.hidden_size, 2 * columns.size)
     down = context.empty(columns.size, spec.hidden_size)
@@ -416,11 +419,11 @@ def _read_gate_up_bias(source: TensorSource, prefix: str, spec: BiasedMixture, c
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """The sigmoid of each element of a matrix, whose bits depend on it alone."""
+    """The sigmoid of each element of a matrix. The bits of an element depend only on that element."""
     elements = x.reshape(-1, 1)
     return softmax(elements, F.pad(elements, (0, 1))).view(x.shape)
 
 
 def _parted(rows: torch.Tensor) -> torch.Tensor:
-    """The rows of gate, then those of up, which take turns."""
+    """Separates alternating rows: the rows of gate, then those of up."""
     return torch.cat((rows[::2], rows[1::2]))

@@ -18,14 +18,15 @@ from worker.layers.rotary import RotaryHalves
 from worker.layers.step import Step
 
 _NORM_EPS = 1e-6
-"""Used by the latents' norms, whatever config.json says of the others: DeepSeek's code does so, and transformers'."""
+"""Epsilon of the latents' norms, regardless of config.json's value for other norms, as in DeepSeek's code and
+transformers."""
 
 
 class MLA:
     """Self-attention over this rank's query heads: latents -> norms -> rotary -> attention -> o -> all-reduce.
 
-    Every rank makes the whole latents, of equal bits, and keeps them in a pool of its own. The all-reduce may be left
-    to the norm that takes what `project` returns.
+    Every rank computes the whole latents, with equal bits, and stores them in its own pool. The all-reduce may be left
+    to the norm that takes the output of `project`.
     """
 
     def __init__(self, spec: LatentAttention, context: LayerContext, layer_id: int, _eps: float) -> None:
@@ -51,7 +52,7 @@ class MLA:
         self._heads = LatentHeads(self.layer, self._kv_b)
 
     def load(self, source: TensorSource, prefix: str) -> None:
-        """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
+        """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
         spec = self._spec
         heads = {
             f"{prefix}{spec.q.name}.weight": (spec.head_dim, spec.qk_nope_head_dim),
@@ -69,10 +70,11 @@ class MLA:
         self._o.load(source, prefix)
 
     def row_groups(self) -> None:
-        """Does what MixerModule says."""
+        """Implements MixerModule."""
 
     def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """[num_tokens, tp_q_head_num * v_head_dim] of [num_tokens, hidden_size]; the tokens are in the pool then."""
+        """[num_tokens, hidden_size] -> [num_tokens, tp_q_head_num * v_head_dim]. Stores the tokens' state in the
+        pool."""
         layer, spec = self.layer, self._spec
         into = self._into(x)
         q, kept = torch.split(into, [into.shape[1] - layer.head_dim, layer.head_dim], dim=1)
@@ -83,7 +85,7 @@ class MLA:
         return step.backend.forward_latent(q, kept, layer, self._heads, step.rotations[layer.layer_id], norm)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] of what `attend` returned."""
+        """[num_tokens, hidden_size], from the output of `attend`."""
         return self._o.for_norm(attended)
 
     def _norm(self, weight: TensorSpec) -> RMSNorm:

@@ -1,4 +1,4 @@
-"""The dense feed-forward of a layer, or one expert that all tokens go to."""
+"""The dense feed-forward of a layer, or one expert that all tokens use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class MLP:
-    """down(act(gate(x)) * up(x)) over this rank's columns, then all-reduce, which may be left to the next norm."""
+    """down(act(gate(x)) * up(x)) over this rank's columns, then an all-reduce, which may be left to the next norm."""
 
     def __init__(self, spec: DenseMLP, context: LayerContext) -> None:
         self._act_and_mul = ActAndMul(spec.hidden_act)
@@ -28,27 +28,28 @@ class MLP:
         self._down = RowParallelLinear(spec.down, context)
 
     def load(self, source: TensorSource, prefix: str) -> None:
-        """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
+        """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
         self._gate_up.load(source, prefix)
         self._down.load(source, prefix)
 
     def row_groups(self) -> Groups | None:
-        """The groups in which rows of its input may be in FP8; None: they are not."""
+        """The groups in which rows of its input may be in FP8. None if they may not."""
         return self._gate_up.row_groups()
 
     def partial(
         self, x: torch.Tensor | Fp8Rows, act: Activation | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """This rank's part of the sum, without the bias of `down`; `out` if one is given.
+        """This rank's part of the sum, without the bias of `down`. Written to `out` if it is given.
 
         Args:
             x: [num_tokens, hidden_size].
-            act: in place of the spec's activation.
+            act: replaces the spec's activation.
         """
         return self._down.partial(self._activated(x) if act is None else act(self._gate_up(x)), out)
 
     def __call__(self, x: torch.Tensor | Fp8Rows, padding: Padding) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] -> the same, or what the next norm is to sum; padding is computed like the rest."""
+        """[num_tokens, hidden_size] -> the same shape, or a PartialSum for the next norm. Padding is computed like all
+        tokens."""
         return self._down.for_norm(self._activated(x))
 
     def _activated(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Rows:

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32 and rounded once.
 
-    Triton kernels on CUDA, where x is two-dimensional; C elsewhere.
+    Uses Triton kernels on CUDA, where x must be two-dimensional, and C elsewhere.
 
     Args:
-        dtype: of the activations.
-        offset: added to the weight of the checkpoint; the sum is kept in fp32, where 1 + w is exact enough. Rounded to
-            bf16 it would be off by up to 0.4 %, by as much for every token.
+        dtype: dtype of the activations.
+        offset: added to the weight of the checkpoint. The sum is stored in fp32, where 1 + w is exact enough. Rounded
+            to bf16 it would be off by up to 0.4 %, equally for every token.
     """
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, offset: float = 0.0) -> None:
@@ -51,7 +51,7 @@ class RMSNorm:
             self._weight += self._offset
 
     def __call__(self, x: torch.Tensor | PartialSum) -> torch.Tensor:
-        """The norm of x [..., size], in x's dtype. Of a PartialSum: as `add` to a residual of zeros."""
+        """The norm of x [..., size], in x's dtype. For a PartialSum, like `add` with a residual of zeros."""
         if isinstance(x, PartialSum):
             zeros = torch.zeros(x.num_rows, *self._shape, dtype=self._dtype, device=self._weight.device)
             return x.add_norm(zeros, self._weight, self._eps)
@@ -60,7 +60,7 @@ class RMSNorm:
     def add(self, x: torch.Tensor | PartialSum, residual: torch.Tensor) -> torch.Tensor:
         """Adds x to `residual` in place, both [num_tokens, size], and returns the norm of the (rounded) sum.
 
-        Of a PartialSum the ranks' summands are added first. Raises EngineError then, if a rank did not come.
+        If x is a PartialSum, the ranks' summands are added first. Then raises EngineError if a rank did not take part.
         """
         if isinstance(x, PartialSum):
             return x.add_norm(residual, self._weight, self._eps)
@@ -69,7 +69,8 @@ class RMSNorm:
     def add_for(
         self, x: torch.Tensor | PartialSum, residual: torch.Tensor, groups: Groups | None
     ) -> torch.Tensor | Fp8Rows:
-        """`add` for a product that takes its rows in FP8 in `groups`, if it does; the ranks' sums come as they are."""
+        """Like `add`, for a product that may take its rows in FP8 in `groups`. If x is a PartialSum, the rows are not
+        quantised."""
         if groups is None or isinstance(x, PartialSum):
             return self.add(x, residual)
         from worker.kernels.norm import add_rms_norm_in_fp8

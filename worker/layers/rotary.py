@@ -18,14 +18,15 @@ from parallel.plan import Span
 from worker.kernels.cpu_pointwise import rms_norm
 
 _POSITIONS_AT_ONCE = 1024  # their intermediate values fit a cache
-# pi / 2 as a number of 33 bits, so that products with integers below 2**20 are exact, and what is left of it.
+# pi / 2 as a number of 33 bits, so that products with integers below 2**20 are exact, and the remainder.
 _HALF_PI = (1.5707963267341256, 6.077100506506192e-11)
 
 
 class RotaryEmbedding:
-    """Cosines and sines of every position up to `max_positions`, for the kernel on CUDA and for torch elsewhere.
+    """Cosines and sines of every position below `max_positions`, for the kernel on CUDA and for torch elsewhere.
 
-    The halves convention: element i of a head turns with element i + rotary_dim / 2. Elements from rotary_dim on stay.
+    Uses the halves convention: element i of a head is paired with element i + rotary_dim / 2. Elements from rotary_dim
+    on are not rotated.
     """
 
     def __init__(
@@ -38,9 +39,9 @@ class RotaryEmbedding:
         cos, sin = (torch.cat(parts).float() * attention_factor for parts in tables)
         self._on_cuda = device.type == "cuda"
         self._query_factors = None if rope.temperature is None else _query_factors(*rope.temperature, every)
-        # The kernel's [max_positions, rotary_dim] fp32: rotary_dim / 2 cosines, then as many sines. Or torch's
-        # [max_positions, 1, 2 * rotary_dim]: cosines for both halves, then sines with the first half's sign turned, so
-        # that a rotation is x * cos + swapped(x) * sin. fp32 until cast once to the activations' dtype.
+        # The kernel reads [max_positions, rotary_dim] fp32: rotary_dim / 2 cosines, then the same number of sines.
+        # torch reads [max_positions, 1, 2 * rotary_dim]: cosines for both halves, then sines with a negative first
+        # half, so that a rotation is x * cos + swapped(x) * sin. fp32 until cast once to the activations' dtype.
         self._table = (
             torch.cat((cos, sin), dim=1)
             if self._on_cuda
@@ -48,7 +49,7 @@ class RotaryEmbedding:
         )
 
     def at(self, positions: torch.Tensor) -> Rotation:
-        """The rotation at positions [num_tokens] int64; once a step."""
+        """The rotation at positions [num_tokens] int64. Called once a step."""
         factors = None if self._query_factors is None else self._query_factors.index_select(0, positions)
         if self._on_cuda:
             return KernelRotation(self._table, positions, factors)
@@ -57,24 +58,25 @@ class RotaryEmbedding:
 
 
 def _query_factors(scale: float, floor: int, positions: torch.Tensor) -> torch.Tensor:
-    """[len(positions), 1] fp32, as RopeConfig.temperature says; of each value once, in fp64, the same everywhere."""
+    """[len(positions), 1] fp32, as in RopeConfig.temperature. Each distinct value is computed once, in fp64, equally on
+    all machines."""
     steps = (positions.long() + 1) // floor
     factors = [1 + scale * math.log1p(step) for step in range(int(steps[-1]) + 1)]
     return torch.tensor(factors, device=positions.device)[steps].unsqueeze(1)
 
 
 def _cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines in fp64, right to about 1e-16, of angles of at least 0 and below 2**20; the same everywhere.
+    """Cosines and sines in fp64 of angles from 0 to below 2**20, correct to about 1e-16 and equal on all machines.
 
-    By additions and multiplications alone, which IEEE 754 fixes. torch's own cosines depend on the machine, and there
-    on how many threads and elements there are: logits of two runs differed from position 32 on, where on a host of 16
-    cores a second thread's part of the table began.
+    Uses only additions and multiplications, which IEEE 754 fixes. torch's own cosines depend on the machine, and there
+    on the numbers of threads and elements: logits of two runs differed from position 32 on, where a second thread's
+    part of the table began on a host of 16 cores.
     """
     angles = angles.double()
     turns = torch.round(angles * (2 / math.pi))
-    rest = angles - turns * _HALF_PI[0] - turns * _HALF_PI[1]  # from -pi / 4 to pi / 4
+    rest = angles - turns * _HALF_PI[0] - turns * _HALF_PI[1]  # between -pi / 4 and pi / 4
     square = rest * rest
-    # Taylor's series, as far as fp64 sees it.
+    # Taylor's series, up to fp64's precision.
     sin, cos = torch.zeros_like(rest), torch.zeros_like(rest)
     for n in range(8, 0, -1):
         sin = (sin + 1) * (square * (-1 / (2 * n * (2 * n + 1))))
@@ -88,7 +90,7 @@ def _cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class KernelRotation:
-    """A step's rotation by one Triton kernel, which looks positions up and writes query heads in place.
+    """A step's rotation by one Triton kernel, which looks up positions and writes query heads in place.
 
     Args:
         cos_sin: [max_positions, rotary_dim] fp32, contiguous.
@@ -163,7 +165,7 @@ class TorchRotation:
 
     Args:
         cos: [num_tokens, 1, rotary_dim] of the activations' dtype.
-        sin: the same of sines, the first half's sign turned.
+        sin: the same for sines, with a negative first half.
         query_factors: [num_tokens, 1] fp32, or None.
     """
 
@@ -173,10 +175,10 @@ class TorchRotation:
         self._query_factors = query_factors
 
     def _rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        """Heads [num_tokens, num_heads, head_dim], of which the first rotary_dim columns turn; a new tensor."""
+        """Heads [num_tokens, num_heads, head_dim] with the first rotary_dim columns rotated, as a new tensor."""
         rotary_dim = self._cos.shape[-1]
         part = heads[..., :rotary_dim]
-        # Each product rounded by itself: addcmul fuses them in whole vectors and not in what those leave over.
+        # Each product is rounded separately: addcmul would fuse them in whole vectors but not in the remainder.
         turned = (part * self._cos).add_(part.roll(rotary_dim // 2, -1).mul_(self._sin))
         return turned if rotary_dim == heads.shape[-1] else torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
 
@@ -218,11 +220,11 @@ class TorchRotation:
 
 
 class RotaryHalves(TensorSource):
-    """A checkpoint whose rotary rows come in halves, as RotaryEmbedding has them, not as pairs of neighbours.
+    """Wraps a checkpoint and reorders its rotary rows from pairs of neighbours to halves, as RotaryEmbedding expects.
 
     Args:
-        heads: of the tensors that have heads, rows of a head and the first of them that turns.
-        rotary_dim: rows of a head that do.
+        heads: for each tensor with heads, the rows of a head and the first rotary row.
+        rotary_dim: number of rotary rows of a head.
     """
 
     def __init__(self, source: TensorSource, heads: dict[str, tuple[int, int]], rotary_dim: int) -> None:
@@ -231,14 +233,14 @@ class RotaryHalves(TensorSource):
         self._rotary_dim = rotary_dim
 
     def scale_block(self, name: str) -> tuple[int, int] | None:
-        """Rows in another order are not read in FP8: several of them share a scale."""
+        """None for reordered tensors: they cannot be read in FP8, because several rows share a scale."""
         return None if name in self._heads else self._source.scale_block(name)
 
     def read_fp8(self, name: str, out: torch.Tensor, scales: torch.Tensor, *, rows: Span, columns: Span) -> None:
         self._source.read_fp8(name, out, scales, rows=rows, columns=columns)
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
-        """Reads what the source has, with the rows of each head in order."""
+        """Reads from the source, and reorders the rows of each head."""
         self._source.read(name, out, rows=rows, columns=columns)
         if name in self._heads:
             width, first = self._heads[name]
@@ -247,15 +249,15 @@ class RotaryHalves(TensorSource):
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[torch.Tensor, float]:
-    """[rotary_dim / 2] fp32 frequencies and the factor of cosine and sine.
+    """[rotary_dim / 2] fp32 frequencies, and the factor of cosine and sine.
 
-    Raises ConfigError for a scaling type there is no rule for.
+    Raises ConfigError for an unknown scaling type.
     """
     scaling = dict(rope.scaling)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.scaling_type in ("default", "dynamic"):
-        # dynamic changes the base only past max_position_embeddings, which `check_length` does not let happen.
+        # dynamic changes the base only past max_position_embeddings, which `check_length` prevents.
         return inv_freq, 1.0
     if rope.scaling_type == "linear":
         return inv_freq / scaling["factor"], 1.0
@@ -273,18 +275,18 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[torch.Tensor
 
 
 def check_length(model: ModelConfig, max_model_len: int) -> None:
-    """Raises ConfigError when `max_model_len` needs frequencies that change with a sequence's length."""
+    """Raises ConfigError if `max_model_len` needs frequencies that change with a sequence's length."""
     is_dynamic = any(layer.mixer.rope.scaling_type == "dynamic" for layer in model.layers)
     if is_dynamic and max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"max_model_len={max_model_len} exceeds max_position_embeddings={model.max_position_embeddings} of a model "
-            f"with dynamic rope scaling, whose cached keys would need other frequencies; choose at most "
+            "with dynamic rope scaling, which would then need other frequencies for cached keys; choose at most "
             f"{model.max_position_embeddings}"
         )
 
 
 def _llama3(inv_freq: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
-    """Long wavelengths are slowed by `factor`, short ones kept, those between interpolated."""
+    """Divides the frequencies of long wavelengths by `factor`, leaves those of short ones, and interpolates between."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
     wavelengths = 2 * math.pi / inv_freq
@@ -295,7 +297,7 @@ def _llama3(inv_freq: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
 
 
 def _yarn(inv_freq: torch.Tensor, scaling: dict[str, Any], base: float) -> tuple[torch.Tensor, float]:
-    """YaRN (arXiv 2309.00071): a ramp over dimensions from kept to slowed frequencies."""
+    """YaRN (arXiv 2309.00071): a ramp over dimensions from unchanged to divided frequencies."""
     original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     dim = 2 * len(inv_freq)
 

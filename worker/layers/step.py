@@ -13,20 +13,21 @@ from attention.rotation import Rotation
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """The tokens of a step that are a graph's padding: those whose keys and values go to a slot before the first."""
+    """Identifies the tokens of a step that are a graph's padding: their keys and values go to a slot before
+    `first_slot`."""
 
     slots: torch.Tensor
     """[num_tokens] int64: the slots in the KV pool of the step's tokens."""
     first_slot: int
     tokens: torch.Tensor | None = None
-    """[num_kept] int64 or int32: the step's tokens that are meant; None: all."""
+    """[num_kept] int64 or int32: the step's tokens in question. If None, all tokens."""
 
     def of(self, tokens: torch.Tensor) -> Padding:
-        """The padding among these of the step's tokens alone. Launches nothing: most layers never ask."""
+        """The padding among only these of the step's tokens. Launches nothing, because most layers never read it."""
         return replace(self, tokens=tokens)
 
     def token_slots(self) -> torch.Tensor:
-        """[num_tokens] int64, or [num_kept]: slots of the tokens that are meant."""
+        """[num_tokens] int64, or [num_kept]: slots of the tokens in question."""
         return self.slots if self.tokens is None else self.slots.index_select(0, self.tokens)
 
 
@@ -36,5 +37,5 @@ class Step:
 
     backend: AttentionBackend
     rotations: Sequence[Rotation]
-    """Each layer's, at the positions of the batch."""
+    """Each layer's rotation, at the positions of the batch."""
     padding: Padding

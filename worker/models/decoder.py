@@ -1,7 +1,7 @@
-"""One decoder for every supported family: it builds what ModelConfig.layers describes, one module for each spec.
+"""One decoder for every supported family. It builds one module for each spec in ModelConfig.layers.
 
-Activations are [num_tokens, hidden_size], tokens of all rows one after the other. Ranks hold spans of heads, and of
-columns of MLPs or of every expert; two all-reduces a layer make the residual stream the same on every rank.
+Activations are [num_tokens, hidden_size], with the tokens of all rows one after the other. Ranks hold spans of heads,
+and of columns of MLPs or of every expert. Two all-reduces a layer make the residual stream the same on every rank.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Decoder:
     Args:
         model: the whole model's shape.
         plan: this rank's ranges are `plan.shard(layer, group.rank)` and `plan.vocab[group.rank]`.
-        group: where the all-reduces run.
-        arithmetic: how products and sums are done; exact needs an exact plan.
+        group: runs the all-reduces.
+        arithmetic: computes products and sums. Exact arithmetic needs an exact plan.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class Decoder:
             DecoderLayer(layer, LayerContext(plan.layers[i], group, arithmetic, dtype, device), i, model.rms_norm_eps)
             for i, layer in enumerate(model.layers)
         ]
-        """One for each of the model's, in order."""
+        """One layer for each of the model's, in order."""
         self.draft_model: DraftModel | None = None
-        """The head that drafts, beside the layers."""
+        """The draft head, if there is one. It is not part of `layers`."""
         if (head := model.draft_head) is not None:
             context = LayerContext(plan.layers[-1], group, arithmetic, dtype, device)
             self.draft_model = DraftModel.of(head, context, len(self.layers))
         self._norm = RMSNorm(
             model.hidden_size, model.rms_norm_eps, dtype=dtype, device=device, offset=model.norm.offset
         )
-        self._embedding_scale = torch.tensor(model.embedding_scale, dtype=dtype).item()  # rounded as transformers does
+        self._embedding_scale = torch.tensor(model.embedding_scale, dtype=dtype).item()  # rounded as in transformers
         self._lm_head = ParallelLMHead(model.hidden_size, plan, group, arithmetic, dtype=dtype, device=device)
 
     @property
@@ -105,10 +105,10 @@ class Decoder:
             on_progress(1.0)
 
     def set_kv_scales(self, scales: Sequence[tuple[float, ...]]) -> None:
-        """Sets what each layer's keys, and its values, or both as one, are divided by in a pool in FP8; before
-        `attention_layers` are asked for to make one."""
+        """Sets the divisors of each layer's keys and values, or of both as one, for a pool in FP8. Call before
+        `attention_layers` is read to make one."""
         for layer, of_layer in zip(self._all_layers, scales, strict=True):
-            attention: Any = layer.attention  # each kind has layers of its own kind
+            attention: Any = layer.attention  # each kind of attention has its own kind of layer
             attention.layer = replace(attention.layer, k_scale=of_layer[0], v_scale=of_layer[-1])
 
     def set_max_positions(self, max_positions: int) -> None:
@@ -119,15 +119,15 @@ class Decoder:
         ]
 
     def step_of(self, batch: ForwardBatch, backend: AttentionBackend) -> Step:
-        """The inputs of every layer; `backend` is ready for `batch`."""
-        assert self._rotary, "forward before set_max_positions"
-        # Padding rows have page 0, which no sequence has.
+        """The inputs of every layer. `backend` must be ready for `batch`."""
+        assert self._rotary, "set_max_positions() was not called"
+        # Padding rows have page 0, which belongs to no sequence.
         padding = Padding(batch.out_cache_loc, backend.token_to_kv_pool.page_size)
         rotations = [rotary.at(batch.positions) for rotary in self._rotary]
         return Step(backend, [rotations[i] for i in self._rope_of_layer], padding)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] of ids [num_tokens] int64, as the checkpoint has them."""
+        """[num_tokens, hidden_size] of ids [num_tokens] int64, without the embedding scale."""
         return self._embedding(ids)
 
     def forward(
@@ -135,8 +135,9 @@ class Decoder:
     ) -> torch.Tensor:
         """Hidden states [num_sampled, hidden_size] of `batch.sample_indices` after the last norm.
 
-        The last layer's products run for these tokens alone, unless all are wanted behind it. `backend` is ready for
-        `batch`. `states`, made by `DraftModel.empty_states`, get what the draft head reads of all tokens.
+        The last layer's products run only for these tokens, unless the draft head needs all tokens after it. `backend`
+        must be ready for `batch`. `states`, made by `DraftModel.empty_states`, get the draft head's input for all
+        tokens.
         """
         step = self.step_of(batch, backend)
         residual = self._embedding(batch.input_ids)
@@ -148,13 +149,13 @@ class Decoder:
             read = list(zip(self.draft_model.state_layers, states.unbind(1), strict=True))
         wanted = dict(read)
         all_states = wanted.get(LAST_STATE)
-        # A captured shape with drafts has as many samples as tokens, whichever of them a step samples.
+        # A captured shape with drafts may have an equal number of samples and tokens, even if a step samples fewer.
         is_decode = batch.batch_size == len(batch.sample_indices) == batch.num_tokens
         keep = None if is_decode else batch.sample_indices
         for i, layer in enumerate(self.layers):
             is_last = i == len(self.layers) - 1 and all_states is None
             x, residual = layer(x, residual, step, keep if is_last else None, wanted.get(i))
-        for i, state in read:  # a head may read one layer's twice
+        for i, state in read:  # a head may read the same layer twice
             if state is not wanted[i]:
                 state.copy_(wanted[i])
         hidden = residual if x is None or not len(residual) else self._norm.add(x, residual)
@@ -169,10 +170,10 @@ class Decoder:
         return self._lm_head.num_local_columns
 
     def local_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's columns of the logits of hidden states [num_rows, hidden_size] that `forward` returned.
+        """This rank's columns of the logits, from hidden states [num_rows, hidden_size] that `forward` returned.
 
         Returns:
-            [num_rows, num_local_logits] fp32; `out` if one is given.
+            [num_rows, num_local_logits] fp32. `out` if it is given.
         """
         logits = self._lm_head.local_logits(hidden, out)
         softcap = self._model.final_logit_softcap

@@ -1,6 +1,6 @@
-"""One layer of a decoder: the modules that its specs describe, one kind of module for each kind of spec, and norms.
+"""One layer of a decoder: norms, and one kind of module for each kind of spec.
 
-Activations are [num_tokens, hidden_size], tokens of all rows one after the other.
+Activations are [num_tokens, hidden_size], with the tokens of all rows one after the other.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ if TYPE_CHECKING:
 
 
 class MixerModule(Protocol):
-    """Computes what a Mixer spec describes, on this rank's heads, and sums over the ranks."""
+    """Computes a Mixer spec on this rank's heads, and sums over the ranks."""
 
     @property
     def layer(self) -> AttentionLayer:
         """The layer's geometry on this rank."""
 
     def load(self, source: TensorSource, prefix: str) -> None:
-        """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
+        """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
 
     def row_groups(self) -> Groups | None:
-        """The groups in which rows of `attend`'s input may be in FP8; None: they are not."""
+        """The groups in which rows of `attend`'s input may be in FP8. None if they may not."""
 
     def attend(self, x: Any, step: Step) -> torch.Tensor:
-        """Makes what `project` takes of [num_tokens, hidden_size], in FP8 only as `row_groups` has it; the tokens'
-        state is in the pool then."""
+        """Computes the input of `project` from [num_tokens, hidden_size], which may be in FP8 only in `row_groups`.
+        Stores the tokens' state in the pool."""
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] of what `attend` returned; the sum over the ranks may be left to the norm."""
+        """[num_tokens, hidden_size], from the output of `attend`. The sum over the ranks may be left to the norm."""
 
 
 class FeedForwardModule(Protocol):
-    """Computes what a FeedForward spec describes, on this rank's columns, and sums over the ranks."""
+    """Computes a FeedForward spec on this rank's columns, and sums over the ranks."""
 
     def load(self, source: TensorSource, prefix: str) -> None:
-        """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
+        """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
 
     def row_groups(self) -> Groups | None:
-        """The groups in which rows of its input may be in FP8; None: they are not."""
+        """The groups in which rows of its input may be in FP8. None if they may not."""
 
     def __call__(self, x: Any, padding: Padding) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] of the same; the sum over the ranks may be left to the norm after it.
+        """[num_tokens, hidden_size] -> the same shape. The sum over the ranks may be left to the norm after it.
 
         Args:
-            padding: which of the tokens nobody reads.
+            padding: identifies the tokens that nothing reads.
         """
 
 
@@ -80,7 +80,7 @@ _FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerContext], FeedForwardModule]
 
 
 class NormPair:
-    """The norms around a mixer or a feed-forward: the one before it, and perhaps one of what it returns."""
+    """The norms around a mixer or a feed-forward: the one before it, and perhaps one for its output."""
 
     def __init__(self, norms: Norms, context: LayerContext, eps: float) -> None:
         self._tensors = [tensor for tensor in norms if tensor is not None]
@@ -92,17 +92,17 @@ class NormPair:
         self._after = after[0] if after else None
 
     def load(self, source: TensorSource, prefix: str) -> None:
-        """Reads their weights, whose names begin with `prefix`."""
+        """Reads their weights. The names begin with `prefix`."""
         for norm, tensor in zip(self._norms, self._tensors, strict=True):
             norm.load(source, prefix + tensor.name)
 
     def output(self, x: torch.Tensor | PartialSum) -> torch.Tensor | PartialSum:
-        """Makes what is added to the residual of what the module between them returned."""
+        """Turns the output of the module between the norms into the summand for the residual."""
         return x if self._after is None else self._after(x)
 
 
 class DecoderLayer:
-    """Residual + attention(norm(residual)), then + feed_forward(norm(...)); what is added may be normed, too."""
+    """Residual + attention(norm(residual)), then + feed_forward(norm(...)). Both summands may be normed, too."""
 
     def __init__(self, spec: LayerSpec, context: LayerContext, layer_id: int, eps: float) -> None:
         self.attention = _MIXERS[type(spec.mixer)](spec.mixer, context, layer_id, eps)
@@ -110,10 +110,10 @@ class DecoderLayer:
         self._mixer_norms = NormPair(spec.mixer_norms, context, eps)
         self._feed_forward_norms = NormPair(spec.feed_forward_norms, context, eps)
         self.norm = self._mixer_norms.before
-        """The first one."""
+        """The first norm."""
 
     def load(self, source: TensorSource, prefix: str) -> None:
-        """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
+        """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
         self.attention.load(source, prefix)
         self._feed_forward.load(source, prefix)
         self._mixer_norms.load(source, prefix)
@@ -127,13 +127,14 @@ class DecoderLayer:
         keep: torch.Tensor | None = None,
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
-        """(the feed-forward's output, the residual it is still to be added to): the next norm's kernel adds and norms.
+        """The feed-forward's output, and the residual to which the next norm's kernel adds it.
 
         Args:
-            x: the layer before's output, to be added to `residual`; None for the first layer.
-            residual: [num_tokens, hidden_size]; added to in place.
-            keep: tokens to go on with once K and V are stored; None: all. With none of them the output means nothing.
-            state: [num_tokens, hidden_size]: gets the sum that the layer is entered by.
+            x: the previous layer's output, to add to `residual`. None for the first layer.
+            residual: [num_tokens, hidden_size], changed in place.
+            keep: indices of the tokens to compute once K and V are stored. If None, all. If empty, the output is
+                meaningless.
+            state: [num_tokens, hidden_size]: gets the residual at the layer's input, after adding x.
         """
         normed = self.norm(residual) if x is None else self.norm.add_for(x, residual, self.attention.row_groups())
         if state is not None:
@@ -143,7 +144,8 @@ class DecoderLayer:
     def after_norm(
         self, normed: torch.Tensor | Fp8Rows, residual: torch.Tensor, step: Step, keep: torch.Tensor | None
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
-        """The layer behind its first norm, whose output is `normed`; the rest is as above."""
+        """The layer after its first norm, from that norm's output `normed`. The other arguments are as in
+        `__call__`."""
         attended, padding = self.attention.attend(normed, step), step.padding
         if keep is not None and not len(keep):
             return residual[:0], residual[:0]

@@ -1,7 +1,7 @@
-"""The head that drafts, on one rank: configs/draft_head.py says what it computes.
+"""The draft head on one rank. configs/draft_head.py describes what it computes.
 
-Its layer's heads and columns are cut over the ranks as any other layer's; its norms and its projection, and the LM head
-of EAGLE-3, are whole on every rank.
+The heads and columns of its layer are divided among the ranks like any layer's. Its norms, its projection, and the LM
+head of EAGLE-3 are whole on every rank.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from worker.models.decoder_layer import DecoderLayer
 
 
 class DraftModel:
-    """The modules of a head. What it reads of the model, states and embedded tokens, comes from outside."""
+    """The modules of a draft head. The caller provides its inputs from the model: states and embedded tokens."""
 
     def __init__(self, head: DraftHead, context: LayerContext, layer_id: int) -> None:
         self._head = head
         self._context = context
         self.layer = DecoderLayer(head.layer, context, layer_id, head.rms_norm_eps)
         self.state_layers = head.state_layers
-        """Layers whose states it reads, as DraftHead has them."""
+        """Indices of the layers with states that the head reads, as in DraftHead."""
         kind = (head.layer.hidden_size, head.rms_norm_eps)
         self._norms = [RMSNorm(*kind, dtype=context.dtype, device=context.device) for _ in head.norms]
         self._projection: Weight | None = None
 
     @staticmethod
     def of(head: DraftHead, context: LayerContext, layer_id: int) -> DraftModel:
-        """The modules of a head of either kind."""
+        """The modules for a head of either kind."""
         return (Eagle3Model if isinstance(head, Eagle3Head) else MTPModel)(head, context, layer_id)
 
     def load(self, source: TensorSource) -> None:
@@ -44,30 +44,32 @@ class DraftModel:
         self._projection = self._whole(source, self._head.projection)
 
     def empty_states(self, num_tokens: int) -> torch.Tensor:
-        """[num_tokens, len(state_layers), hidden_size]: room for the model's states."""
+        """An empty tensor for the model's states, [num_tokens, len(state_layers), hidden_size]."""
         return self._context.empty(num_tokens, len(self.state_layers), self._head.layer.hidden_size)
 
     def reduced(self, states: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] that `forward` takes, of states."""
+        """[num_tokens, hidden_size], the input of `forward`, computed from states."""
         raise NotImplementedError
 
     def forward(
         self, embedded: torch.Tensor, hidden: torch.Tensor, step: Step, keep: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass over the tokens of a step, whose K and V are in the pool then.
+        """One pass over the tokens of a step. Stores their K and V in the pool.
 
         Args:
-            embedded: [num_tokens, hidden_size]: the embedding of the token that follows each.
-            hidden: [num_tokens, hidden_size]: what `reduced` returned, or this at the token before; may be changed.
-            keep: as for DecoderLayer.
+            embedded: [num_tokens, hidden_size]: the embedding of the token that follows each token.
+            hidden: [num_tokens, hidden_size]: the output of `reduced`, or `forward`'s second output for the token
+                before. May be changed.
+            keep: as in DecoderLayer.
 
-        Returns what predicts the token after that, and `hidden` for tokens behind: each [num_kept, hidden_size].
+        Returns the input of the LM head for the token after the following one, and `hidden` for the next pass, each
+        [num_kept, hidden_size].
         """
         raise NotImplementedError
 
     def predicted(self, output: torch.Tensor) -> torch.Tensor | None:
-        """[num_rows] int64: the model's token that is likeliest by `forward`'s first output; None: the model's LM head
-        says."""
+        """[num_rows] int64: the likeliest token of the model, from `forward`'s first output. None if the model's LM
+        head must be used instead."""
         return None
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +83,8 @@ class DraftModel:
 
 
 class Eagle3Model(DraftModel):
-    """The modules of an Eagle3Head: all ranks arrive at the same drafts without a word."""
+    """The modules of an Eagle3Head. All ranks compute the same drafts without communication for the choice of a
+    token."""
 
     def __init__(self, head: DraftHead, context: LayerContext, layer_id: int) -> None:
         assert isinstance(head, Eagle3Head), "another kind of head"
@@ -98,7 +101,7 @@ class Eagle3Model(DraftModel):
             ids = torch.arange(head.vocab_size, device=self._context.device)
             self._map = torch.zeros_like(ids)
             source.read(head.map.name, self._map)
-            self._map.add_(ids).clamp_(0, head.model_vocab_size - 1)  # no id that is none comes from a bad file
+            self._map.add_(ids).clamp_(0, head.model_vocab_size - 1)  # even a bad file must not produce an invalid id
 
     def reduced(self, states: torch.Tensor) -> torch.Tensor:
         return self._project(states.flatten(1))
@@ -130,6 +133,6 @@ class MTPModel(DraftModel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         enorm, hnorm, norm = self._norms
         x, residual = self.layer(None, self._project(torch.cat((enorm(embedded), hnorm(hidden)), dim=1)), step, keep)
-        # hnorm was trained on normed states: the next pass goes on with the normed output, as in transformers.
+        # hnorm was trained on normed states, so the next pass uses the normed output, as in transformers.
         output = norm.add(x, residual) if len(residual) else residual
         return output, output

@@ -1,12 +1,12 @@
-"""Adjustments of rows' logits before a token is drawn: penalties, biases and masks, kept where the logits are.
+"""Adjustments of rows' logits before a token is sampled: penalties, biases and masks, stored on the logits' device.
 
-    1. repetition penalty: logits of tokens that prompt or answer has are divided by it, negative ones multiplied
+    1. repetition penalty: positive logits of tokens in the prompt or answer are divided by it, negative ones multiplied
     2. frequency and presence penalty: subtracted for each time, and once, that the answer has a token
-    3. biases, added while the token to be sampled has a position below their end
-    4. the mask: what it leaves out is -inf
+    3. biases: added while the position of the token to be sampled is below their end
+    4. the mask: tokens that it excludes get -inf
 
-Penalties are worked out in fp64 and rounded once to fp32, so CPU and GPU agree in every bit. Temperature and filters
-come after all of it; log probabilities are those of the model, before any of it.
+Penalties are computed in fp64 and rounded once to fp32, so CPU and GPU agree in every bit. Temperature and filters are
+applied after all adjustments. Log probabilities are the model's, before any adjustment.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _MAX_COUNT = 2**14 - 1
 
 
 class RowAdjustments:
-    """Every row's adjustments; none until a frame brings some. On CPU memory is committed only where it is used.
+    """The adjustments of every row. A row has none until a frame sets some. On CPU, memory is committed only where it
+    is used.
 
     Args:
-        num_rows: rows of the request table; row 0 is padding and has none.
+        num_rows: rows of the request table. Row 0 is padding and has no adjustments.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -37,19 +38,19 @@ class RowAdjustments:
         self._flags = np.zeros(num_rows, np.int32)
         self._num_biases = np.zeros(num_rows, np.int32)
         self._bias_ends = np.zeros(num_rows, np.int64)  # past the last position at which a bias counts
-        self._num_asked = np.zeros(num_rows, np.int32)
+        self._num_requested = np.zeros(num_rows, np.int32)
         self._later_masks: list[tuple[Int32Array, UInt32Array]] = []
         self.heads = _zeros((num_rows, 2), np.int32, device)
         """[num_rows, 2] int32: flags (PENALISED, MASKED) and number of biases."""
         self.marks = _zeros((num_rows, vocab_size), np.int16, device)
-        """[num_rows, vocab_size] int16: twice the times that the answer has a token (at most 16383 are counted), plus
-        1 if the prompt has it. Of rows with penalties; of others it means nothing."""
+        """[num_rows, vocab_size] int16: twice the number of times that the answer has a token (at most 16383 are
+        counted), plus 1 if the prompt has it. Meaningless for rows without penalties."""
         self.biases = _zeros((num_rows, MAX_ROW_BIASES, BIAS_WORDS), np.int32, device)
         """[num_rows, MAX_ROW_BIASES, BIAS_WORDS] int32: BIAS_DTYPE records."""
         self.masks = _zeros((num_rows, mask_words(vocab_size)), np.int32, device)
-        """[num_rows, mask_words(vocab_size)] int32: bits of tokens that may be drawn."""
+        """[num_rows, mask_words(vocab_size)] int32: bits of tokens that may be sampled."""
         self.requested = _zeros((num_rows, MAX_ROW_REQUESTED), np.int64, device)
-        """[num_rows, MAX_ROW_REQUESTED] int64: tokens whose log probability is wanted."""
+        """[num_rows, MAX_ROW_REQUESTED] int64: tokens with requested log probabilities."""
 
     @property
     def num_bytes(self) -> int:
@@ -58,7 +59,7 @@ class RowAdjustments:
         return sum(table.numel() * table.element_size() for table in tables)
 
     def update(self, frame: StepFrame) -> None:
-        """Queues what `frame` brings, for the kernels launched after it; the frame is a checked one."""
+        """Queues the changes that a checked `frame` contains, for the kernels launched after it."""
         changed = False
         self._later_masks = []
         if len(frame.params):
@@ -70,7 +71,7 @@ class RowAdjustments:
             changed = True
         if len(frame.requested):
             rows, slots = frame.requested["row"], _slots(frame.requested["row"])
-            np.add.at(self._num_asked, rows, 1)
+            np.add.at(self._num_requested, rows, 1)
             flat = upload(rows.astype(np.int64) * MAX_ROW_REQUESTED + slots, self._device)
             self.requested.view(-1).index_copy_(
                 0, flat, upload(frame.requested["token_id"].astype(np.int64), self._device)
@@ -87,34 +88,34 @@ class RowAdjustments:
         if changed:
             self.heads.copy_(upload(np.stack((self._flags, self._num_biases), axis=1), self._device))
 
-    def go_on(self, place: int) -> None:
-        """Queues the masks of the frame's rows for the tokens behind `place` drafts, at least one; for the kernels
-        launched after it."""
-        if place <= len(self._later_masks):
-            self._put_masks(*self._later_masks[place - 1])
+    def use_masks_after(self, num_drafts: int) -> None:
+        """Queues the masks of the frame's rows for the tokens after `num_drafts` drafts, at least one. They apply to
+        kernels launched afterwards."""
+        if num_drafts <= len(self._later_masks):
+            self._put_masks(*self._later_masks[num_drafts - 1])
 
     def changed(self, rows: Int32Array, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Marks `rows` that have adjustments of the token at `positions`."""
+        """Marks the `rows` that have adjustments for the token at `positions`."""
         return (self._flags[rows] != 0) | (positions < self._bias_ends[rows])
 
     def num_requested(self, rows: Int32Array) -> Int32Array:
-        """How many tokens each of `rows` wants the log probability of."""
-        return self._num_asked[rows]
+        """Number of log probabilities that each of `rows` requests."""
+        return self._num_requested[rows]
 
     def count(self, rows: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None = None) -> None:
-        """Counts a token drawn for each of `rows`; for rows without penalties it does not matter.
+        """Counts a token sampled for each of `rows`. For rows without penalties the count has no effect.
 
         Args:
             rows: [num_rows] int64, device, distinct.
             tokens: [num_rows] int64, device.
-            kept: [num_rows] bool, device: which of them count. None: all.
+            kept: [num_rows] bool, device: the tokens to count. If None, all are counted.
         """
         marks = self.marks[rows, tokens]
         counts = marks < 2 * _MAX_COUNT if kept is None else kept & (marks < 2 * _MAX_COUNT)
         self.marks[rows, tokens] = torch.where(counts, marks + 2, marks)
 
     def _start_rows(self, params: npt.NDArray[np.void]) -> bool:
-        """Forgets what the rows had; returns whether `heads` changed."""
+        """Clears the adjustments that the rows had. Returns whether `heads` changed."""
         rows = params["row"]
         had_any = bool(self._flags[rows].any() or self._num_biases[rows].any())
         penalised = (
@@ -123,7 +124,7 @@ class RowAdjustments:
             | (params["presence_penalty"] != 0.0)
         )
         self._flags[rows] = np.where(penalised, PENALISED, 0)
-        self._num_biases[rows] = self._bias_ends[rows] = self._num_asked[rows] = 0
+        self._num_biases[rows] = self._bias_ends[rows] = self._num_requested[rows] = 0
         if penalised.any():
             self.marks.index_fill_(0, upload(rows[penalised].astype(np.int64), self._device), 0)
         return had_any or bool(penalised.any())
@@ -150,13 +151,13 @@ class RowAdjustments:
 def adjusted(
     logits: torch.Tensor, adjustments: RowAdjustments, row: int, position: int, params: np.void
 ) -> torch.Tensor:
-    """A row's logits as its token is drawn from them, in which NaN stays NaN; a new tensor. The CUDA twin is
+    """A row's logits after adjustment, as a new tensor in which NaN stays NaN. The CUDA version is in
     kernels/adjustments.py.
 
     Args:
-        logits: [vocab_size] fp32, on the CPU as `adjustments` are.
-        row: of the request table.
-        position: of the token to be sampled.
+        logits: [vocab_size] fp32, on the CPU like `adjustments`.
+        row: row in the request table.
+        position: position of the token to be sampled.
         params: PARAMS_DTYPE.
     """
     flags, num_biases = adjustments.heads[row].tolist()
@@ -186,7 +187,7 @@ def _penalised(logits: torch.Tensor, marks: torch.Tensor, params: np.void) -> to
 
 
 def _slots(rows: Int32Array) -> npt.NDArray[np.int64]:
-    """[len(rows)] the how-manieth of its row each entry is, from 0."""
+    """[len(rows)] index of each entry among the entries of its row, from 0."""
     order = np.argsort(rows, kind="stable")
     firsts = np.searchsorted(rows[order], rows[order])
     slots = np.empty(len(rows), np.int64)
@@ -195,6 +196,6 @@ def _slots(rows: Int32Array) -> npt.NDArray[np.int64]:
 
 
 def _zeros(shape: tuple[int, ...], dtype: npt.DTypeLike, device: torch.device) -> torch.Tensor:
-    # torch.zeros would write, and so commit, all of it.
+    # torch.zeros would write all of it, and so commit the memory.
     zeros = torch.from_numpy(np.zeros(shape, dtype))
     return zeros if device.type == "cpu" else torch.zeros(shape, dtype=zeros.dtype, device=device)

@@ -1,8 +1,8 @@
-"""Drafts that a step verifies: which of the tokens that were sampled for a row count.
+"""Drafts that a step verifies, and the choice of the sampled tokens that count.
 
-A row with drafts has its last token and them as inputs, and a token is sampled after each. A token that equals the
-draft in its place leaves the next one as it would be without drafts, bit for bit; the first that differs is the row's
-last in this step. Keys and values of the drafts behind it are overwritten by the row's next inputs.
+A row with drafts has its last token and the drafts as inputs, and a token is sampled after each. If a token equals the
+draft at its position, the next token is the same, bit for bit, as without drafts. The first token that differs is the
+row's last in this step. The row's next inputs overwrite the keys and values of the drafts after it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from worker.protocol import Int32Array
 from worker.upload import upload
 
 _NO_DRAFT = -2
-"""Neither a token nor what a row with a NaN gets."""
+"""Equals neither a token nor -1, which rows with a NaN get."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,40 +24,40 @@ class StepDrafts:
     """The drafts of a step's rows, by sampled input."""
 
     index_in_row: Int32Array
-    """[num_sampled] the how-manieth of its row each is, from 0; on the host."""
+    """[num_sampled] index of each sampled input within its row, from 0. On the host."""
     firsts: torch.Tensor
-    """[num_sampled] int64, device: index of the row's first."""
+    """[num_sampled] int64, device: index of the row's first sampled input."""
     tokens: torch.Tensor
-    """[num_sampled] int64, device: the draft that the token sampled there has to equal; none behind a row's last."""
+    """[num_sampled] int64, device: the draft that the sampled token must equal. `_NO_DRAFT` for a row's last input."""
 
     @classmethod
     def of(cls, num_samples: Int32Array, following: torch.Tensor) -> StepDrafts:
         """The drafts of a step's rows.
 
         Args:
-            num_samples: [num_rows]: how many inputs of each row are sampled.
-            following: [num_sampled] int64, device: the step's input behind each sampled one.
+            num_samples: [num_rows]: number of sampled inputs of each row.
+            following: [num_sampled] int64, device: the step's input after each sampled one.
         """
         device = following.device
         firsts = np.repeat(np.cumsum(num_samples) - num_samples, num_samples)
         index_in_row = np.arange(len(firsts)) - firsts
-        # A row's drafts are the last of its inputs.
+        # A row's drafts are its last inputs.
         is_last = index_in_row == np.repeat(num_samples, num_samples) - 1
         tokens = following.masked_fill(upload(is_last, device), _NO_DRAFT)
         return cls(index_in_row.astype(np.int32), upload(firsts, device), tokens)
 
     def kept(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[num_sampled] bool: all sampled before it for its row equal their drafts.
+        """[num_sampled] bool: whether all tokens sampled before this one in its row equal their drafts.
 
         Args:
-            tokens: [num_sampled] int64, device, as they were sampled.
+            tokens: [num_sampled] int64, device: the sampled tokens.
         """
         is_wrong = tokens != self.tokens
-        num_wrong = is_wrong.cumsum(0) - is_wrong.long()  # before each, of all rows
+        num_wrong = is_wrong.cumsum(0) - is_wrong.long()  # before each token, over all rows
         return num_wrong == num_wrong.index_select(0, self.firsts)
 
     def lasts(self, tokens: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """[num_sampled] bool: the row's last token of this step, of which each row has one.
+        """[num_sampled] bool: whether this is the row's last token of this step. Each row has exactly one.
 
         Args:
             tokens: as in `kept`, which returned `kept`.

@@ -1,4 +1,4 @@
-"""Log probabilities of some tokens of a step, as the sampler finds them and a result takes them."""
+"""Log probabilities of some tokens of a step, computed by the sampler and sent in a result."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class LogprobTensors(NamedTuple):
     """Log probabilities, before adjustments, temperature and filters, of one token in each of some rows of logits."""
 
     logprobs: torch.Tensor
-    """[num_rows] fp32: of the token itself."""
+    """[num_rows] fp32: log probability of the token itself."""
     top_ids: torch.Tensor
-    """[num_rows, k] int64: likeliest tokens, descending, equal ones by id; k is the most asked for."""
+    """[num_rows, k] int64: likeliest tokens, descending, ties by id. k is the largest requested number."""
     top_logprobs: torch.Tensor
     """[num_rows, k] fp32."""
     requested_logprobs: torch.Tensor
-    """[num_rows, m] fp32: of the tokens that were asked for; m is the most a row asked for."""
+    """[num_rows, m] fp32: log probabilities of the requested tokens. m is the largest number that a row requested."""
 
     @classmethod
     def joined(cls, parts: Sequence[LogprobTensors]) -> LogprobTensors:
-        """The rows of at least one part, one part after the other."""
+        """The rows of one or more parts, concatenated."""
         return cls(*map(torch.cat, zip(*parts, strict=True)))
 
     def to_host(self) -> LogprobTensors:
-        """Queues the copies; on CPU the tensors themselves."""
-        # A non-blocking copy to the host lands in pinned memory, which an event behind it says is filled.
+        """Queues the copies to the host. On CPU, returns the tensors themselves."""
+        # A non-blocking copy to the host goes to pinned memory, and an event after it marks when that is filled.
         return LogprobTensors(*(part.to("cpu", non_blocking=True) for part in self))

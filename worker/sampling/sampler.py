@@ -1,15 +1,15 @@
-"""Turns logits into tokens: one rule for every row, whatever else is in the batch.
+"""Turns logits into tokens by one rule for every row, independent of the batch.
 
     token = argmax over allowed v of  logit_v / temperature + gumbel(seed, position, v)
 
-Noise is a hash of seed, position and token id; no generator has state. Temperature 0 is the same rule without noise.
-Ties go to the smallest id. Each row is worked on alone, so its neighbours cannot change a bit of it. A row with a NaN
-among its logits, on whichever rank, gets -1 on all of them.
+Noise is a hash of seed, position and token id, so no generator has state. At temperature 0 the rule has no noise. Ties
+go to the smallest id. Each row is computed on its own, so its neighbours cannot change a bit of it. If any rank has a
+NaN among a row's logits, the row's token is -1 on all ranks.
 
-Logits are sharded by vocabulary. Every row is sampled by the plain rule, which a CUDA graph can hold and which moves
-two numbers a row between ranks, and on GPUs a list of the likeliest tokens, from which rows with a small top-k are
-drawn. Rows with other filters, adjustments or logprobs are sampled again after it, as whole rows. The arithmetic is
-in worker/kernels for CUDA, and in worker/sampling/torch_sampling.py for CPU.
+Logits are sharded by vocabulary. Every row is sampled by the plain rule. A CUDA graph can contain it, and it moves two
+numbers a row between ranks. On GPUs it also moves a list of the likeliest tokens, from which rows with a small top-k
+are sampled. Rows with other filters, adjustments or logprobs are then sampled again, as whole rows. The arithmetic is
+in worker/sampling/kernels for CUDA, and in worker/sampling/torch_sampling.py for CPU.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from worker.sampling.logprobs import LogprobTensors
 from worker.upload import upload
 
 _CHUNK_ROWS = 128
-"""Rows sampled again at a time, which bounds their memory: about 30 bytes for each logit. On CUDA one SM works on a
-row."""
+"""Number of rows sampled again at a time. It bounds their memory, about 30 bytes for each logit. On CUDA one SM works
+on a row."""
 
 
 class ResampledRows(NamedTuple):
-    """Rows of a batch that need more than the plain rule; on the host."""
+    """Rows of a batch that need more than the plain rule. On the host."""
 
     indices: npt.NDArray[np.int64]
     """[num_resampled]: indices into the batch."""
     is_redrawn: npt.NDArray[np.bool_]
-    """[num_resampled]: has filters or adjustments; the others keep their token and only want logprobs."""
+    """[num_resampled]: the row has filters or adjustments. The other rows need only logprobs, and their token stays."""
     num_logprobs: Int32Array
-    """[num_resampled]: how many of the likeliest tokens each wants besides its own; -1 for none."""
+    """[num_resampled]: number of likeliest tokens that each row wants besides its own; -1 for no logprobs."""
     num_requested: int
-    """The most tokens that one of them wants the log probability of."""
+    """The largest number of log probabilities that one of the rows requests."""
     are_adjusted: bool
-    """Some of them have adjustments."""
+    """Whether some of the rows have adjustments."""
 
     def by_index_in_row(self, drafts: StepDrafts) -> tuple[ResampledRows, list[int]]:
-        """The rows by place, since what is drawn behind drafts depends on the draws before, and where each place's
-        end."""
+        """Sorts the rows by their index within a request, because a token after a draft depends on the tokens before
+        it. Also returns the end of each index's rows."""
         order = np.argsort(drafts.index_in_row[self.indices], kind="stable")
         ends = np.cumsum(np.bincount(drafts.index_in_row[self.indices])).tolist()
         indices, is_redrawn, num_logprobs = self.indices[order], self.is_redrawn[order], self.num_logprobs[order]
@@ -64,7 +64,7 @@ NONE_RESAMPLED = ResampledRows(np.empty(0, np.int64), np.empty(0, np.bool_), np.
 
 
 class SamplingKernels(Protocol):
-    """The arithmetic: kernels/sampling.py, whose docstrings are the contract, or torch_sampling.py."""
+    """The arithmetic: kernels/sampling.py, which documents the contract, or torch_sampling.py."""
 
     MAX_LISTED_TOP_K: int
 
@@ -77,7 +77,7 @@ class SamplingKernels(Protocol):
         first_id: int,
         group: TensorParallelGroup,
     ) -> torch.Tensor:
-        """A token of every row by temperature, noise and a small top-k."""
+        """A token for every row by temperature, noise and a small top-k."""
 
     def best_candidates(
         self,
@@ -88,7 +88,7 @@ class SamplingKernels(Protocol):
         first_id: int,
         thresholds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The best token of blocks of ids."""
+        """The best token of each block of ids."""
 
     def reduce_tokens(self, candidates: torch.Tensor) -> torch.Tensor:
         """The id of the best token."""
@@ -99,7 +99,7 @@ class SamplingKernels(Protocol):
     def token_logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, k: int, requested: torch.Tensor
     ) -> LogprobTensors:
-        """Log probabilities of tokens and of the likeliest."""
+        """Log probabilities of given tokens and of the likeliest."""
 
 
 def default_params(num_rows: int) -> npt.NDArray[np.void]:
@@ -111,10 +111,10 @@ def default_params(num_rows: int) -> npt.NDArray[np.void]:
 
 
 class SamplingTables:
-    """Every row's sampling parameters, on host and device; greedy until set.
+    """The sampling parameters of every row, on host and device. A row is greedy until it is set.
 
     Args:
-        num_rows: rows of the request table; row 0 is padding and stays greedy.
+        num_rows: rows of the request table. Row 0 is padding and stays greedy.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -129,7 +129,7 @@ class SamplingTables:
         """Queues the change of some rows, for the kernels launched after it.
 
         Args:
-            records: PARAMS_DTYPE, of distinct rows, 1 to num_rows - 1. May be changed once this returns.
+            records: PARAMS_DTYPE, of distinct rows, 1 to num_rows - 1. The caller may change them once this returns.
         """
         assert records.dtype == PARAMS_DTYPE, f"records of {records.dtype}"
         self.params[records["row"]] = records
@@ -139,13 +139,13 @@ class SamplingTables:
 
 
 class Sampler:
-    """Samples rows of which this rank has the logits of ids `plan.vocab[group.rank]`.
+    """Samples rows when each rank has the logits of the ids `plan.vocab[group.rank]`.
 
-    Every rank of the group makes the same calls and arrives at the same tokens.
+    Every rank of the group makes the same calls and gets the same tokens.
 
     Args:
         num_rows: rows of the request table, padding row 0 included.
-        use_triton: for the arithmetic. None: on CUDA.
+        use_triton: whether Triton does the arithmetic. If None, it does so on CUDA.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Sampler:
             self._kernels, self._adjust_logits = torch_sampling, torch_sampling.adjust_logits
 
     def update(self, frame: StepFrame) -> None:
-        """Queues what a checked frame says of its rows, for what is launched after it."""
+        """Queues the row settings of a checked frame, for kernels launched after it."""
         if len(frame.params):
             self.tables.update(frame.params)
         self.adjustments.update(frame)
@@ -176,7 +176,7 @@ class Sampler:
 
         Args:
             rows: [batch_size]: rows of the request table.
-            positions: [batch_size]: of the tokens to be sampled.
+            positions: [batch_size]: positions of the tokens to be sampled.
         """
         params = self.tables.params[rows]
         top_k = params["top_k"]
@@ -198,13 +198,14 @@ class Sampler:
         positions: torch.Tensor,
         left_out: npt.NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
-        """One token for each row by temperature, noise and, on GPUs, a small top-k; a CUDA graph may capture it.
+        """Samples one token for each row by temperature, noise and, on GPUs, a small top-k. A CUDA graph may capture
+        it.
 
         Args:
-            logits: [batch_size, span.size] fp32, unchanged; -inf for what must not be sampled.
+            logits: [batch_size, span.size] fp32, unchanged. Tokens that must not be sampled have -inf.
             rows: [batch_size] int32, device: rows of the request table.
             positions: [batch_size] int32, device: index of the token to be sampled in its whole sequence.
-            left_out: indices of rows whose token `resample` finds: theirs here is 0. Not for a graph.
+            left_out: indices of rows that `resample` will sample. Their token here is 0. Not allowed in a graph.
 
         Returns:
             [batch_size] int64, device; -1 for a row with a NaN.
@@ -227,27 +228,28 @@ class Sampler:
         resampled: ResampledRows,
         drafts: StepDrafts | None = None,
     ) -> LogprobTensors | None:
-        """Samples rows with filters or adjustments, and counts their tokens; finds log probabilities. Launches kernels
-        only; not for a graph.
+        """Samples rows with filters or adjustments, counts their tokens, and computes log probabilities. Only launches
+        kernels. A graph cannot capture it.
 
         Args:
-            logits, rows, positions: as `sample` had them.
-            tokens: [batch_size] int64: what `sample` returned; changed in place where it is redrawn.
-            drafts: of rows that are in the batch several times; None: none is.
+            logits, rows, positions: the arguments of `sample`.
+            tokens: [batch_size] int64: the result of `sample`. Changed in place for rows that are sampled again.
+            drafts: the drafts of rows that are in the batch several times. None if no row is.
 
         Returns:
-            The logprobs of `resampled` rows that want them, in order, with drafts by place; None when none does.
+            The logprobs of those `resampled` rows that want them, in order, or with drafts sorted by index in row. None
+            if no row wants any.
         """
         ends = [len(resampled.indices)]
         if drafts is not None:
             resampled, ends = resampled.by_index_in_row(drafts)
         indices, parts = upload(resampled.indices, self._group.device), []
         most = int(resampled.num_logprobs.max(initial=0))
-        for place, part in _chunks(ends):
+        for index_in_row, part in _chunks(ends):
             chunk = indices[part]
             whole = whole_logits(logits.index_select(0, chunk), self._plan, self._group)
             wants = np.flatnonzero(resampled.num_logprobs[part] >= 0)
-            # Logprobs are of the logits as they are before adjustments.
+            # Logprobs are computed from the logits before adjustments.
             raw, wanting = None, chunk
             if len(wants):
                 wanted = upload(wants, self._group.device)
@@ -259,8 +261,8 @@ class Sampler:
                     at = upload(redrawn, self._group.device)
                     again, whole = chunk.index_select(0, at), whole.index_select(0, at)
                 kept = None
-                if place and drafts is not None:
-                    self.adjustments.go_on(place)
+                if index_in_row and drafts is not None:
+                    self.adjustments.use_masks_after(index_in_row)
                     kept = drafts.kept(tokens).index_select(0, again)
                 self._redraw(whole, rows, positions, again, tokens, resampled.are_adjusted, kept)
             if raw is not None:
@@ -270,19 +272,20 @@ class Sampler:
         return LogprobTensors.joined(parts) if parts else None
 
     def requested_by(self, rows: Int32Array) -> torch.Tensor:
-        """[len(rows), m] int64, device: the tokens that each of `rows` asked for; m is the most of one of them."""
+        """[len(rows), m] int64, device: tokens with log probabilities that `rows` request. m is the largest number of a
+        row."""
         num_requested = int(self.adjustments.num_requested(rows).max(initial=0))
         return self.adjustments.requested[upload(rows.astype(np.int64), self._group.device), :num_requested]
 
     def logprobs_of(
         self, logits: torch.Tensor, targets: torch.Tensor, k: int, requested: torch.Tensor
     ) -> LogprobTensors:
-        """Log probabilities of given tokens. Launches kernels only; not for a graph.
+        """Log probabilities of given tokens. Only launches kernels. A graph cannot capture it.
 
         Args:
-            logits: [num_rows, span.size] fp32; takes about 20 bytes for each logit of the vocabulary.
+            logits: [num_rows, span.size] fp32. Takes about 20 bytes for each logit of the vocabulary.
             targets: [num_rows] int64, device.
-            k: how many of the likeliest tokens are wanted too.
+            k: number of likeliest tokens that are wanted too.
             requested: [num_rows, m] int64, device: tokens that are wanted too.
         """
         return self._kernels.token_logprobs(whole_logits(logits, self._plan, self._group), targets, k, requested)
@@ -300,7 +303,7 @@ class Sampler:
         are_adjusted: bool,
         kept: torch.Tensor | None,
     ) -> None:
-        """Draws for the rows `again` of the batch, whose whole rows of logits are `whole`, and changes `tokens`.
+        """Samples the rows `again` of the batch from `whole`, their complete rows of logits, and changes `tokens`.
 
         `kept`: as in `RowAdjustments.count`.
         """
@@ -316,7 +319,7 @@ class Sampler:
 
 
 def _chunks(ends: list[int]) -> Iterator[tuple[int, slice]]:
-    """Parts of at most _CHUNK_ROWS rows of one place each, and that place."""
-    for place, (start, end) in enumerate(pairwise((0, *ends))):
+    """Slices of at most _CHUNK_ROWS rows with the same index in their request, and that index."""
+    for index_in_row, (start, end) in enumerate(pairwise((0, *ends))):
         for first in range(start, end, _CHUNK_ROWS):
-            yield place, slice(first, min(first + _CHUNK_ROWS, end))
+            yield index_in_row, slice(first, min(first + _CHUNK_ROWS, end))

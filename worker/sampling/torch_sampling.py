@@ -1,7 +1,8 @@
-"""Torch's twins of the sampling kernels, by the same names and signatures, for tensors on the CPU.
+"""The torch versions of the sampling kernels for tensors on the CPU, with the same names and signatures.
 
-Rows are worked on one by one, so that a row costs what its own parameters ask for. Scores and noise are fp64, as in
-worker/sampling/kernels/sampling.py and worker/sampling/kernels/adjustments.py: both draw the same tokens.
+Rows are processed one by one, so that a row costs only what its own parameters require. Scores and noise are fp64, as
+in worker/sampling/kernels/sampling.py and worker/sampling/kernels/adjustments.py, so both versions sample the same
+tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _NO_ID = float(1 << 30)  # above every id; exact as a float
 _NAN_ID = -1.0  # below every id
 MAX_LISTED_TOP_K = 0
-"""No row is drawn from a list: one with filters costs no more than they ask for as it is."""
+"""No row is sampled from a list: without one, a row with filters already costs only what the filters require."""
 _TOP_P_WIDTH = 8.0
-"""Scores this far below the best are looked at first for top-p; only if they hold too little mass is all sorted."""
+"""For top-p, only scores within this distance of the best are sorted first. If they hold too little mass, all are
+sorted."""
 
 
 def best_candidates(
@@ -38,17 +40,17 @@ def best_candidates(
     first_id: int,
     thresholds: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The kernel's twin, with all ids as one block: [1, num_rows, 2] fp64 (value, id)."""
+    """Like the kernel, with all ids as one block: [1, num_rows, 2] fp64 (value, id)."""
     num_rows, num_ids = logits.shape
     out = torch.empty((1, num_rows, 2), dtype=torch.float64)
     if num_ids == 0:
         out[..., 0], out[..., 1] = -torch.inf, _NO_ID
         return out
     values, ids = out[0].unbind(1)
-    best, best_ids = logits.max(dim=-1)  # the first of equal ones
+    best, best_ids = logits.max(dim=-1)  # the first of equal values
     values.copy_(best)
     ids.copy_(best_ids)
-    has_nan = best.isnan()  # the maximum with one
+    has_nan = best.isnan()  # the maximum of a row with a NaN is NaN
     for i, params in _sampled(records, rows):
         if has_nan[i]:
             continue
@@ -61,7 +63,7 @@ def best_candidates(
             winner = noisy.argmax()
             values[i], ids[i] = noisy[winner], winner
         else:
-            # Ascending ids, so that argmax still gives ties to the smallest.
+            # The ids are ascending, so argmax still resolves ties to the smallest.
             allowed = (scores >= threshold).nonzero().squeeze(1)
             noisy = scores.index_select(0, allowed) + _gumbel(hashes.index_select(0, allowed), key)
             winner = noisy.argmax()
@@ -73,7 +75,7 @@ def best_candidates(
 
 
 def reduce_tokens(candidates: torch.Tensor) -> torch.Tensor:
-    """The kernel's twin: [num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64."""
+    """Like the kernel: [num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64."""
     values, ids = candidates.unbind(2)
     return torch.where(values == values.amax(dim=0), ids, _NO_ID).amin(dim=0).long()
 
@@ -86,12 +88,12 @@ def plain_tokens(
     first_id: int,
     group: TensorParallelGroup,
 ) -> torch.Tensor:
-    """The kernel's twin, which draws no row from a list."""
+    """Like the kernel, but samples no row from a list."""
     return reduce_tokens(group.all_gather(best_candidates(logits, rows, positions, records, first_id)[0]))
 
 
 def filter_thresholds(logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
-    """The kernel's twin: [num_rows] fp64, the smallest allowed score of each row; -inf without a filter."""
+    """Like the kernel: [num_rows] fp64, the smallest allowed score of each row; -inf without a filter."""
     out = torch.full((len(logits),), -torch.inf, dtype=torch.float64)
     for i, params in _sampled(records, rows):
         scores = logits[i].double() / float(params["temperature"])
@@ -108,7 +110,7 @@ def adjust_logits(
     records: torch.Tensor,
     adjustments: RowAdjustments,
 ) -> None:
-    """The kernel's twin: in place, rows without adjustments keep every bit."""
+    """Like the kernel: changes `logits` in place, and no bit of rows without adjustments."""
     params = _params(records)
     for i, row in enumerate(rows.tolist()):
         if bool(adjustments.heads[row].any()):
@@ -116,9 +118,9 @@ def adjust_logits(
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, requested: torch.Tensor) -> LogprobTensors:
-    """The kernel's twin; sums are fp32."""
+    """Like the kernel, but with sums in fp32."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    # A stable sort, not topk: equal log probabilities stand in the order of their ids.
+    # A stable sort instead of topk: equal log probabilities are in the order of their ids.
     top = _likeliest(logprobs, k)
     own = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return LogprobTensors(own, top, logprobs.gather(1, top), logprobs.gather(1, requested))
@@ -131,15 +133,15 @@ def _params(records: torch.Tensor) -> npt.NDArray[np.void]:
 
 
 def _sampled(records: torch.Tensor, rows: torch.Tensor) -> list[tuple[int, np.void]]:
-    """Index and parameters of the rows with a temperature."""
+    """Index and parameters of the rows with a temperature above 0."""
     params, of_table = _params(records), rows.numpy()
     return [(i, params[of_table[i]]) for i in np.flatnonzero(params["temperature"][of_table] > 0).tolist()]
 
 
 def _threshold(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor | None:
-    """Smallest allowed score, a scalar; None when everything is allowed. Scores equal to it are kept.
+    """The smallest allowed score, a scalar. None if all scores are allowed. Scores equal to it are allowed.
 
-    top-k first, then top-p of what is left, then min-p relative to the likeliest token.
+    Top-k is applied first, then top-p to the remaining tokens, then min-p relative to the likeliest token.
     """
     vocab_size = scores.shape[0]
     threshold: torch.Tensor | None = None
@@ -164,25 +166,25 @@ def _top_p_threshold(scores: torch.Tensor, at_least: torch.Tensor | None, top_p:
     wanted = top_p * weights.sum()
     for width in (_TOP_P_WIDTH, math.inf):
         likeliest = scores[scores >= best - width].sort(descending=True).values
-        # Summed in descending order, so the first sums do not depend on how many tokens are looked at.
+        # The sums are in descending order, so the first ones do not depend on how many tokens are sorted.
         mass = (likeliest - best).exp().cumsum(0)
         reached = mass >= wanted
         if bool(reached[-1]):
             break
-    # The first position that reaches the mass; rounding may leave even the last one short of it.
+    # The first position that reaches the mass. Because of rounding, even the last one may not reach it.
     last_kept = likeliest[reached.int().argmax() if bool(reached[-1]) else -1]
     return last_kept if at_least is None else torch.maximum(last_kept, at_least)
 
 
 def _likeliest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices [num_rows, k] int64 of the largest of `values` [num_rows, n], descending, equal ones by index."""
+    """Indices [num_rows, k] int64 of the largest of `values` [num_rows, n], descending, ties by index."""
     if k == 0:
         return torch.empty(values.shape[0], 0, dtype=torch.int64, device=values.device)
     indices = [
-        # Everything that ties with the k-th is a candidate; few tokens, so the stable sort is cheap.
+        # All values equal to the k-th are candidates. These are few, so the stable sort is cheap.
         candidates[row[candidates].sort(descending=True, stable=True).indices[:k]]
         for row in values
-        # A row of NaN, which are less than nothing, is taken whole.
+        # A row of NaN is taken whole, since NaN is not less than anything.
         for candidates in [(~(row < row.topk(k).values[-1])).nonzero().squeeze(1)]
     ]
     return torch.stack(indices)
@@ -190,27 +192,27 @@ def _likeliest(values: torch.Tensor, k: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _id_hashes(first_id: int, num_ids: int) -> torch.Tensor:
-    """[num_ids] int64; the hash of an id is constant, a step only mixes its row's key in."""
+    """[num_ids] int64. The hash of an id is constant, and a step only mixes in its row's key."""
     return _mix(torch.arange(first_id, first_id + num_ids, dtype=torch.int64) * _signed(_GOLDEN))
 
 
 def _gumbel(id_hashes: torch.Tensor, key: int) -> torch.Tensor:
-    """Standard Gumbel noise in fp64, one for each hash: 53 uniform bits, never 0 nor 1."""
+    """Standard Gumbel noise in fp64, one value for each hash, from 53 uniform bits that are never 0 or 1."""
     bits = _mix(id_hashes ^ key)
-    # Arithmetic shift, then the sign is masked off: torch has no unsigned 64-bit shift.
+    # An arithmetic shift, then a mask for the sign bits, because torch has no unsigned 64-bit shift.
     uniform = ((bits >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
-    # 1 - 2**-54 rounds to 1.0 in fp64, whose noise would be infinite.
+    # 1 - 2**-54 rounds to 1.0 in fp64, which would make the noise infinite.
     uniform.clamp_(max=1.0 - 2.0**-53)
     return uniform.log_().neg_().log_().neg_()
 
 
 def _row_key(seed: int, position: int) -> int:
-    """64 bits, as int64, from seed and position: two rounds, so neighbouring positions share nothing."""
+    """64 bits, as int64, from seed and position. Two rounds make neighbouring positions independent."""
     return _signed(_mix_int((_mix_int(seed & _MASK64) + (position + 1) * _GOLDEN) & _MASK64))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of SplitMix64 on int64, which wraps as uint64 would; a new tensor."""
+    """The finaliser of SplitMix64 on int64, which wraps like uint64. Returns a new tensor."""
     x = x.clone()
     for shift, factor in zip(_MIX_SHIFTS, (*_MIX_FACTORS, 1), strict=True):
         x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
@@ -220,7 +222,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _mix_int(x: int) -> int:
-    """`_mix` of one Python integer below 2**64."""
+    """Like `_mix`, for one Python integer below 2**64."""
     for shift, factor in zip(_MIX_SHIFTS, (*_MIX_FACTORS, 1), strict=True):
         x ^= x >> shift
         x = x * factor & _MASK64

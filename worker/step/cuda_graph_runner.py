@@ -1,5 +1,5 @@
-"""CUDA graphs of whole steps, one for each shape of a ladder: captured before the first step or between others, or when
-a shape is needed for the second time; and of passes behind them."""
+"""CUDA graphs of whole steps, and of the draft head's passes after them. Each step graph has one shape of a ladder. It
+is captured before the first step, between two steps, or when its shape is needed for the second time."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class DeviceOutput:
     """The results of a step on the device."""
 
     tokens: torch.Tensor
-    """[num_sampled] int64; -1 for a row whose logits hold a NaN."""
+    """[num_sampled] int64; -1 for a row with a NaN in its logits."""
     logits: torch.Tensor
-    """[num_sampled, columns of this rank] fp32; of a graph, valid until the next replay of any."""
+    """[num_sampled, columns of this rank] fp32. After a replay, valid until the next replay of any graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,19 @@ class _Captured:
 
 
 class CudaGraphRunner:
-    """Captures a step once for each shape, and replays the smallest that holds it.
+    """Captures a step once for each shape, and replays the smallest captured shape that holds it.
 
-    All graphs share one memory pool: none runs beside another, and what the largest needs, captured first, the
-    others find there.
+    All graphs share one memory pool, since no two run at once. The largest is captured first, so the smaller graphs fit
+    in its memory.
 
     Args:
-        group: its ranks capture and replay in step with each other.
+        group: the ranks that capture and replay in step with each other.
     """
 
     def __init__(self, group: TensorParallelGroup) -> None:
-        # Python drops these in order. The graphs must be gone before the group's NCCL communicator, whose end waits for
-        # the graphs that hold it: forever, were they dropped by the same thread afterwards.
+        # Python drops these in order. The graphs must be gone before the group's NCCL communicator is destroyed,
+        # because its destruction waits for the graphs that hold it. If the same thread dropped them afterwards, it
+        # would wait without end.
         self._captured: dict[StepShape, _Captured] = {}
         self._passes: dict[tuple[str, StepShape], Any] = {}
         self._decodes: list[StepShape] = []
@@ -66,12 +67,12 @@ class CudaGraphRunner:
         *,
         prepare: Callable[[StepShape], None],
     ) -> None:
-        """Captures `step` at each of `shapes`, which were offered; logs what that took.
+        """Captures `step` at each of `shapes`, which `offer` got before, and logs the duration and the memory.
 
         Args:
-            step: runs a step of that shape, padding included, over static buffers; the same launches at each call. Not
-                kept: its owner owns this object, and a cycle would keep the KV pool alive.
-            prepare: fills the static buffers for the warm-ups of a shape, with what is valid for it.
+            step: runs a step of that shape, padding included, over static buffers, with the same launches at each call.
+                It is not stored: its owner owns this object, and a cycle would prevent the KV pool from being freed.
+            prepare: fills the static buffers with valid inputs of a shape, for its warm-ups.
         """
         began, free = time.monotonic(), torch.cuda.mem_get_info(self._group.device)[0]
         for shape in sorted(shapes, reverse=True):
@@ -89,19 +90,20 @@ class CudaGraphRunner:
         )
 
     def offer(self, shapes: Sequence[StepShape]) -> None:
-        """Makes the ladder of `shapes`, none of them captured yet."""
+        """Makes the ladder from `shapes`, none of them captured yet."""
         self._decodes = sorted(shape for shape in shapes if shape.is_decode)
         self._prompts = sorted(shape for shape in shapes if not shape.is_decode)
 
     @property
     def largest(self) -> list[StepShape]:
-        """The largest shapes of prompts and of decodes, whose memory the smaller graphs use too."""
+        """The largest shapes of prompts and of decodes. The smaller graphs use their memory too."""
         return [*self._prompts[-1:], *self._decodes[-1:]]
 
     @property
     def missing(self) -> list[StepShape]:
-        """Shapes of the ladder that are not captured: the largest, then those of few rows before those of many, since
-        the first request comes alone: it needs the decode of one row most, and prompts that little runs beside."""
+        """Shapes of the ladder that are not captured, in the order of capture: the largest shapes, then the others by
+        number of rows. The first request runs alone, so it needs the decode of one row first, and prompts with few
+        rows."""
         ladder = sorted((*self._decodes, *self._prompts), key=lambda shape: (shape.num_rows, shape))
         shapes = dict.fromkeys((*self.largest, *ladder))
         return [shape for shape in shapes if shape not in self._captured]
@@ -109,20 +111,21 @@ class CudaGraphRunner:
     def capture_one(
         self, step: Callable[[StepShape], DeviceOutput], shape: StepShape, *, prepare: Callable[[StepShape], None]
     ) -> None:
-        """Captures `step` at one shape, between two steps perhaps; see `capture`."""
+        """Captures `step` at one shape, also between two steps. The arguments are as in `capture`."""
         prepare(shape)
         self._captured[shape] = _Captured(*self._record(lambda: step(shape)))
 
     def capture_pass(self, name: str, shape: StepShape, run: Callable[[], None]) -> None:
-        """Captures something else over static buffers, filled for `shape`, that `replay_pass` finds by its name."""
+        """Captures a draft pass over static buffers that are filled for `shape`. `replay_pass` finds it by name and
+        shape."""
         self._passes[name, shape], _ = self._record(run)
 
     def has_pass(self, name: str, shape: StepShape) -> bool:
-        """Whether `replay_pass` has it."""
+        """Whether `replay_pass` has this pass."""
         return (name, shape) in self._passes
 
     def replay_pass(self, name: str, shape: StepShape) -> None:
-        """Queues what was captured by that name and shape."""
+        """Queues the pass captured with that name and shape."""
         self._passes[name, shape].replay()
 
     def is_captured(self, shape: StepShape) -> bool:
@@ -130,13 +133,13 @@ class CudaGraphRunner:
         return shape in self._captured
 
     def is_due(self, shape: StepShape) -> bool:
-        """Whether a shape that is not captured has been asked for before: one that comes once is not worth a graph."""
+        """Whether a shape that is not captured was requested before. A shape needed only once is not worth a graph."""
         is_due = shape in self._seen
         self._seen.add(shape)
         return is_due
 
     def close(self) -> None:
-        """Drops the graphs, whoever still refers to this object: a traceback may, and the abort of the group's NCCL
+        """Drops the graphs, even if a traceback still refers to this object, since the abort of the group's NCCL
         communicator waits until they are gone. They may be running."""
         for graph in (*(captured.graph for captured in self._captured.values()), *self._passes.values()):
             graph.reset()
@@ -144,20 +147,21 @@ class CudaGraphRunner:
         self._passes.clear()
 
     def smallest(self, step: StepShape) -> StepShape | None:
-        """The shape of the ladder with the fewest tokens that holds `step`; None when none does."""
+        """The shape of the ladder with the fewest tokens that holds `step`. None if no shape does."""
         return smallest(self._decodes if step.is_decode else self._prompts, step)
 
     def replay(self, shape: StepShape) -> DeviceOutput:
-        """Queues the graph of exactly that shape, one of `smallest`'s answers."""
+        """Queues the graph of exactly that shape, which `smallest` returned."""
         captured = self._captured[shape]
         captured.graph.replay()
         return captured.output
 
     def _record(self, run: Callable[[], _OutputT]) -> tuple[Any, _OutputT]:
-        """A graph of `run`, and what that returned."""
+        """A graph of `run`, and the output of `run`."""
         if self._stream is None:
             self._pool = torch.cuda.graph_pool_handle()
-            # torch's own is on the GPU of the first graph of a process, which may have warmed up on another.
+            # torch's own stream is on the GPU of the first graph of the process, which may have warmed up on another
+            # GPU.
             self._stream = torch.cuda.Stream(self._group.device)  # type: ignore[no-untyped-call]  # it has no types
         for _ in range(_NUM_WARM_UPS):
             run()

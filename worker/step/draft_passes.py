@@ -1,15 +1,15 @@
-"""The draft head's passes behind a step: one over all of the step's tokens, and one for each draft after the first.
+"""The draft head's passes after a step: one over all tokens of the step, and one for each draft after the first.
 
-The first pass leaves the head's keys and values in the pages that hold the model's. The head needs the token after
-each input: the next input, or the token that was sampled. After a chunk that is not the last that token is not known
-here, and after a shared page of a prefix it differs between requests. A wrong token stands there then. It makes drafts
-worse, and no answer depends on drafts.
+The first pass stores the head's keys and values in the pages that hold the model's. The head needs the token after each
+input: the next input, or the sampled token. After a chunk that is not the last, that token is not known here. After a
+shared page of a prefix, it differs between requests. In both cases the head reads a wrong token. This makes drafts
+worse, but no answer depends on drafts.
 
-Where the backend plans nothing for decodes on the host, passes are CUDA graphs, between which the host neither copies
-nor waits. The first pass has a graph of its own of the step's shape, since rows with filters or adjustments have their
+If the backend plans nothing for decodes on the host, passes are CUDA graphs, and the host neither copies nor waits
+between them. The first pass has its own graph of the step's shape, since rows with filters or adjustments have their
 final tokens only after the step's graph. The first pass is eager after eager steps, and after prompts, which take
-longer to run than to launch. Each pass after the first replays the graph of that number of rows, which moves the rows
-on.
+longer to run than to launch. Each pass after the first replays the graph for that number of rows, which advances the
+rows' positions.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from worker.step.step import Step, StepOutput
 from worker.step.step_inputs import StepInputs
 from worker.upload import upload
 
-_FEW_TOKENS = 2 * FEW_ROWS  # larger shapes that sample less than half of their tokens are those of prompts
-# Graphs of first passes, of first passes that make no drafts but leave keys and values, and of those after the first.
+_FEW_TOKENS = 2 * FEW_ROWS  # larger shapes that sample less than half of their tokens are for prompts
+# Names of graphs: of first passes, of first passes that only store keys and values, and of passes after the first.
 _FIRST, _READ, _NEXT = "first", "read", "next"
 
 
 class DraftPasses:
-    """Makes the drafts that frames ask for, where there is a head. Queues everything on the step's stream.
+    """Makes the drafts that frames request, if there is a draft head. Queues all work on the step's stream.
 
     Args:
-        graphs: the steps' own.
-        num_rows: most rows of a step, padding included.
-        num_sampled: most sampled inputs of a step.
-        num_drafts: most drafts of a row.
+        graphs: also holds the graphs of steps.
+        num_rows: maximum number of rows of a step, padding included.
+        num_sampled: maximum number of sampled inputs of a step.
+        num_drafts: maximum number of drafts of a row.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class DraftPasses:
         self._sampler = sampler
         self._graphs = graphs
         self._num_drafts = num_drafts
-        # Graphs find there what captured steps leave for the head, and room for logits. None: all passes are eager.
+        # Buffers of graphs: the head's input from captured steps, and logits. If None, all passes are eager.
         self._states: torch.Tensor | None = None
         self._logits: torch.Tensor | None = None
         states, device = self.new_states(num_rows), decoder.device
         self._tokens = torch.zeros(num_sampled, dtype=torch.int64, device=device)
-        # Tensors of the step's rows: how many sampled inputs do not count, what the last pass made, and the last
-        # position that a pass may have.
+        # Per row of the step: how many sampled inputs do not count, the last pass's draft and hidden state, and the
+        # last position that a pass may use.
         self._num_dropped = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
         width = 0 if states is None else states.shape[2]
@@ -81,26 +81,26 @@ class DraftPasses:
         self._lasts = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
     def new_states(self, num_tokens: int) -> torch.Tensor | None:
-        """Room for what the head reads of so many tokens; None: there is none."""
+        """An empty buffer for the head's input for `num_tokens` tokens. None without a draft head."""
         head = self._decoder.draft_model
         return None if head is None else head.empty_states(num_tokens)
 
     def use_graphs(self, states: torch.Tensor | None, logits: torch.Tensor) -> None:
-        """Has passes be captured, if they can be.
+        """Enables the capture of passes, if the backend allows it.
 
         Args:
-            states: `new_states` that captured steps fill; None without a head.
+            states: the buffer from `new_states` that captured steps fill. None without a draft head.
             logits: [num_rows or more, columns of this rank] fp32, which passes may overwrite.
         """
         if not self._backend.plans_on_host:
             self._states, self._logits = states, logits
 
     def leave(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`tokens` [num_sampled] int64 of a step that is captured, where the graph of its first pass reads them."""
+        """Copies `tokens` [num_sampled] int64 of a captured step to where the graph of its first pass reads them."""
         return tokens if self._states is None else self._tokens[: len(tokens)].copy_(tokens)
 
     def capture(self, shapes: Sequence[StepShape]) -> None:
-        """Captures what may run behind captured steps of `shapes`."""
+        """Captures the passes that may follow captured steps of `shapes`."""
         for shape in sorted(shapes, reverse=True) if self._states is not None else ():
             if shape.num_tokens <= max(2 * shape.num_sampled, _FEW_TOKENS):
                 self._capture(_FIRST, shape)
@@ -110,7 +110,8 @@ class DraftPasses:
                     self._capture(_NEXT, shape)
 
     def prepare(self, step: Step) -> None:
-        """Captures what the step needs after its first pass, before anything of the step is on the device."""
+        """Captures the passes that the step needs after its first pass, before any data of the step is on the
+        device."""
         if self._states is not None and step.frame.num_wanted.max(initial=0) > 1:
             shape = self._rows_of(step.frame)
             if not self._graphs.has_pass(_NEXT, shape):
@@ -118,14 +119,14 @@ class DraftPasses:
                     self._capture(_NEXT, shape)
 
     def is_needed(self, step: Step) -> bool:
-        """Whether there is a head that reads the step's tokens."""
+        """Whether there is a draft head and it reads the step's tokens."""
         return self._decoder.draft_model is not None and step.makes_drafts
 
     def add(self, step: Step, output: StepOutput) -> None:
-        """Makes drafts of what follows each sampled row's last token, as many as the frame wants of the row, and keeps
-        them for the next step. The step was uploaded, and nothing after it; its tokens are final."""
+        """Makes the requested number of drafts of what follows each sampled row's last token, and stores them for the
+        next step. The step must be the last one uploaded, and its tokens final."""
         frame, captured, states = step.frame, output.captured, output.states
-        assert states is not None, "a step beside a head leaves no states"
+        assert states is not None, "a step with a draft head has no states"
         is_sampled, wanted = step.samples_per_row > 0, np.zeros(len(frame.rows), np.int32)
         if len(frame.num_wanted):
             wanted[is_sampled] = frame.num_wanted
@@ -151,11 +152,13 @@ class DraftPasses:
         self._inputs.take_drafts(upload(frame.rows[is_sampled].astype(np.int64), drafts.device), drafts)
 
     def _more(self, frame: StepFrame, wanted: Int32Array) -> Iterator[torch.Tensor]:
-        """[num_rows] int64 of each pass after the first: its drafts, of rows that want as many."""
+        """Yields the drafts, [num_rows] int64, of each pass after the first. Rows that want fewer have no valid draft
+        there."""
         num_rows, most = len(wanted), int(wanted.max())
         if most == 1:
             return
-        # A row that wants fewer stays at its last place, behind which it may have no page; with one, it is padding.
+        # A row that wants fewer stays at its last position, since it may have no page after it. If it wants one, it is
+        # padding.
         rows, more = frame.rows * (wanted > 1), (wanted - 1).clip(0)
         if self._states is not None:
             shape = self._rows_of(frame)
@@ -183,29 +186,29 @@ class DraftPasses:
             yield self._ids[:num_rows].clone()
 
     def _rows_of(self, frame: StepFrame) -> StepShape:
-        """The shape of graphs of passes after the first."""
+        """The shape of the graphs of passes after the first."""
         num_rows = len(frame.rows)
         shape = self._graphs.smallest(StepShape(num_rows, num_rows, num_rows))
-        assert shape is not None, "more rows than a step has"
+        assert shape is not None, "more rows than the largest shape"
         return shape
 
     def _capture(self, name: str, shape: StepShape) -> None:
         self._inputs.upload(Step.of(StepFrame(generation=0, step=0)), shape)
-        self._inputs.graph_batch(shape)  # the step in front of it
+        self._inputs.graph_batch(shape)  # stands for the step before the pass
         self._num_dropped.zero_()
         self._lasts.zero_()
         run = self._captured_next if name == _NEXT else functools.partial(self._captured_first, predicts=name == _FIRST)
         self._graphs.capture_pass(name, shape, functools.partial(run, shape))
 
     def _captured_first(self, shape: StepShape, *, predicts: bool) -> None:
-        assert self._states is not None, "a graph's pass before use_graphs"
+        assert self._states is not None, "a pass was captured before use_graphs"
         self._inputs.restore_starts(shape)
         batch, tokens = self._inputs.graph_batch(shape), self._tokens[: shape.num_sampled]
         self._backend.prepare_capture(batch, shape)
         if shape.is_decode:
             following = tokens.clamp(min=0)
         else:
-            # The samples of padding are at the last token, which may be a row's.
+            # The samples of padding are at the last token, which may belong to a row.
             is_padding = self._inputs.rows_of_samples(shape) == shape.num_rows - 1
             following = _following(batch, tokens, batch.sample_indices.masked_fill(is_padding, shape.num_tokens))
         self._first(batch, following, self._states, predicts=predicts)
@@ -228,12 +231,12 @@ class DraftPasses:
         self._next(batch)
 
     def _next(self, batch: ForwardBatch) -> None:
-        """Any pass after the first."""
+        """Runs any pass after the first."""
         step, ids = self._decoder.step_of(batch, self._backend), self._ids[: batch.batch_size]
         self._put(*self._head().forward(self._decoder.embedded(ids), self._hidden[: len(ids)], step, None))
 
     def _put(self, output: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Keeps a pass's `hidden` and what its `output` predicts."""
+        """Stores a pass's `hidden` and the drafts that its `output` predicts."""
         num_rows = len(output)
         ids = self._head().predicted(output)
         if ids is None:
@@ -249,14 +252,14 @@ class DraftPasses:
 
 
 def _following(batch: ForwardBatch, tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """[num_tokens] int64: the token after each input: behind those `at` [num_sampled] the one of `tokens` that was
-    sampled there, and 0 behind a row's last that was not sampled. An `at` of num_tokens means none of them."""
+    """[num_tokens] int64: the token after each input. After the inputs `at` [num_sampled] it is the sampled token in
+    `tokens`, and after a row's unsampled last input it is 0. An `at` of num_tokens refers to no input."""
     following = F.pad(batch.input_ids, (0, 1))
     following = following.index_fill_(0, batch.paged.cu_seqlens_q[1:].long(), 0).roll(-1)
     return following.index_copy_(0, at.long(), tokens.clamp(min=0))[:-1]
 
 
 def _decodes(rows: Int32Array, starts: Int32Array) -> Step:
-    """A step of one input of each of `rows` at positions `starts`."""
+    """A step with one input for each of `rows`, at positions `starts`."""
     ones = np.ones_like(rows)
     return Step.of(StepFrame(0, 0, rows=rows, starts=starts, lens=ones, flags=ones * int(RowFlag.SAMPLE)))

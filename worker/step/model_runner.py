@@ -1,9 +1,9 @@
-"""The steps of one rank: a frame is launched, and its tokens are read when they are there.
+"""The steps of one rank: `launch` starts a frame's step, and its tokens are read when they are available.
 
-On CUDA all is queued on the stream. A step that a captured shape holds, of decodes alone or with prompts, replays a
-CUDA graph of the whole step; any other, and every step where the backend captures nothing, runs eagerly through the
-same code. Rows with filters, adjustments or logprobs are sampled again by kernels that are queued after the step's own
-and before the next step reads their tokens.
+On CUDA all work is queued on the stream. If a captured shape holds the step, of decodes alone or with prompts, a CUDA
+graph of the whole step is replayed. Any other step, and every step of a backend without capture, runs eagerly through
+the same code. Rows with filters, adjustments or logprobs are sampled again by kernels that are queued after the step's
+own and before the next step reads their tokens.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _log = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Owns what a step reads and leaves on the device. On CUDA one stream, torch's current one, orders everything.
+    """Owns what a step reads and writes on the device. On CUDA one stream, torch's current one, orders all work.
 
     Args:
-        limits: frames are checked against them.
-        max_rows: most rows of a step.
-        max_tokens: most input tokens of a step.
-        max_sampled: most sampled inputs of a step, no fewer than `max_rows`.
-        max_graph_tokens: most input tokens of a captured step with prompts.
+        limits: every frame is checked against them.
+        max_rows: maximum number of rows of a step.
+        max_tokens: maximum number of input tokens of a step.
+        max_sampled: maximum number of sampled inputs of a step, at least `max_rows`.
+        max_graph_tokens: maximum number of input tokens of a captured step with prompts.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ModelRunner:
         self._backend = backend
         self._req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool = token_to_kv_pool
-        """The pool that steps write to."""
+        """The pool to which steps write."""
         self._num_pages, self._num_window_pages = token_to_kv_pool.num_pages, token_to_kv_pool.num_window_pages
         self._sampler = sampler
         self._group = group
@@ -78,14 +78,14 @@ class ModelRunner:
         self._max_graph_tokens = min(max_tokens, max_graph_tokens)
         self._inputs = StepInputs(
             req_to_token_pool,
-            max_rows=max_rows + 1,  # with a row for padding
+            max_rows=max_rows + 1,  # one more row, for padding
             max_tokens=max_tokens,
             page_size=token_to_kv_pool.page_size,
             max_sampled=max_sampled,
             num_drafts=0 if decoder.draft_model is None else limits.max_samples - 1,
         )
         self._graphs = CudaGraphRunner(group)
-        # All graphs write their logits here, and what the draft head reads.
+        # All graphs write their logits and the draft head's input here.
         self._logits: torch.Tensor | None = None
         self._states: torch.Tensor | None = None
         self._draft_passes = DraftPasses(
@@ -101,21 +101,22 @@ class ModelRunner:
         self._scoring = Scoring(decoder, sampler, max_rows)
         self._extras: tuple[Extra, ...] = (Resampling(sampler, self._inputs), self._draft_passes)
         nothing = torch.empty(0, dtype=torch.int64, device=group.device)
-        self._nothing = DeviceOutput(nothing, nothing.float())  # the output of a step that samples no row
+        self._nothing = DeviceOutput(nothing, nothing.float())  # output of a step that samples no row
 
     @property
     def table_bytes(self) -> int:
-        """Bytes on the device that stay as they are however many pages there are: the rows' adjustments."""
+        """Bytes on the device that do not depend on the number of pages: the rows' adjustments."""
         return self._sampler.adjustments.num_bytes
 
     def capture(self, which: Literal["all", "largest", "none"] = "all") -> None:
-        """Captures steps at shapes of the ladders; the KV pool must stay where it is.
+        """Captures steps at shapes of the ladders. The KV pool must not move afterwards.
 
-        Does nothing where the backend cannot be captured.
+        Does nothing if the backend cannot be captured.
 
         Args:
-            which: shapes captured now: all, or the largest of each ladder, whose memory the smaller graphs use too.
-                Other shapes are captured by `capture_next`, or when a step of their shape comes for the second time.
+            which: shapes to capture now: all, none, or the largest of each ladder, since smaller graphs use their
+                memory too. Other shapes are captured by `capture_next`, or when a step of their shape comes for the
+                second time.
         """
         backend, max_model_len = self._backend, self._limits.max_model_len
         if not backend.captures_cuda_graphs:
@@ -125,7 +126,7 @@ class ModelRunner:
             prompt_shapes(self._max_rows, self._max_graph_tokens, max_model_len, self._max_sampled),
         )
         shapes = [it for ladder in ladders for shape in ladder for it in backend.capture_shapes(shape, max_model_len)]
-        # One for all graphs, kept by their outputs: what each had of its own came to 8 GiB (Qwen3-8B at TP 1).
+        # All graphs share one buffer, which their outputs refer to. Separate buffers took 8 GiB (Qwen3-8B at TP 1).
         self._logits = torch.empty(
             self._max_sampled, self._decoder.num_local_logits, dtype=torch.float32, device=self._group.device
         )
@@ -138,7 +139,7 @@ class ModelRunner:
             self._draft_passes.capture(captured)
 
     def capture_next(self) -> int:
-        """Captures one shape of the ladders that is missing, between two steps; returns how many are missing then."""
+        """Captures one missing shape of the ladders, between two steps. Returns how many are still missing."""
         missing = self._graphs.missing
         if missing:
             self._capture_one(missing.pop(0))
@@ -147,11 +148,12 @@ class ModelRunner:
         return len(missing)
 
     def close(self) -> None:
-        """Drops the graphs; the rest goes with this object."""
+        """Drops the graphs. Everything else is freed with this object."""
         self._graphs.close()
 
     def hidden_of(self, frame: StepFrame) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] of all inputs of a step, which runs eagerly and samples nothing."""
+        """Hidden states [num_tokens, hidden_size] of all inputs of a step. Runs the step eagerly and samples
+        nothing."""
         step = Step.of(frame)
         self._inputs.upload(step, step.shape)
         batch = self._inputs.batch(step)
@@ -159,7 +161,7 @@ class ModelRunner:
         return self._forward(replace(batch, sample_indices=every))
 
     def launch(self, frame: StepFrame) -> PendingStep:
-        """Starts the step; the next one may be launched before its result is taken.
+        """Starts the step. The next one may be launched before this result is read.
 
         Raises:
             EngineError: the frame does not fit this rank's tables. Nothing has changed then.
@@ -175,7 +177,7 @@ class ModelRunner:
         return PendingStep(self._group, step, output)
 
     def _check(self, step: Step) -> None:
-        """Raises EngineError where the frame does not fit this rank's tables."""
+        """Raises EngineError if the frame does not fit this rank's tables."""
         frame = step.frame
         check_frame(frame, self._limits)
         self._req_to_token_pool.check(frame.page_deltas, self._num_pages)
@@ -183,12 +185,12 @@ class ModelRunner:
         lacks_drafts = self._decoder.draft_model is None and (step.samples_per_row[~frame.has_tokens] > 1).any()
         if step.shape.num_sampled > self._max_sampled or lacks_drafts:
             raise EngineError(
-                f"step {frame.step} samples {step.shape.num_sampled} inputs, at most {self._max_sampled}, or drafts "
-                "that it does not bring"
+                f"step {frame.step} samples {step.shape.num_sampled} inputs, of at most {self._max_sampled}, or "
+                "verifies drafts of the ranks, which make none"
             )
 
     def _graph_for(self, step: Step) -> StepShape | None:
-        """The shape of the graph that is replayed for the step, captured here if that is due; None: it runs eagerly."""
+        """The shape of the graph to replay for the step, captured here if it is due. None if the step runs eagerly."""
         shape = None if step.is_scored else self._graphs.smallest(step.shape)
         if shape is None or self._graphs.is_captured(shape):
             return shape
@@ -198,11 +200,11 @@ class ModelRunner:
         return shape
 
     def _upload(self, step: Step, graph: StepShape | None) -> Step:
-        """Queues the copy of the step's inputs and parameters, padded to the shape `graph` where that is given.
+        """Queues the copy of the step's inputs and parameters, padded to the shape `graph` if it is given.
 
         Returns:
             The step. For eager steps, and for backends that plan on the host, its starts are read back from the device.
-            Else they are the frame's, which may be too high for rows whose drafts are not verified yet: only masks and
+            Otherwise they are the frame's starts, which may be too high for rows with unverified drafts. Only masks and
             biases with an end read them, and rows with these have exact starts.
         """
         if graph is None or self._backend.plans_on_host:
@@ -213,7 +215,7 @@ class ModelRunner:
         return step
 
     def _replay(self, step: Step, graph: StepShape) -> StepOutput:
-        """Runs the step by a captured graph."""
+        """Runs the step by replaying a captured graph."""
         self._backend.prepare_replay(graph, step.frame.starts, step.frame.lens)
         padded, num_sampled = self._graphs.replay(graph), len(step.sampled)
         step.resampled = self._sampler.find_resampled(step.sampled_rows, step.sampled_positions)
@@ -245,12 +247,12 @@ class ModelRunner:
         out: torch.Tensor | None = None,
         left_out: npt.NDArray[np.int64] | None = None,
     ) -> DeviceOutput:
-        """The plain rule for every sampled row. The noise key is the new token's index in its whole sequence, which is
-        how many tokens the row has now, and which preemption and recompute do not change.
+        """Samples every row by the plain rule. The noise key is the new token's index in its whole sequence, which
+        equals the row's current number of tokens. Preemption and recompute do not change it.
 
         Args:
-            out: for the logits, [num_sampled, columns of this rank] fp32. None: a new tensor.
-            left_out: indices of sampled rows that are redrawn anyway.
+            out: buffer for the logits, [num_sampled, columns of this rank] fp32. If None, a new tensor is made.
+            left_out: indices of sampled rows that will be sampled again anyway.
         """
         rows, positions = self._inputs.sampled_rows(shape)
         logits = self._decoder.local_logits(hidden, out)
@@ -267,8 +269,8 @@ class ModelRunner:
         self._inputs.upload(Step.of(StepFrame(generation=0, step=0)), shape)
 
     def _step(self, shape: StepShape) -> DeviceOutput:
-        """A step of that shape over static buffers, its logits among them: what a graph captures."""
-        assert self._logits is not None, "a graph's step before capture"
+        """Runs a step of that shape over static buffers, which include its logits. A graph captures this function."""
+        assert self._logits is not None, "a step was captured before `capture`"
         logits = self._logits[: shape.num_sampled]
         batch = self._inputs.graph_batch(shape)
         self._backend.prepare_capture(batch, shape)

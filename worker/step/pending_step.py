@@ -1,4 +1,4 @@
-"""A launched step: its result is there at once on CPU, and some time later on CUDA."""
+"""A launched step. Its result is available at once on CPU, and some time later on CUDA."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from worker.step.step import Step, StepOutput
 
 
 class PendingStep:
-    """The results of a step, on their way to the host. Made behind the step's launches, on their stream.
+    """The results of a step, while they are copied to the host. Created after the step's launches, on their stream.
 
     Args:
-        step: as it was launched.
-        output: all that the step found, still on the device.
+        step: the launched step.
+        output: all results of the step, still on the device.
     """
 
     def __init__(self, group: TensorParallelGroup, step: Step, output: StepOutput) -> None:
@@ -26,7 +26,7 @@ class PendingStep:
         self._group = group
         self._generation, self._step = frame.generation, frame.step
         self._num_targets = len(frame.prompt_targets)
-        # A non-blocking copy to the host lands in pinned memory, which the event says is filled.
+        # A non-blocking copy to the host goes to pinned memory, and the event marks when that is filled.
         self._tokens = output.tokens.to("cpu", non_blocking=True)
         self._kept = None if output.kept is None else output.kept.to("cpu", non_blocking=True)
         self._drafts = None if output.drafts is None else output.drafts.to("cpu", non_blocking=True)
@@ -34,7 +34,7 @@ class PendingStep:
         self._logprob_tokens = output.logprob_tokens
         self._logprobs = None if output.logprobs is None else output.logprobs.to_host()
         self._prompt_logprobs = None if output.prompt_logprobs is None else output.prompt_logprobs.to_host()
-        self._done: Any = None  # torch does not annotate its event; None: all of it is there
+        self._done: Any = None  # torch does not annotate its event; None if all results are already on the host
         if group.device.type == "cuda":
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
@@ -44,14 +44,14 @@ class PendingStep:
         return self._done is None or bool(self._done.query())
 
     def result(self) -> StepResult:
-        """The step's result; waits for it.
+        """Waits for the step's result and returns it.
 
         Raises:
             EngineError: a collective of the step failed, or the group was aborted meanwhile.
         """
         if self._done is not None:
             self._done.synchronize()
-            # A sum whose wait was ended goes on with what there is: those tokens must not get out.
+            # An aborted all-reduce continues with incomplete data, so its tokens must not be returned.
             self._group.check_alive()
         result = StepResult(self._generation, self._step, tokens=self._tokens.numpy().astype(np.int32))
         if self._drafts is not None:
@@ -75,7 +75,8 @@ class PendingStep:
 
 
 def _keep(result: StepResult, kept: npt.NDArray[np.bool_], num_samples: Int32Array) -> None:
-    """Leaves out what does not count of the `num_samples` tokens of each row, and says how many each has."""
+    """Removes the tokens that do not count from the `num_samples` tokens of each row, and sets the number that
+    remain."""
     result.tokens = result.tokens[kept]
     result.num_tokens = np.add.reduceat(kept, np.cumsum(num_samples) - num_samples, dtype=np.int32)
     if not len(result.logprob_rows):

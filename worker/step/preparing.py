@@ -1,7 +1,7 @@
-"""How a thread says that it prepares something for this and later steps, which takes longer than any step: by its name.
+"""Marks a thread that prepares something for this and later steps, which takes longer than any step, by its name.
 
-Whoever looks for steps that hang reads the names of the ranks' threads (cluster/ranks/liveness.py), as `top -H` does.
-No torch here.
+cluster/ranks/liveness.py looks for steps that hang, and reads the names of the ranks' threads as `top -H` does. Uses no
+torch.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import ctypes
 from collections.abc import Iterator
 
 PREPARING = "preparing"
-"""The name of such a thread: 15 characters at most."""
+"""The name of such a thread, at most 15 characters."""
 
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
 
 
 @contextlib.contextmanager
 def preparing() -> Iterator[None]:
-    """Gives the calling thread that name meanwhile."""
+    """Renames the calling thread to `PREPARING` inside the `with` block."""
     prctl = ctypes.CDLL(None).prctl
     name = ctypes.create_string_buffer(16)
     prctl(_PR_GET_NAME, name, 0, 0, 0)
@@ -30,8 +30,8 @@ def preparing() -> Iterator[None]:
 
 
 def mark_compilations() -> None:
-    """Has this process's threads prepare, in the sense of this module, while Triton compiles in them."""
-    from triton import knobs  # a CPU install has none
+    """Marks threads of this process with `preparing` while Triton compiles in them."""
+    from triton import knobs  # not part of a CPU install
 
     marks = contextlib.ExitStack()
 

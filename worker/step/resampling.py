@@ -1,4 +1,5 @@
-"""Rows whose plain token is not enough: with filters, adjustments or log probabilities, or with drafts to verify."""
+"""Sampling of rows that need more than the plain token: filters, adjustments, log probabilities, or drafts to
+verify."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Resampling:
         return bool(len(step.sampled)) and (bool(len(step.resampled.indices)) or step.verifies_drafts)
 
     def add(self, step: Step, output: StepOutput) -> None:
-        """Draws tokens again where that is due, finds log probabilities, and finds which drafts were right."""
+        """Samples tokens again where necessary, computes log probabilities, and finds which drafts are accepted."""
         rows, positions = self._inputs.sampled_rows(step.shape)
         resampled, drafts = step.resampled, None
         if step.verifies_drafts:
@@ -32,7 +33,7 @@ class Resampling:
         rows = rows.long()
         if drafts is not None:
             output.kept = drafts.kept(output.tokens)
-            resampled, _ = resampled.by_index_in_row(drafts)  # the order that the log probabilities have
-            rows = rows * drafts.lasts(output.tokens, output.kept)  # row 0, which is padding, takes all other tokens
+            resampled, _ = resampled.by_index_in_row(drafts)  # the order of the log probabilities
+            rows = rows * drafts.lasts(output.tokens, output.kept)  # row 0 (padding) takes all other tokens
         output.logprob_tokens = resampled.indices[resampled.num_logprobs >= 0].astype(np.int32)
         self._inputs.take(rows, output.tokens, positions)

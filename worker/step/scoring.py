@@ -1,12 +1,13 @@
-"""Log probabilities of prompt tokens, and of what follows the items of a row, beside the tokens that a step samples.
+"""Log probabilities of prompt tokens and of the tokens after scored items, in addition to the tokens that a step
+samples.
 
-A prompt's targets are the tokens after some of its inputs (`StepFrame.prompt_runs`). Items are texts that follow one
-query and do not see each other (`StepFrame.items`). Their keys and values lie one behind the other, as those of a
-prompt do. Two things make each item the only one behind its query: its positions, which rotary embeddings and windows
-read, and a mask of the new tokens that it sees.
+A prompt's targets are the tokens after some of its inputs (`StepFrame.prompt_runs`). Scored items are texts that follow
+one query and do not see each other (`StepFrame.items`). Their keys and values lie one after the other, like those of a
+prompt. Two things make each item see only the query: its positions, which rotary embeddings and windows read, and a
+mask over the new tokens.
 
-The hidden states before targets and at the ends of items run through the last layer beside the sampled ones. Then the
-LM head takes them a chunk of rows at a time.
+The last layer computes the hidden states before targets and at the ends of items together with the sampled ones. Then
+the LM head processes them in chunks of rows.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from worker.upload import upload
 Int64Array = npt.NDArray[np.int64]
 
 _CHUNK_ROWS = 128
-"""Most rows of logits that exist at a time."""
+"""Maximum number of rows of logits that exist at a time."""
 
 
 class Scoring:
-    """Finds the log probabilities that a scored step wants.
+    """Computes the log probabilities that a scored step requests.
 
     Args:
-        max_rows: most rows of logits at a time: as many as a decode has, which memory is planned for.
+        max_rows: maximum number of rows of a decode, for which memory is planned. A chunk of logits has no more rows.
     """
 
     def __init__(self, decoder: Decoder, sampler: Sampler, max_rows: int) -> None:
@@ -51,11 +52,11 @@ class Scoring:
         """Runs the step.
 
         Args:
-            forward: the model: hidden states of the batch's `sample_indices`.
+            forward: runs the model and returns the hidden states of the batch's `sample_indices`.
 
         Returns:
-            Hidden states [num_sampled, hidden_size] of the sampled inputs; and log probabilities of the frame's prompt
-            targets and then of what its items' rows asked for.
+            Hidden states [num_sampled, hidden_size] of the sampled inputs; and the log probabilities of the frame's
+            prompt targets, followed by those requested after its items.
         """
         frame, device = step.frame, batch.positions.device
         num_targets, num_items = len(frame.prompt_targets), len(frame.items)
@@ -65,13 +66,13 @@ class Scoring:
         wanted = WantedTokens.of(step, items.lasts)
         hidden = forward(replace(batch, sample_indices=upload(wanted.tokens, device)))
         scored = hidden.index_select(0, upload(wanted.scored, device))
-        # An item has no one token as its target.
+        # No single token is the target of an item.
         targets = upload(np.concatenate((frame.prompt_targets, np.zeros(num_items, np.int64))), device)
         requested = self._sampler.requested_by(np.concatenate((np.zeros(num_targets, np.int32), frame.items["row"])))
         k = int(frame.prompt_runs["k"].max(initial=0))
         chunks = [
-            self._sampler.logprobs_of(self._decoder.local_logits(states), ids, k, asked_ids)
-            for states, ids, asked_ids in zip(
+            self._sampler.logprobs_of(self._decoder.local_logits(states), ids, k, requested_ids)
+            for states, ids, requested_ids in zip(
                 *(torch.split(rows, self._num_rows) for rows in (scored, targets, requested)), strict=True
             )
         ]
@@ -79,7 +80,7 @@ class Scoring:
 
 
 class WantedTokens(NamedTuple):
-    """Inputs of a step whose hidden states are wanted. [n] int64 each, on the host."""
+    """Inputs of a step that need hidden states. [n] int64 each, on the host."""
 
     tokens: Int64Array
     """Indices among the step's tokens, ascending."""
@@ -91,7 +92,7 @@ class WantedTokens(NamedTuple):
 
     @classmethod
     def of(cls, step: Step, item_lasts: Int64Array) -> WantedTokens:
-        """The tokens that a checked step wants, whose items end with `item_lasts`."""
+        """The inputs needed by a checked step. `item_lasts` are the indices of its items' last tokens."""
         frame = step.frame
         ends = np.cumsum(frame.lens, dtype=np.int64)
         at = np.flatnonzero(np.isin(frame.rows, frame.prompt_runs["row"]))  # records are in the order of rows
@@ -104,16 +105,16 @@ class WantedTokens(NamedTuple):
 
 
 class Items(NamedTuple):
-    """The items of a step, on the host."""
+    """The scored items of a step, on the host."""
 
     lasts: Int64Array
     """[num_items]: indices among the step's tokens of the items' last tokens."""
     positions: Int64Array
     """[num_tokens]: position of each of the step's tokens in its sequence."""
     item_of: npt.NDArray[np.int32]
-    """[num_tokens]: which item of its row a token belongs to, from 1; 0: to none."""
+    """[num_tokens]: number of the item in its row that a token belongs to, from 1. 0 if it belongs to none."""
     rows: tuple[slice | None, ...]
-    """[num_rows]: tokens of each row that has items; None for other rows."""
+    """[num_rows]: tokens of each row that has items. None for other rows."""
 
     @classmethod
     def of(cls, frame: StepFrame) -> Items:
@@ -135,7 +136,7 @@ class Items(NamedTuple):
         return cls(np.concatenate([np.empty(0, np.int64), *lasts]), positions, item_of, tuple(rows))
 
     def seen_in(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch of the same frame with the items' positions and mask. Queues kernels only."""
+        """The batch of the same frame with the items' positions and mask. Queues only kernels."""
         device = batch.positions.device
         positions, item_of = upload(self.positions, device), upload(self.item_of, device)
         parts = [None if row is None else _visible(item_of[row]) for row in self.rows]
@@ -153,5 +154,5 @@ class Items(NamedTuple):
 
 
 def _visible(item_of: torch.Tensor) -> torch.Tensor:
-    """[n, n] bool: which of a row's n inputs each sees."""
+    """[n, n] bool: which of a row's n inputs each input sees."""
     return ((item_of == 0) | (item_of == item_of[:, None])).tril_()

@@ -1,4 +1,4 @@
-"""A step as its frame asks for it, worked out once, and the output that it leaves on the device."""
+"""A step computed once from its frame, and the output that it leaves on the device."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Step:
 
     frame: StepFrame
     samples_per_row: Int32Array
-    """[num_rows]: how many inputs of each row are sampled."""
+    """[num_rows]: number of sampled inputs of each row."""
     sampled: Int64Array
-    """[num_sampled]: index in the frame of the row of each sampled input."""
+    """[num_sampled]: index in the frame of each sampled input's row."""
     num_after: Int64Array | int
-    """[num_sampled]: how many inputs of the same row follow each sampled one; 0 where it is 0 for all."""
+    """[num_sampled]: number of inputs of the same row after each sampled one. The int 0 if it is 0 for all."""
     shape: StepShape
     """The step's own shape, without padding."""
     resampled: ResampledRows = NONE_RESAMPLED
-    """Sampled inputs whose plain token is not enough. The sampler finds them once it has the frame's parameters."""
+    """Sampled inputs that need more than the plain token. The sampler finds them once it has the frame's parameters."""
 
     @classmethod
     def of(cls, frame: StepFrame) -> Step:
-        """The step of a frame, which need not have been checked."""
+        """The step of a frame, which may be unchecked."""
         per_row = frame.samples_per_row
         sampled: Int64Array = np.flatnonzero(per_row)
         num_after: Int64Array | int = 0
@@ -52,12 +52,12 @@ class Step:
 
     @property
     def is_scored(self) -> bool:
-        """Whether log probabilities of prompt tokens or of items are wanted."""
+        """Whether log probabilities of prompt tokens or after scored items are requested."""
         return bool(len(self.frame.prompt_targets) or len(self.frame.items))
 
     @property
     def verifies_drafts(self) -> bool:
-        """Whether some row may bring several tokens."""
+        """Whether a row may get several tokens."""
         return bool(len(self.frame.num_samples))
 
     @property
@@ -67,13 +67,13 @@ class Step:
 
     @property
     def sampled_rows(self) -> Int32Array:
-        """[num_sampled]: row of the request table of each sampled input."""
+        """[num_sampled]: row in the request table of each sampled input."""
         rows: Int32Array = self.frame.rows[self.sampled]
         return rows
 
     @property
     def sampled_positions(self) -> npt.NDArray[np.integer]:
-        """[num_sampled]: position, in its sequence, of the token that is sampled after each."""
+        """[num_sampled]: position, in its sequence, of the token sampled after each input."""
         positions: npt.NDArray[np.integer] = (self.frame.starts + self.frame.lens)[self.sampled] - self.num_after
         return positions
 
@@ -89,30 +89,30 @@ class StepOutput:
     """The output of a step so far. Tensors are on the device."""
 
     tokens: torch.Tensor
-    """[num_sampled] int64; -1 where the logits hold a NaN."""
+    """[num_sampled] int64; -1 if the logits have a NaN."""
     logits: torch.Tensor
     """[num_sampled, this rank's columns] fp32."""
     captured: StepShape | None
-    """Shape of the CUDA graph that the step replayed; None: the step ran eagerly."""
+    """Shape of the CUDA graph that the step replayed. None if the step ran eagerly."""
     states: torch.Tensor | None
-    """The draft head's input from the step's tokens; None without a head."""
+    """The draft head's input for the step's tokens. None without a draft head."""
     logprob_tokens: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """Indices of the tokens whose rows asked for log probabilities; on the host."""
+    """Indices of the tokens with requested log probabilities, on the host."""
     logprobs: LogprobTensors | None = None
-    """Log probabilities of `logprob_tokens`; None where nothing was asked for."""
+    """Log probabilities of `logprob_tokens`. None if none were requested."""
     prompt_logprobs: LogprobTensors | None = None
-    """Log probabilities of the frame's prompt targets and then of its items; None where the frame has neither."""
+    """Log probabilities of the frame's prompt targets and then of its items. None if the frame has neither."""
     kept: torch.Tensor | None = None
-    """[num_sampled] bool: tokens that follow drafts that were right. None: all tokens count."""
+    """[num_sampled] bool: tokens that count, because the drafts before them are accepted. If None, all tokens count."""
     drafts: torch.Tensor | None = None
-    """[num_sampled_rows, most wanted] int64: drafts of what follows each row. None: none were wanted."""
+    """[num_sampled_rows, most wanted] int64: drafts of what follows each row. None if none were requested."""
 
 
 class Extra(Protocol):
-    """Work that only some steps need after their plain tokens are sampled."""
+    """Work that only some steps need, after their plain tokens are sampled."""
 
     def is_needed(self, step: Step) -> bool:
-        """Whether `add` is to be called for the step."""
+        """Whether `add` must be called for the step."""
 
     def add(self, step: Step, output: StepOutput) -> None:
         """Queues the work after the step's own, and writes its results to `output`."""

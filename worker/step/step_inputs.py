@@ -19,22 +19,22 @@ from worker.step.step import Step
 from worker.step.step_layout import StepLayout
 from worker.upload import upload
 
-# More than the steps in flight, so that no step waits for another's copy.
+# More than the steps in flight, so that no step waits for the copy of another.
 _NUM_STAGES = 4
 
 
 class StepInputs:
     """Static device tensors of the steps of one rank, filled from frames.
 
-    Steps share them: a step's copy is queued on the same stream behind the kernels of the step before.
+    Steps share them: a step's copy is queued on the same stream after the kernels of the step before.
 
     Args:
-        max_rows: most rows of a step, padding included.
-        max_tokens: most input tokens of a step, padding included.
-        page_size: of the KV pool.
-        max_sampled: most sampled inputs of a step, if more than `max_rows`.
-        num_drafts: most drafts that the ranks make of a row. If that is more than 0, these tensors track each row's
-            position, which the scheduler may not know yet.
+        max_rows: maximum number of rows of a step, padding included.
+        max_tokens: maximum number of input tokens of a step, padding included.
+        page_size: the KV pool's page size, in tokens.
+        max_sampled: maximum number of sampled inputs of a step, if more than `max_rows`.
+        num_drafts: maximum number of drafts that the ranks make for a row. If it is above 0, these tensors track each
+            row's position, which the scheduler may not know yet.
     """
 
     def __init__(
@@ -81,19 +81,19 @@ class StepInputs:
             )
 
     def take(self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
-        """Makes `tokens` the last ones of `rows`, all [n] int64, at `positions` [n] int32 of their sequences; -1 is of
-        a row whose logits held a NaN. A graph may capture it."""
+        """Stores `tokens` as the last ones of `rows`, all [n] int64, at `positions` [n] int32 of their sequences. A
+        token of -1 belongs to a row with a NaN in its logits. A graph may capture this."""
         self._last_tokens[:, 0].index_copy_(0, rows, tokens)
         if self._next_starts is not None:
             self._next_starts.index_copy_(0, rows, positions)
 
     def take_drafts(self, rows: torch.Tensor, drafts: torch.Tensor) -> None:
-        """Keeps `drafts` [n, most] of what follows the last tokens of `rows` [n], all int64."""
+        """Stores `drafts` [n, most] of what follows the last tokens of `rows` [n], all int64."""
         self._last_tokens[:, 1 : 1 + drafts.shape[1]].index_copy_(0, rows, drafts)
 
     def with_device_starts(self, step: Step) -> Step:
-        """The step with the true starts of rows whose tokens are only on the device. Where ranks make drafts, the
-        scheduler does not know those starts; this waits for the device then."""
+        """The step with the true starts of rows without HAS_TOKENS. If ranks make drafts, the scheduler does not know
+        those starts, and this method waits for the device."""
         frame = step.frame
         if self._next_starts is None or (given := frame.has_tokens).all():
             return step
@@ -101,15 +101,15 @@ class StepInputs:
         return Step.of(StepFrame(frame.generation, frame.step, frame.kind, **(frame.arrays | {"starts": starts})))
 
     def next_starts(self, num_rows: int) -> torch.Tensor:
-        """[num_rows] int32, device: position of the next input of each row of the last upload; of padding 0."""
-        assert self._next_starts is not None, "the ranks make no drafts"
+        """[num_rows] int32, device: position of the next input of each row of the last upload. 0 for padding."""
+        assert self._next_starts is not None, "positions are not tracked, as the ranks make no drafts"
         rows = self._buffer[self._layout.rows(num_rows)]
         return self._next_starts.index_select(0, rows).where(rows > 0, 0)
 
     def restore_starts(self, shape: StepShape) -> None:
-        """Writes the start positions of the last step's rows, or of the captured step that it was padded to, back into
-        the buffer, since sampling has moved the tracked positions on. Draft passes then read the same inputs again. A
-        graph may capture it."""
+        """Writes the start positions of the last step's rows back into the buffer, because sampling has advanced the
+        tracked positions. `shape` is the step's, or the captured shape that it was padded to. Draft passes then read
+        the same inputs again. A graph may capture this."""
         bounds = self._buffer[self._layout.cu_seqlens_q(shape.num_rows)]
         seq_lens = self._tensors.cache_seqlens[: shape.num_rows]
         self.starts(shape.num_rows).copy_(seq_lens - bounds.diff())
@@ -118,8 +118,8 @@ class StepInputs:
         """Queues the copy of the step's frame, padded to `shape`, and the page table's update.
 
         Args:
-            use_frame_starts: take the frame's starts of rows without HAS_TOKENS. Else -1 is uploaded for such rows
-                where positions are tracked, and the kernel puts the tracked position in its place.
+            use_frame_starts: use the frame's starts of rows without HAS_TOKENS. Otherwise, if positions are tracked, -1
+                is uploaded for such rows, and the kernel replaces it by the tracked position.
 
         Raises EngineError, before anything is written, if the step is larger than these tensors.
         """
@@ -137,7 +137,7 @@ class StepInputs:
             stage.array[self._layout.starts(len(frame.rows))][~frame.has_tokens] = -1
         deltas, num_page_deltas = frame.page_deltas, len(frame.page_deltas)
         if len(frame.window_pages):
-            # The table has one row, which gives each page its window page.
+            # The window table has one row, which maps each page to its window page.
             deltas = np.concatenate((deltas, np.insert(frame.window_pages, 0, 0, axis=1)))
         end = begin + deltas.size
         if end <= self._layout.capacity:
@@ -145,7 +145,7 @@ class StepInputs:
             stage.copy_to(self._buffer, end)
             on_device = self._buffer[begin:end].view(-1, 3)
         else:
-            # Prefix hits of many long prompts in one step: rare enough for a copy of their own.
+            # Prefix hits of many long prompts in one step are rare enough for a separate copy.
             stage.copy_to(self._buffer, begin)
             on_device = upload(deltas, self._buffer.device)
         if num_page_deltas:
@@ -154,9 +154,9 @@ class StepInputs:
             self._apply_page_deltas(self._window_page_of.view(1, -1), on_device[num_page_deltas:])
 
     def graph_batch(self, shape: StepShape) -> ForwardBatch:
-        """The batch of any step padded to `shape`: its tensors are the same for every step.
+        """The batch of any step padded to `shape`. Its tensors are the same for every step.
 
-        Queues the kernel that fills them from the last upload. Host arrays are those of no particular step.
+        Queues the kernel that fills them from the last upload. The host arrays do not describe a particular step.
         """
         lens = np.ones(shape.num_rows, np.int64)
         if not shape.is_decode:
@@ -164,29 +164,30 @@ class StepInputs:
         return self._batch(shape, np.zeros(shape.num_rows, np.int64), lens)
 
     def batch(self, step: Step) -> ForwardBatch:
-        """The batch of any step, of its own shape.
+        """The batch of a step, in its own shape.
 
-        Queues the kernel that fills it from the last upload, which was this step's.
+        Queues the kernel that fills it from the last upload, which must be this step's.
         """
         starts, lens = step.frame.starts.astype(np.int64), step.frame.lens.astype(np.int64)
         return self._batch(step.shape, starts, lens)
 
     def starts(self, num_rows: int) -> torch.Tensor:
-        """[num_rows] int32, device: the position of each row's first input, as uploaded; may be changed."""
+        """[num_rows] int32, device: the position of each row's first input, as uploaded. Callers may change it."""
         return self._buffer[self._layout.starts(num_rows)]
 
     def inputs_after_samples(self, shape: StepShape) -> torch.Tensor:
-        """[num_sampled] int64, device: the input behind each sampled one, of whichever row; behind the last itself."""
+        """[num_sampled] int64, device: the input after each sampled one, of any row. For the last input, that input
+        itself."""
         inputs = self._buffer[self._layout.sample_tokens(shape.num_sampled)]
         return self._tensors.input_ids.index_select(0, (inputs + 1).clamp_(max=shape.num_tokens - 1))
 
     def rows_of_samples(self, shape: StepShape) -> torch.Tensor:
-        """[num_sampled] int32, device: the row in the step of each sampled input; of a padding one the shape's last."""
+        """[num_sampled] int32, device: the row in the step of each sampled input. For padding, the shape's last row."""
         return self._buffer[self._layout.sampled(shape.num_sampled)]
 
     def sampled_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs that are sampled, each [num_sampled] int32: their page-table rows, and the position of the token
-        that follows."""
+        """The page-table rows of the sampled inputs, and the positions of the tokens that follow, each [num_sampled]
+        int32."""
         rows = self._buffer[self._layout.rows(shape.num_rows)]
         if shape.is_decode:
             return rows, self._tensors.cache_seqlens[: shape.num_rows]
@@ -238,7 +239,7 @@ class StepInputs:
 
 
 class _Stage:
-    """One host buffer: for CUDA pinned, with the event after which it may be written again."""
+    """One host buffer. For CUDA it is pinned, and an event marks when it may be written again."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
@@ -247,12 +248,12 @@ class _Stage:
         self._copied: Any = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]  # torch's
 
     def wait(self) -> None:
-        """Returns once the last copy has read the buffer; that was several steps ago."""
+        """Returns once the last copy, several steps ago, has read the buffer."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def copy_to(self, out: torch.Tensor, count: int) -> None:
-        """Queues the copy of the first `count` elements; on the CPU it is made at once."""
+        """Queues the copy of the first `count` elements. On the CPU it is made at once."""
         out[:count].copy_(self._staged[:count], non_blocking=True)
         if self._copied is not None:
             self._copied.record()

@@ -1,12 +1,13 @@
-"""How a step's frame lies in the one buffer that is copied to the device, and the shapes that steps are padded to.
+"""The layout of a step's frame in the one buffer that is copied to the device, and the shapes to which steps are
+padded.
 
-The buffer, int32, with B = `max_rows`:
+The buffer is int32. With B = `max_rows`:
 
     rows B | starts B | sampled S | sample_tokens S | cu_seqlens_q B + 1 | token_ids | page deltas
 
-S is B, or `max_sampled` where rows with drafts may be sampled more often.
+S is B, or `max_sampled` if rows with drafts may be sampled more often.
 
-All but the deltas lie where every step's lie, so that captured graphs find them; the deltas follow the token ids.
+All parts but the deltas have fixed offsets, so that captured graphs find them. The deltas follow the token ids.
 """
 
 from __future__ import annotations
@@ -22,24 +23,25 @@ from worker.protocol import Int32Array, StepFrame
 from worker.step.step import Step
 
 LAST_TOKEN = -1
-"""In place of a token id: the row's own last sampled token; -2 and so on are the drafts of what follows it."""
+"""Stands for a token id: the row's own last sampled token. -2 and lower stand for the drafts that follow it."""
 _DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
 _PROMPT_SIZES = (16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 4097, 128), *range(4608, 8193, 512))
-_DRAFT_SIZES = (4, 8)  # below those of prompts: what a row or two bring with drafts
-_FEW_ROWS_TOKENS = 2048  # above, rows that are not there, and their logits, are little of a step
+_DRAFT_SIZES = (4, 8)  # smaller than prompts': the inputs of a row or two with drafts
+_FEW_ROWS_TOKENS = 2048  # above it, the cost of absent rows and their logits is a small part of a step
 _LEAST_GRAPH_TOKENS = 2048
-# Per layer and rank: 1.2 ms of an H200, which eager steps launch in 0.4 to 0.9 ms, or in over 2 on a busy host.
+# FLOPs per layer and rank: 1.2 ms of an H200. Eager steps launch them in 0.4 to 0.9 ms, or in over 2 on a busy host.
 _LAUNCH_BOUND_FLOPS = 0.8e12
 
 
 def smallest(ladder: Sequence[StepShape], step: StepShape) -> StepShape | None:
-    """The shape with the fewest tokens that holds `step`, of a ladder in order; None when none does."""
+    """The shape with the fewest tokens that holds `step`, from a sorted ladder. None if no shape does."""
     first = bisect.bisect_left(ladder, step.num_tokens, key=lambda shape: shape.num_tokens)
     return next((shape for shape in ladder[first:] if shape.holds(step)), None)
 
 
 def decode_shapes(max_rows: int) -> list[StepShape]:
-    """The ladder of decodes: fine where a step's cost grows with each row, coarser above; `max_rows` is one of it.
+    """The ladder of decodes. It is fine where a step's cost grows with each row and coarser above, and ends with
+    `max_rows`.
 
     Padding costs at most 7 rows up to 256 and 31 above.
     """
@@ -48,22 +50,24 @@ def decode_shapes(max_rows: int) -> list[StepShape]:
 
 
 def launch_bound_tokens(flops_per_token: float) -> int:
-    """Input tokens up to which launching a step may take longer than running it: those are worth a CUDA graph.
+    """Number of input tokens up to which launching a step may take longer than running it. Such steps are worth a CUDA
+    graph.
 
     Args:
-        flops_per_token: of the matrix products of one layer on one rank, two to a multiply-add.
+        flops_per_token: FLOPs of the matrix products of one layer on one rank, two for a multiply-add.
     """
     return max(_LEAST_GRAPH_TOKENS, int(_LAUNCH_BOUND_FLOPS / flops_per_token))
 
 
 def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int, max_sampled: int) -> list[StepShape]:
-    """The ladder of steps with prompts or drafts, up to `max_tokens` or its own end at 8192; that end is one of it.
+    """The ladder of steps with prompts or drafts. It ends with `max_tokens`, or with 8192 if that is less.
 
-    With a `max_sampled` above `max_rows`, that of steps with drafts, up to so many inputs may all be sampled.
+    If `max_sampled` is above `max_rows`, it also has shapes for steps with drafts, in which up to `max_sampled` inputs
+    are all sampled.
 
-    Padding costs at most 31 tokens up to 128, 63 up to 512, 127 up to 4096 and 511 above. Up to 2048 tokens each number
-    comes with few rows, for prompts that nothing or little else runs beside, and with as many as there may be. Which of
-    them are captured in several variants the attention backend says.
+    Padding costs at most 31 tokens up to 128, 63 up to 512, 127 up to 4096 and 511 above. Up to 2048 tokens each size
+    exists twice: with few rows, for prompts that run alone or with few other rows, and with the maximum number of rows.
+    The attention backend decides which shapes are captured in several variants.
     """
     most_tokens = min(max_tokens, max_model_len, _PROMPT_SIZES[-1])
     shapes, before = [], 0
@@ -71,10 +75,10 @@ def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int, max_sample
     for num_tokens in sorted({size for size in sizes if size < most_tokens} | {most_tokens}):
         has_drafts, before = max_rows < max_sampled > before and num_tokens > 2, num_tokens
         few, many = (min(most, max_rows, num_tokens - 1) for most in (FEW_ROWS, max_rows))
-        is_for_drafts = num_tokens in _DRAFT_SIZES and num_tokens < most_tokens  # the end is also that of prompts
+        is_for_drafts = num_tokens in _DRAFT_SIZES and num_tokens < most_tokens  # the ladder's end also serves prompts
         if few and (few == many or num_tokens <= _FEW_ROWS_TOKENS) and not is_for_drafts:
             shapes.append(StepShape(num_tokens, few + 1, few))
-        if has_drafts:  # with fewer rows than tokens, or it would be decodes
+        if has_drafts:  # with fewer rows than tokens, or the shape would be a decode
             shapes.append(StepShape(num_tokens, min(many + 1, num_tokens - 1), min(num_tokens, max_sampled)))
         elif many > few:
             shapes.append(StepShape(num_tokens, many + 1, many))
@@ -85,9 +89,9 @@ class StepLayout:
     """Offsets of the parts of the buffer.
 
     Args:
-        max_rows: most rows of a step, padding included.
-        max_tokens: most input tokens of a step, padding included.
-        max_sampled: most sampled inputs of a step, if more than `max_rows`.
+        max_rows: maximum number of rows of a step, padding included.
+        max_tokens: maximum number of input tokens of a step, padding included.
+        max_sampled: maximum number of sampled inputs of a step, if more than `max_rows`.
     """
 
     def __init__(self, max_rows: int, max_tokens: int, max_sampled: int = 0) -> None:
@@ -95,7 +99,7 @@ class StepLayout:
         self._cu_seqlens_q = 2 * (max_rows + self._max_sampled)
         self._token_ids = self._cu_seqlens_q + max_rows + 1
         self.capacity = self._token_ids + max_tokens + 3 * (max_rows + max_tokens)
-        """Elements of the buffer: page deltas of a step with many prefix hits may not fit."""
+        """Elements of the buffer. The page deltas of a step with many prefix hits may not fit."""
 
     def rows(self, num_rows: int) -> slice:
         return slice(num_rows)
@@ -116,7 +120,7 @@ class StepLayout:
         return slice(self._token_ids, self._token_ids + num_tokens)
 
     def pack(self, out: Int32Array, step: Step, shape: StepShape) -> int:
-        """Writes all but the page deltas, padded to `shape`; returns where the deltas would begin.
+        """Writes all parts but the page deltas, padded to `shape`. Returns the offset for the deltas.
 
         Args:
             out: [capacity] int32.

@@ -1,7 +1,7 @@
-"""Checkpoints: from files on disk to this rank's ranges of each tensor, and nothing else.
+"""Checkpoints: reads this rank's ranges of each tensor from the files.
 
-Names are those of Hugging Face checkpoints. A checkpoint's headers are compared with the model's shape before a byte of
-weights is read, so a missing, surplus or misshapen tensor stops the start.
+Names are those of Hugging Face checkpoints. The headers are compared with the model's shape before any weights are
+read, so a missing, surplus or misshapen tensor stops the start.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from parallel.plan import Span, as_matrix, blocks_of
 from worker.weights.mxfp4 import BLOCKS, SCALES, read_matrices, stored_shapes
 from worker.weights.safetensors_file import SafetensorsFile
 
-if TYPE_CHECKING:  # who checks headers alone does without its seconds
+if TYPE_CHECKING:  # checks of headers skip torch's slow import
     import torch
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _IGNORED_SUFFIXES = (
-    # Old checkpoints store the rotary frequencies; they follow from the config.
+    # Old checkpoints store the rotary frequencies, which follow from the config.
     ".rotary_emb.inv_freq",
     # Buffers of old attention modules.
     ".self_attn.bias",
     ".self_attn.masked_bias",
 )
 _UNREAD_OF_HEADS = ("t2d", "embed_tokens.weight")
-"""The inverse of d2t, and the model's embedding once more."""
+"""The inverse of d2t, and a copy of the model's embedding."""
 
 
 class TensorFile(Protocol):
@@ -46,34 +46,34 @@ class TensorFile(Protocol):
         """Shape of every tensor, by its name."""
 
     def scaled(self) -> set[str]:
-        """Names of the tensors whose values were divided by scales, which are a tensor of their own."""
+        """Names of the tensors with values that were divided by scales, which are in another tensor."""
 
     def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
-        """Fills `out`, a matrix or vector, with rows (and columns) of a tensor, reading no pages beside those."""
+        """Fills `out`, a matrix or vector, with rows (and columns) of a tensor. Reads no other pages of the file."""
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensors read so far; headers do not count."""
+        """Bytes of tensors read so far, without headers."""
 
     def close(self) -> None:
         """Closes the file."""
 
 
 class AnyCheckpoint(TensorSource, Protocol):
-    """A checkpoint, or what stands for one. A context manager; reads nothing after its end."""
+    """A checkpoint, or a substitute for one. A context manager that reads nothing after its end."""
 
     keeps_fp8: bool = True
-    """Whether weights in FP8 may be had as they are."""
+    """Whether weights in FP8 may be read without conversion."""
 
     @property
     def bytes_loaded(self) -> int:
-        """Bytes of the tensors filled so far, in the type they were filled in."""
+        """Bytes of the tensors filled so far, counted in the dtype of the filled tensors."""
 
     def kv_scales(self) -> list[tuple[float, ...]]:
-        """Factors that the tensors of each layer's pool are divided by in FP8: keys and values."""
+        """For each layer, the factors by which its keys and values are divided before they are stored in FP8."""
 
     def __enter__(self) -> AnyCheckpoint:
-        """Returns itself."""
+        """Returns the checkpoint itself."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -103,11 +103,11 @@ class _Memory:
         self.bytes_read += out.numel() * whole.itemsize
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing, as nothing is open."""
 
 
 class Checkpoint(AnyCheckpoint):
-    """All files of a checkpoint as one TensorSource. A context manager; reads nothing after `close`."""
+    """All files of a checkpoint as one TensorSource. A context manager that reads nothing after `close`."""
 
     def __init__(self, files: Sequence[TensorFile], model: ModelConfig) -> None:
         self._files = tuple(files)
@@ -120,8 +120,8 @@ class Checkpoint(AnyCheckpoint):
     def open(cls, path: Path, model: ModelConfig, draft_head: Path | None = None) -> Checkpoint:
         """Opens a directory, and the directory of a draft head, and checks the tensors against `model`.
 
-        Raises CheckpointError naming every missing and surplus tensor, wrong shapes, truncated files and formats
-        that are refused.
+        Raises CheckpointError, with every missing and surplus tensor, for wrong shapes, truncated files and unsupported
+        formats.
         """
         files = [SafetensorsFile.open(file) for file in _weight_files(path)]
         checkpoint = cls([*files, *_head_files(draft_head)], model)
@@ -136,7 +136,7 @@ class Checkpoint(AnyCheckpoint):
     def of_tensors(
         cls, tensors: Mapping[str, torch.Tensor], model: ModelConfig, draft_head: Path | None = None
     ) -> Checkpoint:
-        """A checkpoint in memory, its tensors by their names, but for the draft head; checked as `open` does."""
+        """A checkpoint from tensors in memory, by name, with the draft head from files. It is checked as in `open`."""
         checkpoint = cls([_Memory(tensors), *_head_files(draft_head)], model)
         checkpoint._check(Path("memory"))
         return checkpoint
@@ -148,11 +148,11 @@ class Checkpoint(AnyCheckpoint):
 
     @property
     def bytes_loaded(self) -> int:
-        """Bytes of the tensors filled so far, in the type they were filled in."""
+        """Bytes of the tensors filled so far, counted in the dtype of the filled tensors."""
         return self._bytes_loaded
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
-        """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it."""
+        """Fills `out`, cast to its dtype, with tensor `name` or its given rows or columns."""
         before, stored = self._bytes_loaded, self._packed.get(name) or self._owner[name].shapes()[name]
         shape = as_matrix(stored)
         rows = Span(0, shape[0]) if rows is None else rows
@@ -175,14 +175,14 @@ class Checkpoint(AnyCheckpoint):
         self._bytes_loaded = before + out.nbytes
 
     def scale_block(self, name: str) -> tuple[int, int] | None:
-        """Does what TensorSource says."""
+        """Implements TensorSource."""
         kind = self._model.weight_scales
         if kind is None or not self.keeps_fp8 or name + kind.suffix not in self._owner:
             return None
         return kind.block(self._owner[name].shapes()[name])
 
     def read_fp8(self, name: str, out: torch.Tensor, scales: torch.Tensor, *, rows: Span, columns: Span) -> None:
-        """Does what TensorSource says."""
+        """Implements TensorSource."""
         kind, file = self._model.weight_scales, self._owner[name]
         assert kind is not None, "there are no scales"
         shape = file.shapes()[name]
@@ -191,11 +191,11 @@ class Checkpoint(AnyCheckpoint):
         self._bytes_loaded += out.nbytes + scales.nbytes
 
     def is_mxfp4(self, name: str) -> bool:
-        """Does what TensorSource says."""
+        """Implements TensorSource."""
         return name in self._packed
 
     def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> bool:
-        """Does what TensorSource says."""
+        """Implements TensorSource."""
         if rows.size == 0:
             return True
         _, inputs, outputs = self._packed[name]
@@ -208,9 +208,10 @@ class Checkpoint(AnyCheckpoint):
         return True
 
     def kv_scales(self) -> list[tuple[float, ...]]:
-        """Factors that the tensors of each layer's pool are divided by in FP8: keys and values. 1 where nothing says.
+        """For each layer, the factors by which its keys and values are divided before they are stored in FP8. 1 if the
+        files have none.
 
-        Raises CheckpointError for one that is no positive number.
+        Raises CheckpointError for a factor that is not a positive number.
         """
         layers = self._model.prefixed_layers
         return [tuple(self._kv_scale(prefix, names) for names in it.mixer.kv_scales) for prefix, it in layers]
@@ -231,10 +232,10 @@ class Checkpoint(AnyCheckpoint):
     def _read_scales(
         self, name: str, block: tuple[int, int], out: torch.Tensor, rows: Span, columns: Span
     ) -> torch.Tensor:
-        """Fills `out` with the scales of all blocks that rows and columns are in."""
+        """Fills `out` with the scales of all blocks that contain these rows and columns."""
         file = self._owner[name]
         if prod(file.shapes()[name]) == 1:
-            file.read(name, out.view(1), Span(0, 1), None)  # one for the whole matrix may have any shape
+            file.read(name, out.view(1), Span(0, 1), None)  # one scale for the whole matrix may have any shape
         else:
             file.read(name, out, blocks_of(rows, block[0]), blocks_of(columns, block[1]))
         return out
@@ -254,7 +255,7 @@ class Checkpoint(AnyCheckpoint):
             )
         file.read(name, value, Span(0, 1), None)
         if not 0.0 < value.item() < math.inf:
-            raise CheckpointError(f"tensor {name} is {value.item()}: no factor of keys or values in FP8")
+            raise CheckpointError(f"tensor {name} is {value.item()}: not a valid factor of keys or values in FP8")
         return value.item()
 
     def _check(self, path: Path) -> None:
@@ -291,19 +292,19 @@ class Checkpoint(AnyCheckpoint):
             raise CheckpointError(f"{path}: missing tensors: {_listed(missing)}; is the download complete?")
         if surplus:
             raise CheckpointError(
-                f"{path}: tensors that a {self._model.model_type} model has no place for: {_listed(surplus)}; "
-                "leaving them out would change its answers"
+                f"{path}: tensors that a {self._model.model_type} model does not use: {_listed(surplus)}; "
+                "ignoring them would change its answers"
             )
 
         have = {name for name in expected if kind is not None and name + kind.suffix in self._owner}
         if odd := have ^ {name for file in self._files for name in file.scaled() if name in expected}:
             raise CheckpointError(
-                f"{path}: tensors in FP8 or bytes without scales, or scales of others: {_listed(sorted(odd))}; weights "
-                "in FP8 are read with scales beside them, and config.json's quantization_config says what these are of"
+                f"{path}: tensors in FP8 or bytes without scales, or scales of other tensors: {_listed(sorted(odd))}; "
+                "weights in FP8 need scales, and config.json's quantization_config must describe them"
             )
 
     def _is_ignored(self, name: str) -> bool:
-        # A tied model needs no LM head of its own, but some checkpoints store the copy.
+        # A tied model needs no separate LM head, but some checkpoints store the copy.
         tied_copy = self._model.tie_word_embeddings and name == "lm_head.weight"
         of_activations = self._model.weight_scales is not None and name.endswith(INPUT_SCALE)
         is_beside = not name.startswith(self._model.tensor_prefix)
@@ -316,12 +317,12 @@ class Checkpoint(AnyCheckpoint):
 
 
 def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint of `model` and its full shape."""
+    """Every tensor of a checkpoint of `model`, with its full shape."""
     return {name: tensor.shape for name, tensor in model.stored_tensors().items()}
 
 
 def _scale_shapes(expected: Mapping[str, tuple[int, ...]], kind: WeightScales) -> dict[str, tuple[int, ...]]:
-    """Every tensor of scales that a checkpoint may have, and its shape."""
+    """Every tensor of scales that a checkpoint may have, with its shape."""
     shapes = {}
     for name, shape in expected.items():
         if len(shape) == 2:
@@ -332,7 +333,7 @@ def _scale_shapes(expected: Mapping[str, tuple[int, ...]], kind: WeightScales) -
 
 
 def _head_files(path: Path | None) -> list[TensorFile]:
-    """The files of a draft head, which call its layer `midlayer` or the model's first."""
+    """The files of a draft head, which name its layer `midlayer` or layer 0 of the model."""
 
     def name_of(name: str) -> str | None:
         own = name.removeprefix("model.").replace("layers.0.", "midlayer.")
@@ -342,7 +343,7 @@ def _head_files(path: Path | None) -> list[TensorFile]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The files that hold the weights of a directory."""
+    """The files in a directory that hold the weights."""
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist")
     index = path / "model.safetensors.index.json"

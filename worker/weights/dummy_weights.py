@@ -1,7 +1,7 @@
-"""Random weights of any model's shape: what a benchmark needs of a checkpoint that it cannot download.
+"""Random weights of any model's shape, for benchmarks of checkpoints that cannot be downloaded.
 
-A value depends on the revision, the tensor's name, its row and its column only, by a hash of 32-bit integers: every
-sharding, every device and every run gets bits of the same model, and no generator has state.
+A value depends only on the revision, the tensor's name, its row and its column, through a hash of 32-bit integers. So
+every sharding, device and run gets bits of the same model, and no generator has state.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from worker.weights.uniform import USED_BITS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Weights of std 1/sqrt(inputs) keep the unit size that norms give their inputs; residuals then grow as the root of the
-# number of layers, to about 4 after 28. The gains below were tried at Qwen3-0.6B's shape, on 256 random tokens and 48
-# greedy ones in fp32: logits of std 2.0, no cycles (95 of 96 tokens distinct), bf16 logits off by 0.10 rms with 90 % of
-# the best tokens the same.
+# Weights of std 1/sqrt(inputs) preserve the unit size that norms give their inputs. Residuals then grow as the root of
+# the number of layers, to about 4 after 28. The gains below were tried at Qwen3-0.6B's shape, on 256 random tokens and
+# 48 greedy ones in fp32: logits of std 2.0, no cycles (95 of 96 tokens distinct), bf16 logits off by 0.10 rms with 90 %
+# of the best tokens the same.
 _GAINS = {
     Role.MATRIX: 1.0,
-    # Standard deviation of the logits, where the embedding is the LM head.
+    # Standard deviation of the logits, if the embedding is the LM head.
     Role.EMBEDDING: 2.0,
     # Sharper attention amplifies every perturbation: at 1.5, bf16 logits were off by 0.28.
     Role.QUERY_KEY: 0.85,
-    # At 1, the part that all positions get from attention outgrew what tells them apart: greedy decoding ran in cycles.
+    # At 1, the part of attention's output that all positions share outgrew their differences, and greedy decoding ran
+    # in cycles.
     Role.ATTENTION_OUTPUT: 0.6,
 }
 _MEANS = {Role.NORM: 1.0, Role.QUERY_KEY_NORM: _GAINS[Role.QUERY_KEY], Role.BIAS: 0.0}
@@ -40,12 +41,12 @@ _VECTOR_STD = 0.1
 
 
 class DummyCheckpoint(AnyCheckpoint):
-    """Stands for a checkpoint of `model` in `model.dtype`: the same bits as one that holds these values in files.
+    """Acts as a checkpoint of `model` in `model.dtype`, with the same bits as files that hold these values.
 
-    A TensorSource and a context manager, as worker.weights.checkpoint.Checkpoint is.
+    A TensorSource and a context manager, like worker.weights.checkpoint.Checkpoint.
 
     Args:
-        revision: another one has other values.
+        revision: the values depend on it.
     """
 
     def __init__(self, model: ModelConfig, revision: str | None = None) -> None:
@@ -57,11 +58,11 @@ class DummyCheckpoint(AnyCheckpoint):
 
     @property
     def bytes_loaded(self) -> int:
-        """Bytes of the tensors filled so far, in the type they were filled in."""
+        """Bytes of the tensors filled so far, counted in the dtype of the filled tensors."""
         return self._bytes_loaded
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
-        """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it, on its device."""
+        """Fills `out`, cast to its dtype, with tensor `name` or its given rows or columns, on the device of `out`."""
         before, tensor = self._bytes_loaded, self._tensors[name]
         shape = as_matrix(tensor.shape)
         width = shape[1] if len(shape) > 1 else 1
@@ -76,11 +77,11 @@ class DummyCheckpoint(AnyCheckpoint):
         self._bytes_loaded = before + out.nbytes
 
     def is_mxfp4(self, name: str) -> bool:
-        """Does what TensorSource says."""
+        """Implements TensorSource."""
         return self._model.has_mxfp4 and self._tensors[name].may_be_mxfp4
 
     def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> bool:
-        """Does what TensorSource says."""
+        """Implements TensorSource."""
         values = torch.empty(rows.size, columns.size, device=codes.device)
         self._make(name, values, rows, columns)
         encode(values.t().contiguous(), codes, exponents)
@@ -93,7 +94,7 @@ class DummyCheckpoint(AnyCheckpoint):
 
     def _make(self, name: str, out: torch.Tensor, rows: Span, columns: Span) -> None:
         tensor = self._tensors[name]
-        # Dimension 1 is the inputs, of a matrix as of matrices below one another.
+        # Dimension 1 has the inputs, both for a matrix and for stacked matrices.
         mean, std = _mean_and_std(tensor.role, tensor.shape[1] if len(tensor.shape) > 1 else 1)
         _fill(out, self._seed + name, mean - tensor.offset, std, rows, columns, self._dtype)
 
@@ -111,8 +112,8 @@ def _mean_and_std(role: Role, num_inputs: int) -> tuple[float, float]:
 
 
 def _fill(out: torch.Tensor, seed: str, mean: float, std: float, rows: Span, columns: Span, dtype: torch.dtype) -> None:
-    """Fills out [rows.size, columns.size] with uniform values, rounded to `dtype` and then to out's own."""
-    # Seeds of their own for rows and columns, or two tensors with seeds close together would share rows.
+    """Fills out [rows.size, columns.size] with uniform values, rounded to `dtype` and then to the dtype of `out`."""
+    # Rows and columns have separate seeds, or two tensors with seeds close together would share rows.
     row_seed, column_seed = struct.unpack_from("<2i", hashlib.sha256(seed.encode()).digest())
     # Uniform on [-2^23, 2^23) has a standard deviation of 2^23 / sqrt(3).
     scale = std * math.sqrt(3.0) / (1 << (USED_BITS - 1))

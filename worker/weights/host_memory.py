@@ -1,4 +1,4 @@
-"""The memory of tensors as bytes, and memory of the host that it waits in."""
+"""The memory of tensors as bytes, and host memory in which it is staged."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from parallel.numerics.arithmetic import Arithmetic
 from worker.layers.rotary import RotaryEmbedding
 
 _NO_WEIGHTS = (TensorParallelGroup, Arithmetic, RotaryEmbedding)
-"""Parts of a decoder that its weights have no part in, and that may have tensors."""
+"""Parts of a decoder that contain no weights but may have tensors."""
 _PIECE_BYTES = 16 << 20
-"""Host memory that is pinned at once: the driver keeps steps from being launched meanwhile."""
+"""Bytes of host memory pinned at once. The driver blocks launches of steps meanwhile."""
 _GIVE_BACK_EVERY_S = 0.05
 _SPARE_BYTES = 2 << 30
-"""Device memory that weights beside those that serve leave to everything else."""
+"""Device memory that staged weights leave free for other uses."""
 
 
 class HostMemory:
-    """Memory of tensors that waits on the host. Their own memory is empty meanwhile, and each keeps its place in it."""
+    """Memory of tensors that is staged on the host. Their device memory is empty meanwhile, and each tensor stays a
+    view of it."""
 
     def __init__(self) -> None:
-        self._pieces: dict[int, list[torch.Tensor]] = {}  # by the memory that they come from
+        self._pieces: dict[int, list[torch.Tensor]] = {}  # by the memory that they were copied from
 
     def __bool__(self) -> bool:
         return bool(self._pieces)
 
     def move(self, part: object) -> None:
-        """Moves the memory of all tensors of `part` that have some to the host, pinned if it is a GPU's."""
+        """Moves the memory of all tensors of `part` that have any to the host. It is pinned if it comes from a GPU."""
         for held in by_memory(part):
             memory = held[0].untyped_storage()
             if not memory.nbytes():
@@ -42,7 +43,7 @@ class HostMemory:
                 torch.empty(len(piece), dtype=torch.uint8, pin_memory=is_pinned).copy_(piece)
                 for piece in torch.split(bytes_of(memory), _PIECE_BYTES)
             ]
-            if not memory.resizable():  # a persistent block cannot be emptied, but memory in its place can
+            if not memory.resizable():  # a persistent block cannot be emptied, but new memory in its stead can
                 memory = torch.empty_like(bytes_of(memory)).untyped_storage()
                 for it in held:
                     it.set_(memory, it.storage_offset(), it.shape, it.stride())
@@ -50,12 +51,12 @@ class HostMemory:
             self._pieces[memory._cdata] = pieces
 
     def pieces_of(self, memory: torch.UntypedStorage) -> list[torch.Tensor]:
-        """The memory as vectors of bytes, one after the other, wherever they are."""
+        """The memory as vectors of bytes, one after the other, on host or device."""
         return self._pieces.get(memory._cdata) or [bytes_of(memory)]
 
     def clear(self) -> None:
-        """Forgets what is on the host. A thread gives pinned pieces back one by one and slowly, since each stops steps
-        for a millisecond or two."""
+        """Drops the memory on the host. A thread frees pinned pieces slowly, one by one, since each blocks steps for a
+        millisecond or two."""
         pieces = [piece for pieces in self._pieces.values() for piece in pieces]
         self._pieces.clear()
         if pieces and pieces[0].is_pinned():
@@ -63,7 +64,7 @@ class HostMemory:
 
 
 def _give_back(pieces: list[torch.Tensor]) -> None:
-    # torch caches pinned memory that is no longer used, unless it is told to free it.
+    # torch caches unused pinned memory until it is asked to free it.
     empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache  # public from 2.12 on
     while pieces:
         time.sleep(_GIVE_BACK_EVERY_S)
@@ -72,7 +73,7 @@ def _give_back(pieces: list[torch.Tensor]) -> None:
 
 
 def copy(pieces: Iterable[torch.Tensor], into: torch.Tensor) -> None:
-    """Copies vectors of bytes one after the other into another; from pinned memory without a wait."""
+    """Copies vectors of bytes one after the other into another vector. Does not wait for copies from pinned memory."""
     for piece in pieces:
         into[: len(piece)].copy_(piece, non_blocking=True)
         into = into[len(piece) :]
@@ -80,7 +81,7 @@ def copy(pieces: Iterable[torch.Tensor], into: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Gives this thread a stream of its own on a GPU, all of it done at the end, so that steps go on beside it."""
+    """Gives this thread its own stream on a GPU, so that steps run meanwhile. Waits for the stream at the end."""
     if device.type != "cuda":
         yield
         return
@@ -91,11 +92,10 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def tensors(part: object, seen: set[int] | None = None) -> list[torch.Tensor]:
-    """Each tensor that `part` holds, itself or through what it holds, once. Parts that are made alike have theirs in
-    the same order.
+    """Each tensor that `part` holds directly or through its attributes, once. Equally built parts give the same order.
 
     Args:
-        seen: ids of what is left out; grows.
+        seen: ids of objects to leave out. New ones are added.
     """
     seen = set() if seen is None else seen
     if isinstance(part, list | tuple | dict):
@@ -112,7 +112,7 @@ def tensors(part: object, seen: set[int] | None = None) -> list[torch.Tensor]:
 
 
 def by_memory(part: object) -> list[list[torch.Tensor]]:
-    """The tensors that `part` holds, those that lie in one memory together."""
+    """The tensors that `part` holds, grouped by the memory that they share."""
     found: dict[int, list[torch.Tensor]] = {}
     for it in tensors(part):
         found.setdefault(it.untyped_storage()._cdata, []).append(it)
@@ -120,12 +120,12 @@ def by_memory(part: object) -> list[list[torch.Tensor]]:
 
 
 def has_room(device: torch.device, num_bytes: int) -> bool:
-    """Whether the device has room for weights beside those that serve."""
+    """Whether the device has room for weights in addition to the serving ones."""
     return device.type == "cpu" or _free_bytes(device) >= num_bytes
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Device memory that such weights may take."""
+    """Bytes of device memory that staged weights may take."""
     return torch.cuda.mem_get_info(device)[0] - _SPARE_BYTES
 
 

@@ -1,7 +1,8 @@
-"""Weights in four bits as gpt-oss publishes its experts: MXFP4 of the Open Compute Project's "Microscaling Formats".
+"""Weights in four bits, as in the published experts of gpt-oss: MXFP4 of the Open Compute Project's "Microscaling
+Formats".
 
-A matrix is stored with its inputs side by side, 32 to a block: 16 bytes, of each the low half first, and one more for
-a power of two that all of them are multiplied by. The tensor that they stand for has its inputs first.
+A matrix is stored with its inputs in the last dimension, 32 to a block: 16 bytes with the low half first, and one more
+byte for a power of two by which all of them are multiplied. The tensor that they encode has its inputs first.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from parallel.plan import Span, blocks_of
 
-if TYPE_CHECKING:  # who checks headers alone does without its seconds
+if TYPE_CHECKING:  # checks of headers skip torch's slow import
     import torch
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Ends of the names of the two tensors, behind that of the one that they stand for."""
+"""Suffixes of the two stored tensors, after the name of the tensor that they encode."""
 _BLOCK = 32
 _BIAS = 127
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -24,8 +25,8 @@ _BORDERS = tuple((low + high) / 2 for low, high in itertools.pairwise(_VALUES))
 
 
 def stored_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that may stand for one of matrices [num_matrices, inputs, outputs]; none where
-    none may."""
+    """Names and shapes of the tensors that may encode a tensor of matrices [num_matrices, inputs, outputs]. Empty if
+    none can."""
     if len(shape) != 3 or shape[1] % _BLOCK:
         return {}
     rows = shape[0], shape[2], shape[1] // _BLOCK
@@ -35,7 +36,7 @@ def stored_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...
 def read_matrices(
     read: Callable[..., bool], name: str, shape: tuple[int, ...], out: torch.Tensor, rows: Span, columns: Span
 ) -> None:
-    """Fills `out` [rows, columns] with those of a tensor of `shape` as `as_matrix` has it, by `read`, which does as
+    """Fills `out` [rows, columns] with that part of a tensor of `shape`, seen `as_matrix`. `read` works like
     `TensorSource.read_mxfp4`."""
     import torch
 
@@ -52,8 +53,8 @@ def read_matrices(
 
 
 def encode(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor) -> None:
-    """Fills bytes [num_rows, 16 * num_blocks] and [num_rows, num_blocks] by fp32 [num_rows, 32 * num_blocks]: of each
-    block the power of two by which the largest is from 4 to 8, and the nearest codes."""
+    """Encodes fp32 [num_rows, 32 * num_blocks] as bytes [num_rows, 16 * num_blocks] and [num_rows, num_blocks]. Each
+    block is divided by the power of two that scales its largest value into 4 to 8, and codes are the nearest ones."""
     import torch
 
     blocks = values.view(*exponents.shape, _BLOCK)
@@ -66,7 +67,7 @@ def encode(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor) -
 
 
 def _decoded(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """fp32 [num_rows, 32 * num_blocks] of bytes [num_rows, 16 * num_blocks] and [num_rows, num_blocks]."""
+    """Decodes bytes [num_rows, 16 * num_blocks] and [num_rows, num_blocks] to fp32 [num_rows, 32 * num_blocks]."""
     import torch
 
     values = torch.tensor([*_VALUES, *(-it for it in _VALUES)], device=codes.device)

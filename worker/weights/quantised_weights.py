@@ -1,6 +1,6 @@
 """Weights that are quantised to FP8 while they are read.
 
-Scales are those of blocks of the whole matrix of the checkpoint, so that none depends on which part of it a rank has.
+Each scale belongs to a block of the checkpoint's whole matrix, so no scale depends on the part that a rank reads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from worker.weights.checkpoint import AnyCheckpoint
 
 
 class QuantisedCheckpoint(AnyCheckpoint):
-    """A checkpoint whose linear weights are in FP8 where the one behind it has them plain. What that has in FP8 stays
-    as it is. A context manager, as the one behind it is.
+    """Wraps a checkpoint and quantises its plain linear weights to FP8 while they are read. Weights already in FP8 pass
+    through. A context manager, like the wrapped checkpoint.
 
     Args:
-        model: says what the scales are of, if it says something of scales; otherwise they are of `FP8_BLOCKS`.
+        model: determines the blocks of the scales. If it has no scales, they are those of `FP8_BLOCKS`.
     """
 
     def __init__(self, source: AnyCheckpoint, model: ModelConfig) -> None:
@@ -33,18 +33,18 @@ class QuantisedCheckpoint(AnyCheckpoint):
 
     @property
     def bytes_loaded(self) -> int:
-        """Bytes of the tensors filled so far, in the type they were filled in."""
+        """Bytes of the tensors filled so far, counted in the dtype of the filled tensors."""
         return self._source.bytes_loaded + self._bytes_made
 
     def scale_block(self, name: str) -> tuple[int, int] | None:
-        """Does what TensorSource says."""
+        """Implements TensorSource."""
         if not self.keeps_fp8:
             return None
         own = self._kind.block(self._shapes[name]) if name in self._shapes else None
         return self._source.scale_block(name) or own
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
-        """Does what TensorSource says; the values are those that FP8 has."""
+        """Implements TensorSource. The values are rounded to FP8 and scaled back."""
         if name not in self._shapes or self._source.scale_block(name) is not None:
             self._source.read(name, out, rows=rows, columns=columns)
             return
@@ -59,7 +59,7 @@ class QuantisedCheckpoint(AnyCheckpoint):
         self._bytes_made += out.nbytes - values.nbytes - scales.nbytes
 
     def read_fp8(self, name: str, out: torch.Tensor, scales: torch.Tensor, *, rows: Span, columns: Span) -> None:
-        """Does what TensorSource says, reading whole blocks."""
+        """Implements TensorSource. Reads whole blocks."""
         if self._source.scale_block(name) is not None:
             self._source.read_fp8(name, out, scales, rows=rows, columns=columns)
             return
@@ -82,21 +82,21 @@ class QuantisedCheckpoint(AnyCheckpoint):
             values = blocks.flatten(0, 1).flatten(1)
             begin, end = max(taken.start, rows.start), min(taken.stop, rows.stop)
             part = values[begin - taken.start : end - taken.start, columns.start - whole.start :][:, : columns.size]
-            # A value may be rounded to more than the largest, which is no number.
+            # Rounding may raise a value above the largest FP8 number, which would become NaN.
             out[begin - rows.start : end - rows.start] = part.clamp_(-LARGEST, LARGEST).to(FP8)
             scales[first - down.start : last - down.start] = of_blocks
         self._bytes_made += out.nbytes + scales.nbytes - (self._source.bytes_loaded - before)
 
     def is_mxfp4(self, name: str) -> bool:
-        """Does what TensorSource says."""
+        """Implements TensorSource."""
         return self._source.is_mxfp4(name)
 
     def read_mxfp4(self, name: str, codes: torch.Tensor, exponents: torch.Tensor, *, rows: Span, columns: Span) -> bool:
-        """Does what TensorSource says."""
+        """Implements TensorSource."""
         return self._source.read_mxfp4(name, codes, exponents, rows=rows, columns=columns)
 
     def kv_scales(self) -> list[tuple[float, ...]]:
-        """The factors of keys and values that the checkpoint has."""
+        """The checkpoint's scales of keys and values."""
         return self._source.kv_scales()
 
     def __enter__(self) -> QuantisedCheckpoint:

@@ -1,4 +1,4 @@
-"""Byte ranges of a file. What a rank reads of a checkpoint goes through here, and is counted."""
+"""Byte ranges of a file. A rank reads all checkpoint data through this module, which counts it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from configs.errors import CheckpointError
 
 _PAGE_BYTES = 4096
 _BLOCK_BYTES = 1 << 20
-"""Read at once of rows whose pieces are wanted; it stays in the second-level cache."""
+"""Bytes read at once if only pieces of rows are needed. They fit the second-level cache."""
 
 
 class RangeReader:
-    """Reads byte ranges of one file through a file descriptor: no mapping that keeps pages resident."""
+    """Reads byte ranges of one file through a file descriptor, since a mapping would keep pages resident."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -24,7 +24,7 @@ class RangeReader:
         self.bytes_read = 0
 
     def read(self, offset: int, length: int) -> bytearray:
-        """Bytes [offset, offset + length); raises CheckpointError when the file ends before."""
+        """Bytes [offset, offset + length). Raises CheckpointError if the file ends before."""
         buffer = bytearray(length)
         self.read_into(offset, memoryview(buffer))
         return buffer
@@ -35,10 +35,10 @@ class RangeReader:
         self.bytes_read += len(view)
 
     def read_strided(self, offset: int, stride: int, count: int, length: int) -> bytearray:
-        """`count` pieces of `length` bytes, `stride` apart, joined. `bytes_read` counts these alone.
+        """`count` pieces of `length` bytes, `stride` apart, joined. `bytes_read` counts only these.
 
-        Gaps of a page or more are not read. Smaller ones are: no page would be spared, and a call for each row of
-        thousands of experts would take longer than the bytes.
+        Gaps of a page or more are not read. Smaller ones are read: skipping them would save no page, and a call for
+        each row of thousands of experts would take longer than reading the gaps.
         """
         if length == stride:
             return self.read(offset, count * length)
@@ -54,7 +54,7 @@ class RangeReader:
         rows = np.frombuffer(block, np.uint8).reshape(-1, stride)
         for start in range(0, count, step):
             num = min(step, count - start)
-            size = (num - 1) * stride + length  # no further: the file may end here
+            size = (num - 1) * stride + length  # not a whole stride, since the file may end here
             self._fill(offset + start * stride, memoryview(block)[:size])
             pieces[start : start + num] = rows[:num, :length]
         self.bytes_read += len(buffer)

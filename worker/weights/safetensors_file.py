@@ -1,7 +1,7 @@
-"""Safetensors files: rows and columns of tensors as this rank needs them.
+"""Safetensors files: reads the rows and columns of tensors that this rank needs.
 
-Read with `pread` and not through the safetensors package: that maps the file, and a mapped shard counts as resident
-memory beside its copy, which doubles what a rank needs while loading.
+Files are read with `pread`, because the safetensors package maps them. A mapped shard counts as resident memory in
+addition to its copy, which doubles a rank's memory while loading.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from configs.errors import CheckpointError
 from parallel.plan import Span, as_matrix
 from worker.weights.range_reader import RangeReader
 
-if TYPE_CHECKING:  # who checks headers alone does without its seconds
+if TYPE_CHECKING:  # checks of headers skip torch's slow import
     import torch
 
 _SCALED = "F8_E4M3", "U8"
-"""Types whose values are none without scales."""
+"""Types with values that are meaningless without scales."""
 _DTYPES = {
     "F32": ("float32", 4),
     "F16": ("float16", 2),
@@ -33,9 +33,9 @@ _DTYPES = {
     "I64": ("int64", 8),
     "BOOL": ("bool", 1),
 }
-"""Names of torch's types, and bytes of an element."""
+"""torch's names of the types, and bytes of an element."""
 _CHUNK_BYTES = 16 << 20
-"""Most bytes in flight between file and tensor: bounds what loading adds to a rank's peak memory."""
+"""Most bytes in flight between file and tensor. Bounds what loading adds to a rank's peak memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class _Entry:
 
 
 class SafetensorsFile:
-    """One .safetensors file: its header is 8 bytes of length and JSON; tensors are row-major behind it."""
+    """One .safetensors file. Its header is 8 bytes of length and JSON, and tensors follow in row-major order."""
 
     def __init__(self, reader: RangeReader, entries: Mapping[str, _Entry]) -> None:
         self._reader = reader
@@ -55,7 +55,7 @@ class SafetensorsFile:
 
     @classmethod
     def open(cls, path: Path, name_of: Callable[[str], str | None] = lambda name: name) -> SafetensorsFile:
-        """Reads and checks the header. `name_of`: what a tensor is called from now on; None: it is not looked at."""
+        """Reads and checks the header. `name_of` gives a tensor's new name, or None to skip the tensor."""
         reader = RangeReader(path)
         try:
             entries = _read_header(reader)
@@ -93,7 +93,7 @@ class SafetensorsFile:
             )
             part = out[start - rows.start : stop - rows.start]
             part.copy_(torch.frombuffer(data, dtype=getattr(torch, dtype)).view(part.shape))
-            del data  # before there is a next one
+            del data  # frees it before the next read
 
     def close(self) -> None:
         self._reader.close()

@@ -1,5 +1,6 @@
-"""Owns the memory of one rank's weights. A Shard loads them from files, from memory or from what an earlier process of
-the rank left, moves them between host and device, and has others take their place."""
+"""Owns the memory of one rank's weights. A Shard loads them from files, from tensors in memory, or from persistent
+memory that an earlier process of the rank filled. It also moves them between host and device, and replaces them by
+staged weights."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ from worker.weights.weight_memory import WeightMemory
 
 _log = logging.getLogger(__name__)
 
-# The words of torch where the node has no memory.
+# torch's message if the node has no memory left.
 _NO_MEMORY = "can't allocate memory"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8_e4m3": FP8}
 
 
 class Shard:
-    """The weights of rank `group.rank`, not loaded yet. Arguments are those of `TPWorker`."""
+    """The weights of rank `group.rank`, not loaded yet. The arguments are those of `TPWorker`."""
 
     def __init__(
         self,
@@ -57,15 +58,15 @@ class Shard:
         self.dtype = DTYPES[config.dtype]
         """The type of activations."""
         self.arithmetic = ExactArithmetic(group.device) if config.is_exact else FAST
-        """How they are multiplied with."""
+        """The arithmetic of products with the weights."""
         self.decoder = self._new_decoder()
-        """The layers that they are in."""
+        """The layers that contain the weights."""
         self.num_bytes = 0
-        """Bytes of them, once they are loaded."""
+        """Bytes of the weights, once they are loaded."""
         self.persistent = persistent
-        """Memory for what outlives this process. None: weights and KV die with it."""
+        """Memory that outlives this process. If None, weights and KV are lost with the process."""
         self.in_use = threading.Lock()
-        """Held while a step is launched, which reads the weights, and while others are copied over them."""
+        """Held while a step, which reads the weights, is launched, and while other weights are copied over them."""
         self._weights = WeightMemory(self.decoder, persistent)
         self._staged: WeightMemory | None = None
         self._staging: object = None  # an id of the weights that are being read or staged
@@ -84,14 +85,14 @@ class Shard:
 
         Args:
             on_progress: gets the share done, 0 to 1.
-            identity: tells the weights from others.
+            identity: identifies the weights.
             must_find: raise if persistent memory does not hold the weights, because no checkpoint has them.
-            beside: other ranks serve on the device. If it has no room for the weights too, they wait in the host's
-                memory until `load_to_device`.
+            beside: other ranks are serving on the device. If it has no room for these weights too, they are staged in
+                host memory until `load_to_device`.
 
         Raises:
-            CheckpointError: the files are not what they should be.
-            EngineError: the weights are lost, or not as they were.
+            CheckpointError: the files are invalid or do not fit the model.
+            EngineError: the weights are lost, or have changed in memory.
             OutOfMemoryError: the device or the node has no room for the shard.
         """
         if self._device.type == "cpu" and self._config.parallel.threads_per_rank is not None:
@@ -104,15 +105,15 @@ class Shard:
             is_found = self._weights.find(checkpoint, identity, on_progress)
             if not is_found:
                 if must_find:
-                    raise EngineError(f"nothing is left of rank {self._group.rank}'s weights, which came from memory")
+                    raise EngineError(f"rank {self._group.rank}'s weights, which came from memory, are lost")
                 num_bytes = self._plan.weight_bytes(self._group.rank, self._config)
                 waits = beside and self.persistent is not None and not has_room(self._device, num_bytes)
                 self._weights.load(checkpoint, identity, on_progress, on_host=waits)
             if DTYPES[self._config.kv_dtype] is FP8:
                 self.decoder.set_kv_scales(checkpoint.kv_scales())
             self.num_bytes = self._weights.num_bytes
-        # The allocator still has the memory in which the last part lay before it moved to persistent memory: of 8B's
-        # embedding and LM head 2.3 GiB, by reckoning.
+        # The allocator still holds the memory of the last part, from before it moved to persistent memory: 2.3 GiB for
+        # 8B's embedding and LM head, by reckoning.
         torch.cuda.empty_cache()
         _log.info(
             "rank %d: %.2f GiB of weights %s in %.1f s",
@@ -124,24 +125,24 @@ class Shard:
 
     @torch.inference_mode()
     def load_to_device(self) -> None:
-        """Moves the weights to the device if they wait on the host.
+        """Moves the weights to the device if they are staged on the host.
 
         Raises:
             OutOfMemoryError: the device has no room for them.
             EngineError: the device failed.
         """
-        with naming_the_rank(self._group.rank, self._device, "bringing the weights"):
+        with naming_the_rank(self._group.rank, self._device, "loading the weights to the device"):
             self._weights.load_to_device()
 
     @torch.inference_mode()
     def move_to_host(self) -> None:
-        """Moves the weights to the host's memory, until `load_to_device`; nothing is left that computes with them.
+        """Moves the weights to host memory until `load_to_device`. No runner may still use them.
 
         Raises:
-            OutOfMemoryError: the host has no room for them. The process has to be ended.
+            OutOfMemoryError: the host has no room for them. The process must be ended.
         """
-        assert self.persistent is not None, "weights go back to persistent memory alone"
-        with naming_the_rank(self._group.rank, self._device, "putting the weights away"):
+        assert self.persistent is not None, "only weights in persistent memory can move to the host"
+        with naming_the_rank(self._group.rank, self._device, "moving the weights to the host"):
             self._weights.move_to_host()
             torch.cuda.empty_cache()
 
@@ -153,20 +154,22 @@ class Shard:
         revision: str | None = None,
         identity: str = "",
     ) -> bool:
-        """Reads this rank's shard of other weights beside those that serve; on another thread, while steps run.
+        """Reads this rank's shard of other weights in addition to the serving ones. Runs on another thread, while steps
+        run.
 
         Args:
-            model: of the same shape.
-            checkpoint: a directory on this node, or the tensors of one by name, on any device here.
-            revision: the checkpoint's; tells random weights apart.
-            identity: tells these weights from others.
+            model: a model of the same shape.
+            checkpoint: a directory on this node, or a checkpoint's tensors by name, on any device of this node.
+            revision: the checkpoint's revision. Random weights depend on it.
+            identity: identifies these weights.
 
         Returns:
-            Whether they wait in the host's memory, since the device has no room for them.
+            Whether they are staged in host memory, because the device has no room for them.
 
         Raises:
-            CheckpointError: the files are not what they should be.
-            ConfigError: keys and values in FP8 would have other factors, or other weights be in FP8, which graphs hold.
+            CheckpointError: the files are invalid or do not fit the model.
+            ConfigError: the scales of keys and values in FP8 differ, or other weights are in FP8, which graphs cannot
+                change.
             OutOfMemoryError: the node has no room for the shard.
             EngineError: the device failed, or has no room for a layer.
         """
@@ -180,7 +183,7 @@ class Shard:
             if DTYPES[self._config.kv_dtype] is FP8:
                 other.set_kv_scales(source.kv_scales())
             if other.attention_layers != self.decoder.attention_layers:
-                raise ConfigError("the factors of keys and values in FP8 differ from those that serve; start anew")
+                raise ConfigError("the FP8 factors of keys and values differ from the serving ones; restart the server")
             on_host = not has_room(self._device, self.num_bytes)
             staged = self._weights.stage(other, source, identity, on_host=on_host)
         if self._staging is wanted:
@@ -191,19 +194,19 @@ class Shard:
 
     @torch.inference_mode()
     def take_staged(self) -> None:
-        """Has the staged weights serve from the next step on. On another thread, between two steps: rank 0 has the last
-        one's result, and another rank may still launch the rest of that step.
+        """Replaces the serving weights by the staged ones from the next step on. Runs on another thread, between two
+        steps: rank 0 has the last step's result, but another rank may still be launching the end of that step.
 
         Raises:
-            EngineError: there are none, or the device failed. The process has to be ended.
+            EngineError: no weights are staged, or the device failed. The process must be ended.
         """
         with self.in_use, naming_the_rank(self._group.rank, self._device, "exchanging weights"):
             if self._staged is None:
-                raise EngineError(f"rank {self._group.rank} has no other weights")
+                raise EngineError(f"rank {self._group.rank} has no staged weights")
             self._weights.take(self._staged)
 
     def drop_staged(self) -> None:
-        """Frees the memory of the staged weights, or has none be staged by the `stage` that is under way."""
+        """Frees the memory of the staged weights. If `stage` is still running, its weights are dropped when it ends."""
         staged, self._staged, self._staging = self._staged, None, None
         if staged is not None:
             staged.on_host.clear()
@@ -229,7 +232,7 @@ class Shard:
             found = Checkpoint.open(checkpoint, model, draft_head)
         if self._config.quantization == "fp8" or (is_dummy and model.weight_scales is not None):
             found = QuantisedCheckpoint(found, model)
-        # Older GPUs have no products in FP8.
+        # Older GPUs cannot multiply in FP8.
         multiplies_fp8 = self._device.type == "cpu" or torch.cuda.get_device_capability(self._device) >= (8, 9)
         found.keeps_fp8 = kept_types(self._config, model).fp8 and multiplies_fp8
         return found
@@ -237,8 +240,8 @@ class Shard:
 
 @contextmanager
 def naming_the_rank(rank: int, device: torch.device, during: str) -> Iterator[None]:
-    """Turns what the device or a kernel raises into an EngineError that says where and what to do, and what says that
-    memory is gone, on CPUs too, into an OutOfMemoryError."""
+    """Converts an error of the device or a kernel to an EngineError that names the rank and gives advice. A lack of
+    memory, also on CPUs, becomes an OutOfMemoryError."""
     try:
         yield
     except EngineError:
@@ -251,6 +254,6 @@ def naming_the_rank(rank: int, device: torch.device, during: str) -> Iterator[No
             raise OutOfMemoryError(f"{where}; {advice}") from error
         if device.type == "cpu":
             raise
-        # CUDA reports a failed kernel at a later call: only a blocking run names the one that failed.
+        # CUDA reports a failed kernel at a later call. Only a blocking run names the kernel that failed.
         advice = "the calls in the log's traceback name the kernel if CUDA_LAUNCH_BLOCKING=1 is set in the runtime_env"
         raise EngineError(f"{where}; {advice}") from error

@@ -1,4 +1,4 @@
-"""Uniform values by a hash of row and column, on a CPU; uniform_kernel.py makes the same bits on a GPU."""
+"""Uniform values from a hash of row and column, on a CPU. uniform_kernel.py computes the same bits on a GPU."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import torch
 from parallel.plan import Span
 
 _CHUNK_ELEMENTS = 1 << 17
-"""Elements that a CPU makes at once, in two buffers of 4 bytes each: they stay in the second-level cache."""
+"""Elements that a CPU computes at once, in two buffers of 4 bytes per element that fit the second-level cache."""
 
 ROW_STEP = 0x9E3779B1
 COLUMN_STEP = 0x85EBCA77
-"""Odd, so that rows (and columns) of one tensor never share a key."""
+"""Odd numbers, so that rows (and columns) of one tensor never share a key."""
 MIX = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
-"""Shifts and factors of MurmurHash3's 32-bit finaliser. Its last shift changes low bits, which are not used."""
+"""Shifts and factors of MurmurHash3's 32-bit finaliser. Its last shift is omitted, since it changes only unused low
+bits."""
 USED_BITS = 24
 """Bits that fp32 holds exactly."""
 
@@ -21,7 +22,7 @@ USED_BITS = 24
 def fill(
     out: torch.Tensor, seeds: tuple[int, int], scale: float, mean: float, rows: Span, columns: Span, dtype: torch.dtype
 ) -> None:
-    """Writes what the function of this name for GPUs does."""
+    """Like `fill` of uniform_kernel.py, for tensors on a CPU."""
     row_keys = _keys(rows, ROW_STEP, seeds[0]).unsqueeze(1)
     column_keys = _keys(columns, COLUMN_STEP, seeds[1])
     num_rows = max(1, _CHUNK_ELEMENTS // columns.size)
@@ -50,7 +51,7 @@ def _keys(span: Span, step: int, seed: int) -> torch.Tensor:
 
 
 def _mix(h: torch.Tensor, scratch: torch.Tensor) -> None:
-    """Replaces each int32 of `h` by a hash of it, one-to-one. `scratch` is of the same shape."""
+    """Replaces each int32 of `h` by a one-to-one hash of it. `scratch` has the same shape."""
     for shift, factor in MIX:
         torch.bitwise_right_shift(h, shift, out=scratch)
         scratch &= (1 << (32 - shift)) - 1  # the shift copies the sign

@@ -1,4 +1,4 @@
-"""Random weights on a GPU: the bits that `worker.weights.uniform` makes on a CPU, in one launch for each tensor."""
+"""Random weights on a GPU, in one launch for each tensor. The bits equal those of `worker.weights.uniform` on a CPU."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def fill(
     """Fills out [rows.size, columns.size] with those rows and columns of a matrix of random values.
 
     Args:
-        out: on a GPU, elements of a row side by side.
-        seeds: of rows and columns, as signed 32-bit integers.
-        scale: of the hash's highest USED_BITS, as a signed integer.
-        mean: added to that.
-        dtype: what values are rounded to before they are cast to out's own.
+        out: tensor on a GPU, contiguous within a row.
+        seeds: seeds of rows and columns, as signed 32-bit integers.
+        scale: factor of the hash's highest USED_BITS, taken as a signed integer.
+        mean: added after scaling.
+        dtype: dtype to which values are rounded before they are cast to the dtype of `out`.
     """
     ((shift, factor), (last_shift, last_factor)) = MIX
     stored = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
-    # A fused product and sum is rounded once, the CPU's twice.
+    # A fused product and sum would be rounded once, but the CPU's are rounded twice.
     _uniform_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
         out, out.numel(), columns.size, out.stride(0), rows.start, columns.start, *seeds, scale, mean, STORED=stored,
         ROW_STEP=ROW_STEP, COLUMN_STEP=COLUMN_STEP, SHIFT=shift, FACTOR=factor, LAST_SHIFT=last_shift,

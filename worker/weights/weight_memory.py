@@ -1,13 +1,13 @@
-"""The memory that a decoder's weights lie in: the device's own, memory that outlives the process, or the host's.
+"""The memory of a decoder's weights: the device's own, persistent memory, or the host's.
 
-In persistent memory each layer has a block of its own, and what is in no layer has one more, which is made last and
-whose note describes the weights in all of them. A decoder is loaded as ever, layer by layer, and its tensors are moved
-into the block of each. Where the blocks are there, whoever takes the process's place loads a decoder from nothing, for
-the sake of its tensors alone, which are put where the weights lie.
+In persistent memory each layer has its own block, and the tensors outside layers have one more. That block is made
+last, and its note describes the weights in all blocks. A decoder is loaded layer by layer, and each layer's tensors are
+then moved into its block. If the blocks already exist, a new process of the rank loads a decoder without reading
+anything, only to create its tensors, and points these to the blocks.
 
-Other weights for a decoder that serves are those of a second decoder, made and loaded as the first one was: whatever a
-weight is made into, packed, tied or with an offset added, is made in both alike. They are copied over the first one's
-between two steps, memory over memory, so addresses stay, which CUDA graphs hold.
+To replace the weights of a serving decoder, a second decoder is made and loaded like the first one, so both pack, tie
+or offset each weight in the same way. Its memory is then copied over the first one's between two steps. Addresses do
+not change, because CUDA graphs contain them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LAYER, _REST = WEIGHTS
 
 
 class _Note(msgspec.Struct):
-    """The last block's note about the weights in all blocks."""
+    """The last block's note, which describes the weights in all blocks."""
 
     identity: str
     num_bytes: int
@@ -38,7 +38,7 @@ class _Note(msgspec.Struct):
 
 
 class _Nothing:
-    """A source that reads nothing, so tensors stay as they are; `like` says which of them may be in FP8 and MXFP4."""
+    """A source that reads nothing, so tensors are not changed. `like` determines which may be in FP8 and MXFP4."""
 
     def __init__(self, like: TensorSource) -> None:
         self.scale_block, self.is_mxfp4 = like.scale_block, like.is_mxfp4
@@ -53,25 +53,25 @@ class WeightMemory:
     """The memory of the weights of `decoder`, which is not loaded yet.
 
     Args:
-        persistent: keeps the weights while they are on the device. None: they die with this process.
+        persistent: retains the weights while they are on the device. If None, they are lost when this process ends.
     """
 
     def __init__(self, decoder: Decoder, persistent: PersistentMemory | None = None) -> None:
         self._decoder = decoder
         self._persistent = persistent
         self._blocks: list[torch.Tensor] = []
-        self._note = ""  # the one beside these weights once they are in persistent memory
+        self._note = ""  # the note of these weights, once they are in persistent memory
         self.on_host = HostMemory()
-        """Memory of the weights that waits on the host."""
+        """Memory of weights that are staged on the host."""
         self.num_bytes = 0
         """Bytes of the weights, once they are loaded."""
 
     def find(self, source: TensorSource, identity: str, on_progress: Callable[[float], None] | None = None) -> bool:
-        """Has the decoder use the weights in persistent memory, and returns True, if they are those of `identity`. Else
-        the decoder has to be loaded. `source` is one that they might be read from, and are not.
+        """Makes the decoder use the weights in persistent memory if their note has this `identity`. Otherwise returns
+        False, and the decoder must be loaded. `source` only determines dtypes and is not read.
 
         Raises:
-            EngineError: they are not as they were. The decoder is of no use.
+            EngineError: the weights have changed in memory. The decoder is unusable.
         """
         last = None if self._persistent is None else self._persistent.find(_REST)
         if last is None or not last.note:
@@ -81,7 +81,7 @@ class WeightMemory:
             return False
         self._load(_Nothing(source), functools.partial(self._to_block, is_new=False), on_progress)
         if self._checksum() != note.checksum:
-            raise EngineError("the weights that were kept are not as they were")
+            raise EngineError("the checksum of the weights in persistent memory has changed")
         self._note, self.num_bytes = last.note, note.num_bytes
         return True
 
@@ -93,8 +93,8 @@ class WeightMemory:
         *,
         on_host: bool = False,
     ) -> None:
-        """Loads the decoder from `source`, part by part into persistent memory; if `on_host`, into the host's memory,
-        where the weights wait for `load_to_device` or to be copied over others."""
+        """Loads the decoder from `source`, part by part, into persistent memory. If `on_host`, loads it into host
+        memory, for `load_to_device` or to be copied over other weights."""
 
         def place(part: object, name: str) -> None:
             if on_host:
@@ -110,13 +110,13 @@ class WeightMemory:
                 self._write_note(self._note)
 
     def move_to_host(self) -> None:
-        """Moves the weights to the host's memory, where they wait for `load_to_device`. Until then they die with this
-        process, once the keeper has dropped their blocks."""
+        """Moves the weights to host memory until `load_to_device`. Until then they are lost if this process dies after
+        the keeper has dropped their blocks."""
         self.on_host.move(self._decoder)
         self._blocks.clear()
 
     def load_to_device(self) -> None:
-        """Moves weights that wait on the host into new blocks on the device; returns once they are there."""
+        """Moves weights staged on the host into new blocks on the device. Returns once the copy is complete."""
         if not self.on_host:
             return
         self._blocks.clear()
@@ -127,18 +127,18 @@ class WeightMemory:
         self.on_host.clear()
 
     def stage(self, decoder: Decoder, source: AnyCheckpoint, identity: str, *, on_host: bool) -> WeightMemory:
-        """Loads other weights into `decoder`, made as the one here was, for `take`. Nothing is changed here.
+        """Loads other weights into `decoder`, made like the serving one, for `take`. Changes nothing here.
 
         Raises:
-            ConfigError: memory cannot be exchanged.
+            ConfigError: the two decoders' tensors differ in shape or dtype.
         """
         other = WeightMemory(decoder)
         other.load(source, on_host=on_host)
         live, staged = ([(it.shape, it.dtype) for it in tensors(each)] for each in (self._decoder, decoder))
         if live != staged:
             raise ConfigError(
-                "one of the weights that serve and the others has matrices in FP8 or MXFP4 that the other has not, or "
-                "scales of others; graphs hold where they lie. Start anew. With quantization=fp8 those in FP8 are alike"
+                "the new weights differ from the serving ones in which matrices are in FP8 or MXFP4 or have scales; "
+                "CUDA graphs cannot change that. Restart the server, or use quantization=fp8, which makes them equal"
             )
         other.num_bytes = self.num_bytes
         if self._persistent is not None:
@@ -146,9 +146,10 @@ class WeightMemory:
         return other
 
     def take(self, staged: WeightMemory) -> None:
-        """Copies the staged weights over those here; no step is in flight. Returns when the device is done."""
+        """Copies the staged weights over the serving ones while no step is in flight. Returns when the device is
+        done."""
         self._write_note("")
-        # Tensors of one memory lie in the live one as they do in the other, which may begin elsewhere.
+        # Tensors that share a memory have the same relative offsets in both decoders, but the first offset may differ.
         pairs = zip(tensors(self._decoder), tensors(staged._decoder), strict=True)
         for live, other in {it.untyped_storage()._cdata: (live, it) for live, it in pairs}.values():
             begin = (live.storage_offset() - other.storage_offset()) * live.itemsize
@@ -157,8 +158,8 @@ class WeightMemory:
         self._write_note(staged._note)
 
     def _write_note(self, note: str) -> None:
-        """Writes `note` beside the weights in persistent memory. An empty note marks them invalid; it is written before
-        they are changed in place."""
+        """Writes `note` with the weights in persistent memory. An empty note marks them invalid. It must be written
+        before they are changed in place."""
         self._note = note
         if self._persistent is not None:
             self._persistent.write_note(_REST, note)
@@ -167,7 +168,7 @@ class WeightMemory:
         return msgspec.json.encode(_Note(identity, self.num_bytes, self._checksum())).decode()
 
     def _checksum(self) -> int:
-        """The sum of the words of 64 bits of all memory, wherever it is; each piece is filled up with zeros."""
+        """The sum of the 64-bit words of all weight memory, on host or device. Each piece is padded with zeros."""
         total = 0
         for piece in (it for held in by_memory(self._decoder) for it in self._pieces(held)):
             num_whole = len(piece) // 8 * 8
@@ -180,14 +181,14 @@ class WeightMemory:
             torch.cuda.synchronize(self._decoder.device)
 
     def _parts(self) -> Iterator[tuple[object, str]]:
-        """Each layer, and then the decoder for what is in none, with the name of its block."""
+        """Yields each layer, and then the decoder for the tensors outside layers, each with the name of its block."""
         yield from ((layer, f"{_LAYER}{i}") for i, layer in enumerate(self._decoder.layers))
         yield self._decoder, _REST
 
     def _load(
         self, source: TensorSource, place: Callable[[object, str], None], on_progress: Callable[[float], None] | None
     ) -> None:
-        """Loads the decoder, and has `place` put each part where it belongs as soon as it is loaded."""
+        """Loads the decoder, and calls `place` with each part as soon as it is loaded."""
         parts = self._parts()
         self._blocks.clear()
 
@@ -199,8 +200,8 @@ class WeightMemory:
         self._decoder.load(source, loaded)
 
     def _to_block(self, part: object, name: str, *, is_new: bool = True) -> None:
-        """Puts those tensors of `part` that are in no block yet into a new one, with what lies in their memory; or into
-        the one that is there, whose weights they then have."""
+        """Moves the tensors of `part` that are in no block yet into a new block, with their contents. If not `is_new`,
+        points them to the existing block and its contents."""
         assert self._persistent is not None, "weights without persistent memory have no blocks"
         blocks = {block.untyped_storage()._cdata for block in self._blocks}
         loose = [held for held in by_memory(part) if held[0].untyped_storage()._cdata not in blocks]
@@ -216,5 +217,5 @@ class WeightMemory:
         self._blocks.append(block)
 
     def _pieces(self, held: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The memory that the tensors lie in, as vectors of bytes."""
+        """The memory of the tensors, as vectors of bytes."""
         return self.on_host.pieces_of(held[0].untyped_storage())

@@ -29,10 +29,10 @@ def run_bench(
     output_tokens: int,
     json_path: Path | None,
 ) -> bool:
-    """Measures and prints each level of `clients`, then the table of all; returns whether every request succeeded.
-    `requests`: of each level; None: two for each client, at least 8. `json_path` is written after every level: what was
-    measured outlives a run cut short. Raises ConfigError where `url` is none or `json_path` cannot be
-    written, EngineError where it does not answer."""
+    """Measures and prints each level of `clients`, then a table of all. Returns whether every request succeeded.
+    `requests` is the number of requests in each level. If None, two for each client, at least 8. Writes `json_path`
+    after every level, so that an interrupted run retains its results. Raises ConfigError if `url` is not a URL or
+    `json_path` cannot be written, EngineError if the endpoint does not answer."""
     if json_path is not None:
         try:
             json_path.touch()
@@ -75,6 +75,6 @@ def run_bench(
     for row in rows:
         table.add_row(*row)
     console.print("\ntimes are median/p99", markup=False)
-    # A row cut short is worth nothing; a narrow terminal wraps it.
+    # A row that is cut off is useless, so it is printed in full, and a narrow terminal wraps it.
     Console(highlight=False, width=max(console.width, _TABLE_WIDTH)).print(table)
     return not any(level["errors"] for level in levels)

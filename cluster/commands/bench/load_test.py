@@ -1,8 +1,8 @@
 """A load test of any OpenAI endpoint: time to first token, time per token and throughput by number of clients.
 
-Each client streams a completion of a fixed number of tokens (ignore_eos) and then asks for the next. Prompts are
-random, none twice: token ids where the server takes them, else words. Clients are spread over processes, so that none
-of them becomes the bottleneck; how busy they were is reported.
+Each client streams a completion of a fixed number of tokens (ignore_eos) and then requests the next. Prompts are random
+and never repeated: token ids if the server accepts them, else words. Clients are spread over processes, so that none of
+them becomes the bottleneck. The report includes how busy they were.
   TTFT  from sending a request to its first event with a choice
   TPOT  from there to the last such event, over the tokens after the first
   ITL   between one piece of text and the next; a piece may hold several tokens
@@ -44,13 +44,13 @@ class Traffic:
     input_tokens: int
     output_tokens: int
     as_ids: bool
-    """Whether prompts are token ids; else they are words of about one token each."""
+    """Whether prompts are token ids. Otherwise they are words of about one token each."""
     seed: str
-    """A run's prompts are its own: a server that ran before may still hold those of the last run."""
+    """Each run has different prompts, because a server may still have an earlier run's prompts in its cache."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def bodies(self, level: str, count: int) -> list[bytes]:
-        """JSON of `count` requests, their prompts unlike those of any other level."""
+        """JSON of `count` requests. Their prompts differ from all other levels' prompts."""
         generator = random.Random(f"{self.seed}/{level}")
         common = {
             "model": self.model,
@@ -70,7 +70,7 @@ class Traffic:
 
 
 def takes_ids(endpoint: EndpointClient, model: str) -> bool:
-    """Whether the server takes token ids as a prompt. Raises EngineError when it takes no text either."""
+    """Whether the server accepts token ids as a prompt. Raises EngineError if it does not accept text either."""
     for prompt in ([_IDS[0], _IDS[1] - 1], "Hello"):
         if endpoint.accepts("completions", {"model": model, "max_tokens": 1, "prompt": prompt}):
             return isinstance(prompt, list)
@@ -78,8 +78,8 @@ def takes_ids(endpoint: EndpointClient, model: str) -> bool:
 
 
 def run_levels(traffic: Traffic, levels: Sequence[int], requests: int | None = None) -> Iterator[dict[str, Any]]:
-    """Figures of each number of clients, one after the other, each after a warm-up of as many requests. `requests`: of
-    each level; None: two for each client, at least 8."""
+    """Yields the figures for each number of clients. Each level follows a warm-up with one request for each client.
+    `requests` is the number of requests in each level. If None, two for each client, at least 8."""
     with contextlib.ExitStack() as stack:
         most = -(-max(levels) // _CLIENTS_PER_PROCESS)
         spawn = multiprocessing.get_context("spawn")
@@ -97,8 +97,8 @@ def run_levels(traffic: Traffic, levels: Sequence[int], requests: int | None = N
 def measure_level(
     lanes: Sequence[Executor], traffic: Traffic, level: str, clients: int, requests: int
 ) -> dict[str, Any]:
-    """Figures of `clients` clients that take `requests` requests between them, with as many of `lanes`, executors of
-    one process each, as they need. `level` names the prompts; each level of a run has its own."""
+    """The figures of `clients` clients that share `requests` requests. Uses as many `lanes`, executors of one process
+    each, as needed. `level` seeds the prompts, and must be unique within a run."""
     processes = min(len(lanes), -(-clients // _CLIENTS_PER_PROCESS))
     bodies = traffic.bodies(level, requests)
     begin = time.perf_counter() + _START_DELAY_S
@@ -117,7 +117,7 @@ def measure_level(
 
 
 def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Figures of one level. Requests that failed are counted, and are in no other figure."""
+    """The figures of one level. Failed requests are counted, and are part of no other figure."""
     good = [sample for sample in samples if sample.error is None and sample.first is not None]
     errors = [sample.error for sample in samples if sample.error is not None]
     summary: dict[str, Any] = {"requests": len(samples), "errors": len(samples) - len(good)}
@@ -146,7 +146,7 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def table_of(levels: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Titles and cells of what `run_levels` gave; times are median/p99."""
+    """Titles and cells for the results of `run_levels`. Times are median/p99."""
     titles = ["clients", "requests", "errors", "TTFT ms", "TPOT ms", "ITL ms", "out tok/s"]
     rows = []
     for level in levels:
@@ -157,7 +157,7 @@ def table_of(levels: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
 
 
 def level_line(level: Mapping[str, Any]) -> str:
-    """One level, as it is known."""
+    """One level as a line."""
     line = f"{level['clients']} clients, {level['requests']} requests, {level['errors']} errors"
     if "output_tok_s" in level:
         line += (

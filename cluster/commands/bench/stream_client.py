@@ -1,7 +1,7 @@
-"""The clients of a load test: they stream completions from an OpenAI endpoint and note when tokens come.
+"""The clients of a load test. They stream completions from an OpenAI endpoint and record when tokens arrive.
 
-Owns one process's part of the load. It parses no more than it needs: beside hundreds of streams, a client library's
-objects for every event would be what is measured.
+This module runs one process's part of the load. It parses only what it needs: with hundreds of streams, a client
+library's objects for every event would dominate the measurement.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 @dataclass(slots=True)
 class Sample:
-    """One request as its client saw it. Times are of the machine's monotonic clock, in seconds."""
+    """One request as its client saw it. Times are seconds of the machine's monotonic clock."""
 
     sent: float
     first: float | None = None
-    """When the first event with a choice came."""
+    """Time of the first event with a choice."""
     last: float = 0.0
-    """When the last event with a choice came."""
+    """Time of the last event with a choice."""
     gaps: list[float] = field(default_factory=list)
     """Seconds between one piece of text and the next."""
     input_tokens: int = 0
@@ -66,7 +66,7 @@ class StreamReader:
         self._last_text: float | None = None
 
     def feed(self, received: bytes, now: float) -> None:
-        """Takes the next bytes, which came at `now`; they may begin and end anywhere."""
+        """Takes the next bytes, which arrived at `now`. They may begin and end anywhere."""
         *events, self._unread = (self._unread + received.replace(b"\r", b"")).split(b"\n\n")
         for event in events:
             if event.startswith(b"data: {"):
@@ -97,17 +97,17 @@ class Share:
 
     url: str
     bodies: tuple[bytes, ...]
-    """JSON of the requests, in the order they are taken."""
+    """JSON of the requests, in the order in which they are sent."""
     output_tokens: int
     clients: int
     begin: float
-    """When the first requests are sent, on the monotonic clock."""
+    """Time when the first requests are sent, on the monotonic clock."""
     headers: dict[str, str] = field(default_factory=dict)
     """Sent with every request, e.g. its authorization."""
 
 
 def run_share(share: Share) -> tuple[list[Sample], float]:
-    """(a sample of each request, this process's CPU seconds per second). Runs in a process of its own."""
+    """A sample of each request, and this process's CPU seconds per second. Runs in a separate process."""
     cpu, began = time.process_time(), time.perf_counter()
     samples = asyncio.run(_run_clients(share))
     return samples, (time.process_time() - cpu) / (time.perf_counter() - began)
@@ -120,7 +120,7 @@ async def _run_clients(share: Share) -> list[Sample]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
 
         async def client() -> None:
-            for body in bodies:  # shared: the next request goes to whoever is free
+            for body in bodies:  # shared by all clients: the next free one takes the next request
                 samples.append(await _stream(session, share, body))
 
         await asyncio.sleep(max(0.0, share.begin - time.perf_counter()))
@@ -142,5 +142,5 @@ async def _stream(session: aiohttp.ClientSession, share: Share, body: bytes) -> 
     except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
         sample.error = repr(error)
     if sample.error is None and sample.output_tokens != share.output_tokens:
-        sample.error = f"{sample.output_tokens} tokens came where {share.output_tokens} were asked for"
+        sample.error = f"got {sample.output_tokens} tokens instead of {share.output_tokens}"
     return sample

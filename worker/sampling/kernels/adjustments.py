@@ -1,7 +1,7 @@
-"""Penalties, biases and masks on rows of logits: the rule of worker/sampling/adjustments.py, bit for bit.
+"""Penalties, biases and masks on rows of logits, equal to worker/sampling/adjustments.py bit for bit.
 
-fp64 throughout: a product of two fp32 numbers, or of a count and one, is exact in it, so it makes no difference
-whether the compiler fuses it with a sum.
+All arithmetic is fp64. A product of two fp32 numbers, or of a count and one, is exact in fp64, so the result does not
+change if the compiler fuses the product with a sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BIAS_WORDS = tl.constexpr(BIAS_WORDS)
 _BLOCK = 4096
 """Ids of one program."""
 _BIASES = 256
-"""Biases added at a time; one program has a row to itself."""
+"""Biases added at a time. One program processes one row."""
 
 
 @triton.jit
@@ -71,12 +71,12 @@ def _bias_kernel(logits, rows, positions, heads, biases, num_ids, MAX: tl.conste
         record = biases + slot * _BIAS_WORDS
         value = tl.load(record + 2, mask=inside, other=0).to(tl.float32, bitcast=True)
         until = tl.load(record + 3, mask=inside, other=0)
-        # A row's finite biases are of distinct tokens: no two lanes write one logit.
+        # A row's finite biases are for distinct tokens, so no two lanes write the same logit.
         added = inside & (position < until) & (value > -float("inf"))
         token = tl.load(record + 1, mask=inside, other=0)
         tl.store(logits + token, tl.load(logits + token, mask=added, other=0.0) + value, mask=added)
         start += BLOCK
-    tl.debug_barrier()  # a token may have a bias and, of another lane, a ban: the ban counts
+    tl.debug_barrier()  # if a token has a bias and, in another lane, a ban, the ban counts
     start = 0
     while start < num_biases:
         slot = start + tl.arange(0, BLOCK)
@@ -98,17 +98,16 @@ def adjust_logits(
     records: torch.Tensor,
     adjustments: RowAdjustments,
 ) -> None:
-    """Makes rows of logits what their tokens are drawn from, in place; rows without adjustments keep every bit, and
-    NaN stays NaN.
+    """Applies the adjustments to rows of logits in place. Rows without adjustments keep every bit, and NaN stays NaN.
 
     Args:
         logits: [num_rows, vocab_size] fp32, contiguous: whole rows.
         rows: [num_rows] int32: rows of the request table.
-        positions: [num_rows] int32: of the tokens to be sampled.
+        positions: [num_rows] int32: positions of the tokens to be sampled.
         records: [table_size, RECORD_WORDS] int32: PARAMS_DTYPE records.
     """
     num_rows, num_ids = logits.shape
-    assert logits.is_contiguous(), "rows of logits follow one another"
+    assert logits.is_contiguous(), "the logits must be contiguous"
     _penalise_and_mask_kernel[(triton.cdiv(num_ids, _BLOCK), num_rows)](
         logits,
         rows,

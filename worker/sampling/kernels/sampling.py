@@ -1,23 +1,23 @@
-"""Sampling kernels: the rule of worker/sampling/sampler.py over rows of logits, without waiting for the device.
+"""Sampling kernels: the rule of worker/sampling/sampler.py over rows of logits. They do not wait for the device.
 
-Their twins for the CPU are in worker/sampling/torch_sampling.py.
+The CPU versions are in worker/sampling/torch_sampling.py.
 
-    plain_tokens                      argmax of logit / temperature + noise, of few tokens where top-k says so
+    plain_tokens                      argmax of logit / temperature + noise, over few tokens if top-k is small
     best_candidates, reduce_tokens    the same in parts, above a threshold
     filter_thresholds                 smallest score that top-k, top-p and min-p allow
-    token_logprobs                    log probabilities, the likeliest by an order that topk keeps
+    token_logprobs                    log probabilities, also of the likeliest, with a fixed order of ties
 
-A row's result depends on nothing but its own logits, parameters and position: blocks have one size and sums one order,
-however many rows there are. Scores and noise are fp64, as in their twins: both draw the same tokens. Of a row with a
-NaN the candidate is (+inf, -1), which every maximum keeps and which stands before any id of that value; its thresholds
-mean nothing, its log probabilities are NaN.
+A row's result depends only on its own logits, parameters and position: blocks have one size and sums one order for any
+number of rows. Scores and noise are fp64, as in the CPU versions, so both sample the same tokens. For a row with a NaN
+the candidate is (+inf, -1): every maximum returns it, and its id is below any id with the same value. The row's
+thresholds are meaningless, and its log probabilities are NaN.
 
-A row whose top-k is small is drawn from a list of the tokens that it allows, of each rank the likeliest. Top-p adds
-weights up as integers, whose sum is the same however the list is cut. Such a list takes all that are as likely as the
-k-th, or the first of these by id where they are more than fit.
+A row with a small top-k is sampled from a list of the tokens that it allows, the likeliest of each rank. Top-p adds
+weights as integers, so the sum is the same for any split of the list. Such a list contains all tokens as likely as the
+k-th. If these do not fit, it contains the first of them by id.
 
-Thresholds are searched on keys: the bits of an fp32 value as an int32 that sorts as the value does. An fp64 quotient
-keeps distinct fp32 logits distinct, so the order of logits is the order of scores.
+Thresholds are searched on keys: the bits of an fp32 value as an int32 that sorts like the value. An fp64 quotient keeps
+distinct fp32 logits distinct, so the order of logits is the order of scores.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ _NAN_ID = tl.constexpr(-1)  # below every id
 _LOWEST_KEY = tl.constexpr(-0x7F800001)  # the key of -inf
 
 _BLOCK = 4096
-"""Ids of one program where many programs share a row."""
+"""Ids of one program if many programs share a row."""
 _SLICE = 1024
-"""Ids, among these, whose noise is worked on together, so that it fits the registers."""
+"""Ids of a block for which noise is computed together, so that it fits the registers."""
 _GROUP = 128
-"""Ids whose maximum is kept: the k largest maxima bound the k-th largest logit from below."""
+"""Ids that share one stored maximum. The k largest maxima bound the k-th largest logit from below."""
 _SEARCH_BLOCK = 8192
-"""Ids read at a time where one program has a row to itself."""
+"""Ids read at a time if one program processes a whole row."""
 _SEARCH_WARPS = 16
 
 MAX_LISTED_TOP_K = 64
-"""The largest top-k of rows that are drawn from a list."""
+"""The largest top-k of rows that are sampled from a list."""
 _MAX_K = tl.constexpr(MAX_LISTED_TOP_K)
 _LIST = tl.constexpr(128)  # entries of a list: key << 32 | id
-_MOST_GROUPS = tl.constexpr(128)  # groups whose maxima are among the k largest, ties among them, that are read at once
+_MOST_GROUPS = tl.constexpr(128)  # most groups read at once: those with one of the k largest maxima, ties included
 _NO_ENTRY = tl.constexpr(-(1 << 63) + (1 << 30))  # below every key, and without an id
 _ONE = tl.constexpr(float(1 << 52))  # a weight of 1 as an integer; a list's sum fits
 
@@ -95,7 +95,7 @@ def _value(key):
 
 @triton.jit
 def _mix(x):
-    # The finaliser of SplitMix64 on uint64, whose right shift brings in zeros.
+    # The finaliser of SplitMix64 on uint64, where a right shift inserts zeros.
     x = (x ^ (x >> 30)) * _FACTOR_1
     x = (x ^ (x >> 27)) * _FACTOR_2
     return x ^ (x >> 31)
@@ -112,14 +112,14 @@ def _row_key(record, position):
 def _gumbel(ids, row_key):
     bits = _mix(_mix(ids.to(tl.uint64) * _GOLDEN) ^ row_key)
     uniform = ((bits >> 11).to(tl.float64) + 0.5) * _UNIT
-    # A plain Python float would pass through fp32, where this is 1.0.
+    # A plain Python float would be converted to fp32, where this value is 1.0.
     uniform = tl.where(uniform < 1.0, uniform, tl.full([], 1.0 - _UNIT, tl.float64))
     return -tl.log(-tl.log(uniform))
 
 
 @triton.jit
 def _is_listed(record):
-    # Whether the row of these parameters is drawn from a list.
+    # Whether a row with these parameters is sampled from a list.
     k = tl.load(record + _TOP_K)
     return (tl.load(record + _TEMPERATURE).to(tl.float32, bitcast=True) > 0) & (k > 0) & (k <= _MAX_K)
 
@@ -133,7 +133,7 @@ def _candidates_kernel(
     i = tl.program_id(1)
     first = part * BLOCK
     logits += i.to(tl.int64) * row_stride
-    # Read before anything is known of the row, and as a whole: a greedy row needs no more, and memory stays busy.
+    # Reads the whole block before the row's parameters: a greedy row needs no more, and memory stays busy.
     column = first + tl.arange(0, BLOCK)
     x, is_nan = _load_or_top(logits + column, column < num_ids)
     record = records + tl.load(rows + i) * _RECORD_WORDS
@@ -158,7 +158,7 @@ def _candidates_kernel(
             near_x, near_nan = _load_or_top(logits + near, inside)
             scores = near_x.to(tl.float64) / temperature.to(tl.float64)
             allowed = inside & (scores >= threshold)
-            # Most slices of a restricted row are spared the noise.
+            # Noise is skipped for most slices of a restricted row.
             if not RESTRICTED or tl.max(allowed.to(tl.int32), 0) > 0:
                 noisy = scores + _gumbel(first_id + near, row_key)
                 better = (allowed & ((noisy > best) | (token == _NO_ID))) | near_nan
@@ -169,7 +169,8 @@ def _candidates_kernel(
     else:
         top = tl.max(x, 0)
         value = top.to(tl.float64)
-        ids = tl.where(is_nan, _NAN_ID, first_id + column)  # another name: a branch may not change the shape of `token`
+        # A new name, because a branch may not change the shape of `token`
+        ids = tl.where(is_nan, _NAN_ID, first_id + column)
         winner = tl.min(tl.where((x == top) & (column < num_ids), ids, _NO_ID), 0)
     candidate = out + (part * num_rows + i) * 2
     tl.store(candidate, value)
@@ -215,7 +216,7 @@ def _largest(values, num_values, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weight(values, num_values, key, top, inverse_temperature, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
-    # How many values have at least this key or, weighed, their sum of exp((value - top) / temperature).
+    # The number of values with at least this key or, if weighed, their sum of exp((value - top) / temperature).
     total = tl.zeros([BLOCK], tl.float64)
     start = 0
     while start < num_values:
@@ -235,7 +236,7 @@ def _weight(values, num_values, key, top, inverse_temperature, WEIGHED: tl.const
 def _largest_key(
     values, num_values, wanted, low, high, top, inverse_temperature, WEIGHED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # The largest key in [low, high] at or above which the values weigh what is wanted; `low` if there is none.
+    # The largest key in [low, high] for which the values with at least this key weigh `wanted`. `low` if there is none.
     while low < high:
         middle = low + ((high - low + 1) >> 1)
         weight = _weight(values, num_values, middle.to(tl.int32), top, inverse_temperature, WEIGHED, BLOCK)
@@ -247,7 +248,7 @@ def _largest_key(
 
 @triton.jit
 def _kth_key(keys, inside, k, low, high):
-    # The largest key in [low, high] that k of these have at least; `low` if there is none.
+    # The largest key in [low, high] that at least k of `keys` reach. `low` if there is none.
     while low < high:
         middle = low + ((high - low + 1) >> 1)
         enough = tl.sum((inside & (keys >= middle.to(tl.int32))).to(tl.int32), 0) >= k
@@ -258,7 +259,7 @@ def _kth_key(keys, inside, k, low, high):
 
 @triton.jit
 def _list_some(keys, ids, inside, kth, room, entries, num_kept, num_ties):
-    # Appends those above the k-th key, and `room` of those that have it; returns how many of each there are by now.
+    # Appends the entries above the k-th key, and at most `room` of those equal to it. Returns the new count of each.
     ties = (inside & (keys == kth)).to(tl.int32)
     kept = inside & ((keys > kth) | ((ties > 0) & (num_ties + tl.cumsum(ties, 0) <= room)))
     ones = kept.to(tl.int32)
@@ -290,7 +291,7 @@ def _shortlist_kernel(
         num_ties = tl.full([], 0, tl.int32)
         if num_taken <= _MOST_GROUPS:
             tl.store(chosen + tl.cumsum(taken, 0) - 1, group, mask=taken > 0)
-            tl.debug_barrier()  # other threads of this program read what was stored
+            tl.debug_barrier()  # other threads of this program read the stored values
             lane = tl.arange(0, _MOST_GROUPS * GROUP)
             place = lane // GROUP
             column = tl.load(chosen + place, mask=place < num_taken, other=0) * GROUP + lane % GROUP
@@ -318,7 +319,7 @@ def _shortlist_kernel(
 
 @triton.jit
 def _allowed_score(keys, kept, record, temperature):
-    # The smallest score that top-p and then min-p allow, of the values that top-k keeps.
+    # The smallest score that top-p and then min-p allow, among the values that top-k allows.
     p = tl.load(record + _TOP_P).to(tl.float32, bitcast=True).to(tl.float64)
     min_p = tl.load(record + _MIN_P).to(tl.float32, bitcast=True).to(tl.float64)
     low = tl.full([], _LOWEST_KEY, tl.int64)
@@ -326,7 +327,7 @@ def _allowed_score(keys, kept, record, temperature):
     largest = _value(high.to(tl.int32)).to(tl.float64)
     if p < 1.0:
         values = _value(keys).to(tl.float64)
-        is_top = values == largest  # the difference of two infinities is no number
+        is_top = values == largest  # the difference of two infinities is NaN
         below = tl.where(is_top, 0.0, values) - tl.where(is_top, 0.0, largest)
         weights = tl.where(kept, tl.exp(below / temperature) * _ONE, 0.0).to(tl.int64)
         wanted = tl.sum(weights, 0).to(tl.float64) * p
@@ -384,7 +385,7 @@ def _draw_kernel(
 
 @triton.jit
 def _collect(values, num_values, key, found, BLOCK: tl.constexpr):
-    # Copies the values with at least this key to `found`; returns how many.
+    # Copies the values with at least this key to `found`. Returns their number.
     count = tl.full([], 0, tl.int32)
     start = 0
     while start < num_values:
@@ -396,7 +397,7 @@ def _collect(values, num_values, key, found, BLOCK: tl.constexpr):
         tl.store(found + count + tl.cumsum(kept, 0) - 1, x, mask=keep)
         count += tl.sum(kept, 0)
         start += BLOCK
-    tl.debug_barrier()  # other threads of this program read what was stored
+    tl.debug_barrier()  # other threads of this program read the stored values
     return count
 
 
@@ -422,13 +423,13 @@ def _threshold_kernel(logits, maxima, rows, records, found, thresholds, num_ids,
         if takes_k | (p < 1.0):
             bound = lowest
             mass = tl.full([], 0.0, tl.float64)
-            # First a bound below the threshold, above which few values are left to search.
+            # First finds a bound below the threshold that leaves few values to search.
             if takes_k:
                 bound = _largest_key(peaks, num_groups, k, lowest, highest, top, inverse, False, BLOCK)
             else:
                 mass = tl.maximum(_weight(x, num_ids, _LOWEST_KEY, top, inverse, True, BLOCK), 1.0)
-                # All that weigh less than (1 - p) * mass / num_ids may go: together they are less than 1 - p. One
-                # more than the logarithm, and one key less, are for rounding.
+                # All values that weigh less than (1 - p) * mass / num_ids may be dropped: together they weigh less than
+                # 1 - p of the mass. The bound allows for rounding: one more than the logarithm, and one key less.
                 depth = tl.log(num_ids / ((1.0 - p) * mass)) + 1.0
                 cut = tl.maximum(top - depth * temperature, -3e38).to(tl.float32)
                 bound = tl.minimum(tl.maximum(_key(cut).to(tl.int64) - 1, lowest), highest)
@@ -458,7 +459,7 @@ def _normaliser_kernel(logits, row_stride, normalisers, num_ids, BLOCK: tl.const
         largest = tl.maximum(largest, x)
         start += BLOCK
     top = tl.max(largest, 0).to(tl.float64)
-    # Differences from +inf, and from NaN that it stands for, are NaN or -inf; from -inf alone all are to be -inf.
+    # If the maximum is +inf, which also stands for NaN, differences are NaN or -inf. If it is -inf, all must be -inf.
     top = tl.where(top == float("inf"), float("nan"), tl.where(top == -float("inf"), 0.0, top))
     mass = _weight(logits, num_ids, _LOWEST_KEY, top, 1.0, True, BLOCK)
     tl.store(normalisers + i * 2, top)
@@ -489,11 +490,11 @@ def plain_tokens(
     first_id: int,
     group: TensorParallelGroup,
 ) -> torch.Tensor:
-    """A token for every row by temperature, noise and a top-k of up to MAX_LISTED_TOP_K, with which top-p and min-p may
-    come; other filters are passed over. Ranks exchange a list for each row.
+    """Samples a token for every row by temperature, noise and a top-k of up to MAX_LISTED_TOP_K, combined with top-p
+    and min-p. Other filters are ignored. Ranks exchange a list for each row.
 
     Args:
-        logits: [num_rows, num_ids] fp32, elements of a row side by side; of ids `first_id` and on.
+        logits: [num_rows, num_ids] fp32, contiguous within a row, of the ids from `first_id` on.
         rows, positions, records: as in `best_candidates`.
 
     Returns:
@@ -504,7 +505,7 @@ def plain_tokens(
     maxima = torch.empty((num_rows, num_groups), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
     candidates = _candidates(logits, rows, positions, records, first_id, None, maxima)
-    # A rank's best token of each row, a value and an id, and its list.
+    # For each row, a rank's best token (a value and an id) and its list.
     words = torch.empty((num_rows, 2 + _LIST.value), dtype=torch.float64, device=logits.device)
     lists = words.view(torch.int64)[:, 2:]
     _shortlist_kernel[(num_rows,)](
@@ -536,18 +537,19 @@ def best_candidates(
     first_id: int,
     thresholds: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The best token of every block of ids, by logit / temperature + noise; at temperature 0 by the logit alone.
+    """The best token of every block of ids by logit / temperature + noise, or by the logit alone at temperature 0.
 
     Args:
-        logits: [num_rows, num_ids] floating, elements of a row side by side; of ids `first_id` and on.
-        rows: [num_rows] int32: where each row's parameters are in `records`.
+        logits: [num_rows, num_ids] floating, contiguous within a row, of the ids from `first_id` on.
+        rows: [num_rows] int32: index of each row's parameters in `records`.
         positions: [num_rows] int32: index of the token to be sampled in its whole sequence.
         records: [table_size, RECORD_WORDS] int32: PARAMS_DTYPE records.
-        thresholds: [num_rows] fp64: rows of positive temperature take no score below; None allows everything.
+        thresholds: [num_rows] fp64: smallest score allowed for rows with a positive temperature. If None, all are
+            allowed.
 
     Returns:
-        [num_blocks, num_rows, 2] fp64: (value, id). A block without an allowed id has value -inf and id 2**30, one with
-        a NaN +inf and -1.
+        [num_blocks, num_rows, 2] fp64: (value, id). A block without an allowed id has value -inf and id 2**30. A block
+        with a NaN has +inf and -1.
     """
     return _candidates(logits, rows, positions, records, first_id, thresholds, None)
 
@@ -561,7 +563,7 @@ def _candidates(
     thresholds: torch.Tensor | None,
     maxima: torch.Tensor | None,
 ) -> torch.Tensor:
-    # With `maxima` [num_rows, num_groups], rows that are drawn from a list get these in the place of noise.
+    # With `maxima` [num_rows, num_groups], rows that are sampled from a list get their groups' maxima instead of noise.
     num_rows, num_ids = logits.shape
     num_parts = max(triton.cdiv(num_ids, _BLOCK), 1)
     out = torch.empty((num_parts, num_rows, 2), dtype=torch.float64, device=logits.device)
@@ -574,7 +576,8 @@ def _candidates(
 
 
 def reduce_tokens(candidates: torch.Tensor) -> torch.Tensor:
-    """[num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64: the id of the largest value, the first of some."""
+    """[num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64: the id of the largest value, ties to the smallest
+    id."""
     out = torch.empty(candidates.shape[1], dtype=torch.int64, device=candidates.device)
     _reduce(candidates, out, tokens=True)
     return out
@@ -591,19 +594,19 @@ def _reduce(candidates: torch.Tensor, out: torch.Tensor, *, tokens: bool) -> Non
 def filter_thresholds(logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
     """The smallest score (logit / temperature) that a row's top-k, top-p and min-p allow; -inf without a filter.
 
-    Top-k first, then top-p of what is left, then min-p; what equals a threshold is kept. Masses are sums of fp64 over
-    blocks of ids in ascending order.
+    Top-k is applied first, then top-p to the remaining tokens, then min-p. Scores equal to a threshold are allowed.
+    Masses are sums in fp64 over blocks of ids in ascending order.
 
     Args:
         logits: [num_rows, vocab_size] fp32, contiguous: whole rows.
-        rows: [num_rows] int32: where each row's parameters are in `records`.
+        rows: [num_rows] int32: index of each row's parameters in `records`.
         records: as in `best_candidates`.
 
     Returns:
-        [num_rows] fp64. Allocates as much as `logits` meanwhile.
+        [num_rows] fp64. Allocates temporary memory of the size of `logits`.
     """
     num_rows, num_ids = logits.shape
-    assert logits.is_contiguous(), "rows of logits follow one another"
+    assert logits.is_contiguous(), "the logits must be contiguous"
     num_groups = triton.cdiv(num_ids, _GROUP)
     maxima = torch.empty((num_rows, num_groups), dtype=torch.float32, device=logits.device)
     groups = _BLOCK // _GROUP
@@ -628,12 +631,13 @@ def filter_thresholds(logits: torch.Tensor, rows: torch.Tensor, records: torch.T
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, requested: torch.Tensor) -> LogprobTensors:
-    """Log probabilities, before temperature and filters, of one token a row, of the likeliest and of those asked for.
+    """Log probabilities, before temperature and filters, of one token a row, the likeliest tokens and the requested
+    ones.
 
     Args:
-        logits: [num_rows, vocab_size] floating, elements of a row side by side: whole rows.
+        logits: [num_rows, vocab_size] floating, contiguous within a row: whole rows.
         tokens: [num_rows] int64.
-        k: how many of the likeliest tokens are wanted.
+        k: number of likeliest tokens.
         requested: [num_rows, m] int64.
     """
     ranked, logprobs = rank_logprobs(logits, tokens)
@@ -642,15 +646,15 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, requested
 
 
 def rank_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log probabilities before temperature and filters, as integers to rank, and of one token a row.
+    """Log probabilities before temperature and filters, as integers that sort by rank, and those of one token a row.
 
     Args:
-        logits: [num_rows, vocab_size] floating, elements of a row side by side: whole rows.
+        logits: [num_rows, vocab_size] floating, contiguous within a row: whole rows.
         tokens: [num_rows] int64.
 
     Returns:
-        [num_rows, vocab_size] int64, which `ranked_ids` and `ranked_logprobs` read: larger is likelier, of equal ones
-        the smaller id. And [num_rows] fp32: of `tokens`.
+        [num_rows, vocab_size] int64, read by `ranked_ids` and `ranked_logprobs`. A larger value is likelier, and among
+        equal ones the smaller id is larger. And [num_rows] fp32: log probabilities of `tokens`.
     """
     num_rows, num_ids = logits.shape
     normalisers = torch.empty((num_rows, 2), dtype=torch.float64, device=logits.device)
@@ -666,11 +670,11 @@ def rank_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Ten
 
 
 def ranked_ids(ranked: torch.Tensor) -> torch.Tensor:
-    """The ids, int64, in what `rank_logprobs` ranked."""
+    """The ids, int64, in the output of `rank_logprobs`."""
     return 0x7FFFFFFF - (ranked & 0xFFFFFFFF)
 
 
 def ranked_logprobs(ranked: torch.Tensor) -> torch.Tensor:
-    """The log probabilities, fp32, in what `rank_logprobs` ranked."""
+    """The log probabilities, fp32, in the output of `rank_logprobs`."""
     keys = (ranked >> 32).to(torch.int32)
     return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).view(torch.float32)
