@@ -88,9 +88,8 @@ class AttentionBackend(ABC):
     def prepare_replay(  # noqa: B027 - a backend without plans has nothing to do
         self, shape: StepShape, prefix_lens: Int32Array, extend_lens: Int32Array
     ) -> None:
-        """Prepares for a replay of the graph of `shape`, whose static tensors are about to hold another step.
-
-        Kernels that this method queues run before the graph. A backend that plans on the host plans here.
+        """Prepares for a replay of the graph of `shape`, before its static tensors take another step. Kernels that this
+        method queues run before the graph. A backend that plans on the host plans here.
 
         Args:
             prefix_lens: [number of the step's rows, without padding], host: tokens already in the cache.

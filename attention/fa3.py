@@ -15,7 +15,7 @@ from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import ANY_LEN, FEW_ROWS, StepShape
 
-_UNSPLIT_KEYS = 8  # the longest row's length, for each token of a shape whose keys are not split
+_UNSPLIT_KEYS = 8  # the longest row's length, for each token of a shape that does not split keys
 
 
 @register("fa3")
@@ -71,7 +71,7 @@ class FlashAttentionBackend(AttentionBackend):
         self._num_splits = 0
 
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
-        """Allows FA3 to split keys only for shapes whose rows may be long."""
+        """Allows FA3 to split keys only for shapes that may have long rows."""
         super().prepare_capture(batch, shape)
         self._num_splits = 0 if shape.max_seq_len == ANY_LEN else 1
 

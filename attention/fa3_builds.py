@@ -76,9 +76,9 @@ class FA3Provider(ABC):
             layer: its scale, window, chunk and softcap are applied. Positions count from the start of the row: the
                 first query is at `cache_seqlens` minus the row's queries.
             sinks: `sinks_of(layer)`.
-            qv: [num_tokens, tp_q_head_num, columns of a value] in q's dtype: queries whose products with the values are
-                added to the scores. Keys may then have another width than values, and may be interleaved with each
-                other.
+            qv: [num_tokens, tp_q_head_num, columns of a value] in q's dtype: queries for the values. Their products
+                with the values are added to the scores. Keys may then have another width than values, and may be
+                interleaved with each other.
             num_splits: largest number of pieces of a row's keys. 0 lets FA3 choose: up to 19 times as fast as one piece
                 for one row of 32k tokens (H200, two KV heads), but a row's last bits then depend on the rest of the
                 batch.

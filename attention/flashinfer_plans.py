@@ -16,7 +16,7 @@ from configs.errors import ConfigError
 
 FLASHINFER = "0.7.2.post1"
 """The version of flashinfer-python for which this code was written."""
-# Number of plans whose upload may still be queued: two kinds of layers in each of two steps in flight.
+# Number of plans that may still be uploading: two kinds of layers in each of two steps in flight.
 _NUM_UPLOADS = 4
 
 

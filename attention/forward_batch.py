@@ -100,7 +100,7 @@ class ForwardBatch:
     """[num_tokens] int64, device: KV slot (page * page_size + offset) to which each input token's K and V are
     written."""
     sample_indices: torch.Tensor
-    """[num_sampled] int64 or int32, device: indices of the tokens whose logits are needed, in row order."""
+    """[num_sampled] int64 or int32, device: indices of the tokens that need logits, in row order."""
     paged: PagedMetadata
     mask: NewTokenMask | None = None
     """If None, every row is causal."""

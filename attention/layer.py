@@ -103,8 +103,8 @@ class LatentLayer(AttentionLayer):
         return ((self.head_dim,),)
 
     def absorbs(self, num_queries: _Counts, num_keys: _Counts) -> Any:
-        """Whether the absorbed form takes fewer operations for this number of queries, each of which sees about
-        `num_keys` tokens. It multiplies with the weight per query instead of per key, but its products are wider. For
-        int64 arrays, one answer per element."""
+        """Whether the absorbed form takes fewer operations for this number of queries, if each sees about `num_keys`
+        tokens. It multiplies with the weight per query instead of per key, but its products are wider. For int64
+        arrays, one answer per element."""
         own, latent = self.nope_dim + self.v_dim, self.latent_dim
         return (num_keys - num_queries) * own * latent >= num_queries * num_keys * (2 * latent - own)

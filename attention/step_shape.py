@@ -26,7 +26,7 @@ class StepShape:
     num_tokens: int
     num_rows: int
     num_sampled: int
-    """Number of inputs whose next token is sampled: one per row, and more for rows with drafts. A step with fewer
+    """Number of inputs after which a token is sampled: one per row, and more for rows with drafts. A step with fewer
     repeats the last row."""
     max_seq_len: int = ANY_LEN
     """Tokens of the longest row, this step's included. For a captured shape, the longest row that it supports."""

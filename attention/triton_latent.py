@@ -69,7 +69,7 @@ def plan_of(batch: ForwardBatch, layer: LatentLayer, page_size: int) -> LatentPl
 
 
 def _chunks(batch: ForwardBatch, layer: LatentLayer, chosen: npt.NDArray[np.bool_], page_size: int) -> list[_Cached]:
-    """The cached tokens of the `chosen` rows, in chunks whose keys and values are expanded together."""
+    """The cached tokens of the `chosen` rows, in chunks. The keys and values of a chunk are expanded together."""
     tokens, paged, num_keys = _part_of(batch, layer, chosen, absorbed=False)
     num_new, bounds = paged.cu_seqlens_q.diff(), F.pad(num_keys.cumsum(0, dtype=torch.int32), (1, 0))
     slots = _slots(paged.page_table, bounds, int(batch.prefix_lens[chosen].sum()), page_size)

@@ -20,7 +20,7 @@ _SIZES = ("kv_heads", "num_q_heads", "batch_size", "new", "prefix")
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Measured times of one step whose rows are all alike, on one GPU, with 16-bit queries, keys and values."""
+    """Measured times of one step on one GPU. Its rows are all alike, with 16-bit queries, keys and values."""
 
     compute_capability: tuple[int, int]
     kv_heads: str

@@ -99,8 +99,7 @@ def holds_tokenizer(path: Path) -> bool:
 
 
 def _refuse_gguf(key: str, value: str) -> None:
-    """Raises CheckpointError if setting `key` names a GGUF file, or a Hub repository whose name says that it holds GGUF
-    files."""
+    """Raises CheckpointError if setting `key` names a GGUF file, or a Hub repository with GGUF in its name."""
     if value.lower().endswith("gguf") and not Path(value).expanduser().is_dir():
         raise CheckpointError(
             f"{key}={value} is in GGUF format, which Lockstep does not read; set it to the model's checkpoint in "

@@ -16,7 +16,7 @@ from configs.load import AppConfig, all_settings
 _ARGS = "applications[0].args"
 _DEPLOYMENT = "applications[0].deployments[0]"
 _SCALING = f"{_DEPLOYMENT}.autoscaling_config."
-# Options of `deployments[0]` that Ray Serve counts as the app's code. Ray Serve replaces replicas whose code changed.
+# Options of `deployments[0]` that Ray Serve counts as the app's code. If they change, Ray Serve replaces replicas.
 _REPLACING_OPTIONS = (
     "ray_actor_options",
     "placement_group_bundles",
@@ -44,7 +44,7 @@ class Effect(StrEnum):
 
 @dataclass(frozen=True)
 class Change:
-    """One setting whose value changed."""
+    """One changed setting."""
 
     key: str
     """Dotted name. For settings in `args`, the form that `--set` takes."""

@@ -33,7 +33,7 @@ class DraftHead:
     layer: LayerSpec
     rms_norm_eps: float
     state_layers: tuple[int, ...]
-    """Indices of the layers whose input states the head reads, in order, or LAST_STATE."""
+    """Indices of the layers that the head reads the input states of, in order, or LAST_STATE."""
     layer_prefix: str
     """Prefix of the names of its layer's tensors."""
 

@@ -12,7 +12,7 @@ from configs.rope import RopeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Attention whose heads compute their keys and values from one latent vector per token (MLA) and share a rotated
+    """Attention in which heads compute their keys and values from one latent vector per token (MLA) and share a rotated
     key.
 
     kv_a(x) = latent | rotated key; kv_b(norm(latent)) = unrotated key | value of each head. Query heads are q(x), or

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from configs.attention import Feature
 from configs.rope import RopeConfig
 
-_FEWEST_LEAVES = 8  # for exact sums over heads, where the heads allow it: so many ranks may share them
+_FEWEST_LEAVES = 8  # for exact sums over heads, where the heads allow it: up to this number of ranks share them
 
 
 class Axis(StrEnum):

@@ -57,7 +57,7 @@ class KVCacheConfig(_Section):
     page_size: int = Field(16, ge=1, le=256)
     """Tokens per page, a power of two. The prefix cache shares whole pages only."""
     num_tokens: int | None = Field(None, ge=1)
-    """Tokens that the pool holds, equal on every rank. None: as many as fit in `memory_bytes`."""
+    """Tokens that the pool holds, equal on every rank. None: all that fit in `memory_bytes`."""
     memory_bytes: int | None = Field(None, ge=1)
     """Bytes of a rank's KV pool. None: `memory_fraction` of the memory that is free after loading."""
     memory_fraction: float | None = Field(None, gt=0.0, le=1.0)

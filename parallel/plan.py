@@ -92,7 +92,7 @@ class ShardPlan:
                 passed.
 
         Raises:
-            ConfigError: the model's heads cannot be divided among so many ranks.
+            ConfigError: the model's heads cannot be divided among this number of ranks.
         """
         check_tensor_parallel_size(model, tp_size)
         vocab = _spans(min(rows, model.vocab_size) for rows in _running_total(_deal_vocab(model.vocab_size, tp_size)))
@@ -228,7 +228,7 @@ def _deal_heads(axis: HeadGroups, tp_size: int, layer: int, unit: int) -> list[d
     """The query heads and KV heads of each rank in one layer.
 
     Args:
-        unit: number of heads that stay together. It divides a group, and there are at least as many units as ranks.
+        unit: number of heads that stay together. It divides a group, and every rank gets at least one unit.
     """
     group = axis.num_heads // axis.num_groups
     if tp_size <= axis.num_groups:

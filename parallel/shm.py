@@ -39,7 +39,7 @@ _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT = 0  # without FUTEX_PRIVATE_FLAG, because other processes wait too
 _FUTEX_WAKE = 1
 _EVERYONE = 2**31 - 1
-# A sleeping waiter checks at this interval for its deadline, and for a death whose wake-up it missed.
+# A sleeping waiter checks at this interval for its deadline, and for a death that did not wake it.
 _SLICE_S = 0.05
 
 
@@ -51,8 +51,7 @@ class Segment:
         words: the mapping as int64.
         base: address of the mapping in this process.
         closed: whether `close` was called here.
-        ordered: whether the processor keeps the order of stores and of loads, as x86 does. If False, readers must
-            fence.
+        ordered: whether the processor keeps the order of stores and of loads, like x86. If False, readers must fence.
     """
 
     def __init__(self, fd: int, mapping: mmap.mmap, nonce: str, creator_pid: int) -> None:

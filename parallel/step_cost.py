@@ -32,7 +32,7 @@ class AttentionCost:
     """Bytes of a token's keys and values, over all layers."""
 
     def pairs(self, starts: _Float64Array, ends: _Float64Array) -> float:
-        """Number of (query, visible key) pairs, for rows whose queries have the positions [start, end)."""
+        """Number of (query, visible key) pairs, for rows with queries at positions [start, end)."""
         return float((self._seen(ends) - self._seen(starts)).sum())
 
     def tokens(self, starts: _Float64Array, ends: _Float64Array) -> float:
@@ -59,7 +59,7 @@ class StepCost:
     flops_per_token: int
     """FLOPs per token of the layers' matrix products."""
     flops_per_logits: int
-    """FLOPs of the LM head per position whose logits are needed."""
+    """FLOPs of the LM head per position that needs logits."""
     attention: tuple[AttentionCost, ...]
     routed: tuple[tuple[Fraction, int], ...] = ()
     """Bytes of weights that only a share of the tokens uses, by that share. Not part of `weight_bytes`."""
@@ -121,7 +121,7 @@ class StepCost:
         Args:
             starts: [num_rows] position of each row's first input token.
             lens: [num_rows] number of its input tokens.
-            num_logits: number of positions whose logits are needed.
+            num_logits: number of positions that need logits.
         """
         first = starts.astype(np.float64)
         ends = first + lens

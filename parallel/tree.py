@@ -58,7 +58,7 @@ def cut(nodes: tuple[Span, ...], most: int) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, eq=False)
 class SumTree:
-    """The tree of a matrix whose leaves are divided among ranks."""
+    """The tree of a matrix with leaves that are divided among ranks."""
 
     covers: tuple[tuple[Span, ...], ...]
     """[rank]: its nodes in order, each as a range of leaves."""

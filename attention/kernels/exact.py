@@ -41,7 +41,7 @@ _MOST_RUNS = 256
 _MOST_PART_BYTES = 32 << 20
 """Memory for the span sums of steps with few tokens: 24 tokens with 32 heads of 128 and 40,960 positions."""
 _MERGED_AT_ONCE = 8
-"""Number of spans whose sums the merging program loads ahead."""
+"""Number of spans that the merging program loads ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class Schedule:
     num_stages: int
     """Number of key and value tiles that are being loaded, plus one."""
     num_runs: int = 1
-    """Largest number of runs of a row's spans, in steps with one token per row, and in steps with few tokens whose
+    """Largest number of runs of a row's spans: in steps with one token per row, and in steps with few tokens if their
     queries see all keys before them. Other steps use 1."""
 
 

@@ -71,7 +71,7 @@ class Spans:
     num_runs: int
     """Number of programs that walk the spans of a tile. If there are several, each writes its spans' sums to memory."""
     one_token: bool
-    """Whether every row has one token, whose pairs form one tile."""
+    """Whether every row has one token. Its heads then form one tile."""
     is_early: bool
     """Whether the merging kernel may start while spans are still walked."""
 
@@ -249,7 +249,7 @@ def _extend_kernel(
     out_rows = (start + tokens).to(tl.int64) * (num_kv_heads * group) + q_heads
     parts = None
     if LEAVES:
-        # a run of spans, each of which becomes one part
+        # a run of spans; each span becomes one part
         first_span = low // SPAN
         run = tl.cdiv(tl.cdiv(stop, SPAN) - first_span, tl.num_programs(1))
         begin = tl.maximum(begin, (first_span + tl.program_id(1) * run) * (SPAN // BLOCK_N))
@@ -345,13 +345,12 @@ def paged_extend(
         out: [num_tokens, tp_q_head_num, columns of a value], contiguous, written. Its dtype is q's, or fp32 for a part
             that is merged later.
         lse: [num_tokens, tp_q_head_num] fp32, contiguous, written: the natural logarithm of the sum of exponentials
-            (with the sink's) by which each answer was divided. -inf for a query that sees nothing, whose answer is
-            zeros.
+            (with the sink's) by which each answer was divided. -inf for a query that sees nothing; its answer is zeros.
         mask: for the new tokens of rows that have a part of it.
         prefix_only: whether to see only tokens before the new ones. The cache need not hold the new ones then.
         tuning: if None, `choose` for this layer.
-        spans: if set, adds up as `paged_exact` does, and `mask` must be None. With several runs, `out` gets the values
-            of each part, and `lse` its largest score and its weight.
+        spans: if set, adds up in the order of `paged_exact`, and `mask` must be None. With several runs, `out` gets the
+            values of each part, and `lse` its largest score and its weight.
 
     Returns:
         `out`.

@@ -9,7 +9,7 @@ import triton.language as tl
 from attention.forward_batch import PagedMetadata
 
 _BLOCK = 512  # pages of a row that one program copies: 16 bytes for each of its 128 threads
-_ROWS = 256  # number of rows whose lengths a program reads at a time
+_ROWS = 256  # number of row lengths that a program reads at a time
 
 
 @triton.jit

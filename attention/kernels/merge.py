@@ -55,7 +55,7 @@ def merge_states(
         out_a: [num_tokens, num_heads, head_dim], contiguous, of any floating-point dtype. `out_b` likewise. fp32 parts
             are rounded once, at the end.
         lse_a: [num_tokens, num_heads] fp32, contiguous: natural logarithms of the sums of exponentials. `lse_b`
-            likewise. -inf for a part without a key, whose answer is not read.
+            likewise. -inf for a part without a key; its answer is not read.
         out: as `out_a`, written; it may be `out_a` itself. Zeros where neither part has a key.
         lse: as `lse_a`, written; it may be `lse_a` itself.
 

@@ -11,7 +11,7 @@ from attention.forward_batch import NewTokenMask, PagedMetadata
 from attention.kernels.pages import first_key
 
 _BLOCK = 256  # bytes that a program writes (not measured)
-_ROWS = 256  # number of rows whose lengths a program reads at a time
+_ROWS = 256  # number of row lengths that a program reads at a time
 
 
 @triton.jit

@@ -24,7 +24,7 @@ def block_of(size: int) -> int:
 
 @triton.jit
 def first_tile(start, row, group, BLOCK_M: tl.constexpr):
-    """The first tile of a row whose tokens begin at `start`. It follows from `start` alone, at the price of one idle
+    """The first tile of a row. `start` is the index of its first token, and decides alone, at the price of one idle
     tile per row."""
     return start * group // BLOCK_M + row
 

@@ -73,7 +73,7 @@ def first_sums(sink, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.cons
 
 @triton.jit
 def add_tile(scores, v, m, new_m, total, acc, factor):
-    """Adds a tile of keys to the sums of a span, whose largest score is now `new_m`."""
+    """Adds a tile of keys to the sums of a span. `new_m` is the span's largest score, with the tile's."""
     decay = tl.exp2(m - new_m)[:, None]
     p = tl.exp2(tl.fma(scores, factor, -new_m[:, None])).to(v.dtype)
     ones = tl.full([v.shape[0], _TOTAL_COLUMNS], 1.0, v.dtype)

@@ -89,7 +89,7 @@ class CoordinatorActor:
         self._phase = "starting"
         self._phase_began = time.monotonic()
         self._phase_s: list[tuple[str, float]] = []
-        self._starting: RankGroup | None = None  # the ranks whose start is reported
+        self._starting: RankGroup | None = None  # the ranks that report their start
         self._coordinator: Coordinator | None = None
         self._changing = threading.Lock()
         self._sleep: Sleep | None = None
@@ -219,7 +219,7 @@ class CoordinatorActor:
         with self._one_change() as coordinator:
             if not coordinator.ranks.is_persistent:
                 raise ConfigError(
-                    "ranks on several nodes, and GPUs whose memory does not outlive a process, cannot sleep"
+                    "ranks on several nodes cannot sleep, nor can ranks on GPUs without persistent memory"
                 )
             sleep = Sleep()
             seconds = coordinator.change(sleep).result()
@@ -296,7 +296,7 @@ class CoordinatorActor:
 def _scheduler_limits(
     spec: EngineSpec, num_pages: int, max_model_len: int, window_pool: WindowPool | None
 ) -> SchedulerLimits:
-    """The scheduler's limits for a group whose ranks hold `num_pages` pages each."""
+    """The scheduler's limits for a group with `num_pages` pages on each rank."""
     return SchedulerLimits(
         num_pages=num_pages,
         page_size=spec.config.kv_cache.page_size,

@@ -159,7 +159,7 @@ def _load(new: RankGroup, old: RankGroup) -> None:
 
 
 def check_devices(new: RankGroup, old: RankGroup) -> None:
-    """Raises ConfigError if a GPU cannot hold the weights of its old and its new rank at the same time, plus the new
+    """Raises ConfigError if a GPU lacks memory for the weights of its old and its new rank together, plus the new
     rank's KV of one sequence of `max_model_len`."""
     config, max_model_len = new.config, old.pool.max_model_len
     page_size = config.kv_cache.page_size

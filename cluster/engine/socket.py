@@ -89,7 +89,7 @@ class EngineSocket:
         return messages, lost
 
     def send(self, output: StepOutput) -> None:
-        """Queues one message, and writes as much as the socket accepts now."""
+        """Queues one message, and writes the part that the socket accepts now."""
         if self._peer is None:
             return
         self._unsent += pack_frame(self._encoder.encode(output))
@@ -169,9 +169,7 @@ class EngineSocket:
                 time.sleep(_ACCEPT_AGAIN_S)
             return None  # the caller may have disconnected, or this end is being closed
         if not is_ours(peer) or self._peer is not None:
-            logger.warning(
-                "refused a connection to the engine socket: it came from another user, or the Engine is connected already"
-            )
+            logger.warning("refused a connection to the engine socket: another user's, or a second one of the Engine")
             peer.close()
             return None
         peer.setblocking(False)

@@ -52,7 +52,7 @@ def change_weights(
         platforms: as for `system_fingerprint`.
         model: a local directory, or a Hugging Face id, of the same model.
         tensors: of a checkpoint in memory, by name. Each is a tensor, or what torch.multiprocessing's `reduce_tensor`
-            makes of a GPU tensor of the same node, whose process must keep it until the last call returns.
+            makes of a GPU tensor of the same node. The tensor's process must keep it until the last call returns.
         last: False if more tensors follow in another call. Then nothing changes yet, and the result is None.
         version: name of the weights. If None, the last part of the model's name, and the revision.
 

@@ -1,4 +1,5 @@
-"""Decides who may call what: API keys, roles, and which paths need no key. It judges ASGI's path, never a URL."""
+"""Decides whether a request may call a route: API keys, roles, and which paths need no key. It judges ASGI's path,
+never a URL."""
 
 from __future__ import annotations
 
@@ -122,7 +123,7 @@ def _check_local(scope: Scope, address: str | None) -> None:
 
 
 def _network(address: str) -> str:
-    """The network whose clients count as one: an IPv4 address, or the 64-bit prefix of an IPv6 address. Empty if
+    """The network that counts as one client: an IPv4 address, or the 64-bit prefix of an IPv6 address. Empty if
     `address` is no IP address."""
     try:
         parsed = ipaddress.ip_address(address)
@@ -162,7 +163,7 @@ def _check_host(scope: Scope, names: Set[str], *, any_address: bool) -> None:
     host = (found[1] or found[2]).decode().lower().rstrip(".")
     if not (is_loopback(host) or host in names or (any_address and _network(host))):
         raise RequestError(
-            "This server has no API keys, so it answers only requests whose Host is its own name; list the name in "
+            "This server has no API keys, so it answers only requests with its own name as Host; list the name in "
             "server.host_names, or set server.api_keys.",
             code="host_refused",
             status=403,

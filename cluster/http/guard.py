@@ -53,8 +53,8 @@ class Guard:
         engine_is_there: returns whether requests can reach an engine.
         on_error: called with every response that is not a success.
         counted: paths for which requests of every method count against quotas. For other paths, only POSTs do.
-        error_shapes: form of errors by path prefix; these paths also return `request-id`, as Anthropic does. Other
-            paths use OpenAI's form.
+        error_shapes: form of errors by path prefix; these paths also return `request-id`, like Anthropic. Other paths
+            use OpenAI's form.
         names_responses: False if a server in front adds the request's `x-request-id` to every response. It must run
             `ray_middlewares` before it reads the request.
         """

@@ -28,7 +28,7 @@ class _Used:
 
 @dataclass(eq=False)
 class _KeyMeter(Meter):
-    """The meter of one request whose key has limits."""
+    """The meter of one request, for a key with limits."""
 
     key: ApiKey
     used: _Used

@@ -47,7 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_logprobs: int = -1
     """-1: none. k: the log probability of the sampled token and of the k likeliest tokens."""
     logprob_token_ids: tuple[int, ...] = ()
-    """Ids whose log probabilities follow those of the likeliest, in this order. Only with log probabilities."""
+    """Ids with log probabilities after those of the likeliest, in this order. Only with log probabilities."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time it occurs in the answer."""
     presence_penalty: float = 0.0
@@ -346,7 +346,7 @@ class StepOutput(msgspec.Struct, tag="output", frozen=True, kw_only=True):
     prompt_logprobs: list[PromptLogprobs] = []
     """For requests that want them: each prompt position once, in order, the last one with or before the first token."""
     prefilled: list[Prefilled] = []
-    """Requests whose first token is in this output."""
+    """Requests that got their first token in this output."""
     drafted: list[Drafted] = []
     finished: list[Finished] = []
     stats: EngineStats | None = None

@@ -77,7 +77,7 @@ class Flushed(msgspec.Struct):
 
 
 async def abort_request(requests: ActiveRequests, body: bytes, context: RequestContext) -> HttpResponse:
-    """POST /abort_request: ends the requests whose `x-request-id` is `rid`, or all requests with `abort_all`."""
+    """POST /abort_request: ends all requests with the `x-request-id` `rid`, or all requests at all with `abort_all`."""
     request = validated(AbortRequest, decode_body(body))
     if not request.abort_all and request.rid is None:
         raise RequestError("rid must be the id of a request.", code="invalid_type", param="rid")

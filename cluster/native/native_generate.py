@@ -64,7 +64,7 @@ class NativeRequest(Shape):
     """Position in the prompt from which its tokens' log probabilities are wanted too. -1 for none."""
     top_logprobs_num: _Count | _ForEach[_Count] | None = None
     token_ids_logprob: _Asked | _ForEach[_Asked] | None = None
-    """Tokens whose log probabilities are wanted at every position of the answer."""
+    """Tokens to report the log probability of, at every position of the answer."""
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     priority: int | None = Field(None, ge=-(2**53) + 1, le=2**53 - 1)

@@ -1,7 +1,7 @@
 """The route /v1/score, in SGLang's form for generative models: probabilities of some tokens after each of many texts.
 
-Texts with a common beginning become scored items after it, as many in one prompt as the engine accepts: the beginning
-is computed once, and the items in one step. If the engine accepts no items, or an item is too long, every text is a
+Texts with a common beginning become scored items after it, in one prompt up to the engine's limit: the beginning is
+computed once, and the items in one step. If the engine accepts no items, or an item is too long, every text is a
 separate prompt, and prompts of one query share its pages.
 """
 

@@ -61,7 +61,7 @@ class OpenAIWriter(AnswerWriter):
         return (self._event([], self.run.usage()), DONE) if self._include_usage else (DONE,)
 
     def _text_chunk(self, index: int, text: str) -> bytes:
-        """A chunk that only has text, as most do. The bytes around the text are encoded once."""
+        """A chunk that only has text, the usual kind. The bytes around the text are encoded once."""
         frame = self._frames.get(index)
         if frame is None:
             before, _, after = self._event([self._text_choice(index, _MARK)]).rpartition(_encode(_MARK))

@@ -9,7 +9,7 @@ import msgspec
 from cluster.requests.job import Usage
 
 
-# The garbage collector need not visit the next two structs, of which an answer holds many.
+# The garbage collector need not visit the next two structs. An answer holds many of them.
 class TopLogprob(msgspec.Struct, gc=False):
     token: str
     logprob: float

@@ -84,7 +84,7 @@ def _log_stacks(ranks: list[Rank], step_age_s: float) -> None:
 
 
 def failure_of(calls: Mapping[int, Any], size: int) -> LockstepError:
-    """The reason why `calls` by rank failed, one of which has ended: preferably a rank that died or raised by itself.
+    """The reason why `calls` by rank failed, after one of them ended: preferably a rank that died or raised by itself.
 
     Args:
         size: number of ranks of the group.

@@ -351,8 +351,8 @@ class RankActor:
 
     @ray.method(concurrency_group="ctl")
     def stage(self, spec: RankSpec) -> bool:
-        """Reads this rank's shard of the weights of `spec` while `run` blocks. Returns and raises as `Shard.stage`
-        does."""
+        """Reads this rank's shard of the weights of `spec` while `run` blocks. Calls `Shard.stage`, with its result and
+        errors."""
         config, path = spec.config, Path(spec.model_path)
         if spec.is_in_memory:
             return self._ready().shard.stage(spec.model, self._given, identity=spec.weights)

@@ -66,7 +66,7 @@ class PersistentKV:
 
 
 class RankGroup:
-    """The ranks of one group, whose actors `starter` starts."""
+    """The ranks of one group. `starter` starts their actors."""
 
     frames: FrameWriter
     """The channel to every rank. Set by `run`."""
@@ -79,7 +79,7 @@ class RankGroup:
         self.starter = dataclasses.replace(starter, keeper=self._keeper.address)
         """Starts the group's actors."""
         self._ranks: list[Rank] = []
-        self._measured = self._ranks  # the ranks whose progress counts as the group's
+        self._measured = self._ranks  # the ranks that show the group's progress
         self._spares = WarmSpares(resolved(self.config.recovery.warm_spares), starter.start_spare)
         self._runs: dict[int, ray.ObjectRef[None]] = {}  # the watched calls, by rank
         self._pool: PoolShape | None = None
@@ -134,7 +134,7 @@ class RankGroup:
 
     @property
     def lost(self) -> list[int]:
-        """Ranks whose replacement processes failed by themselves twice."""
+        """Ranks that failed by themselves twice after their process was replaced."""
         return [rank.index for rank in self._ranks if rank.num_failed >= _MOST_FAILED]
 
     @property
@@ -144,7 +144,7 @@ class RankGroup:
 
     @property
     def model(self) -> ModelConfig:
-        """The model whose shards the ranks hold."""
+        """The model that the ranks hold shards of."""
         return self.starter.model
 
     @property
@@ -229,7 +229,7 @@ class RankGroup:
     def start(self) -> None:
         """Starts the processes, and waits for their locations."""
         if self.size > 1:
-            # The store of `load` needs torch, whose import takes seconds. It is imported while the ranks start.
+            # The store of `load` needs torch, and importing torch takes seconds. It is imported while the ranks start.
             threading.Thread(target=importlib.import_module, args=("torch.distributed",), daemon=True).start()
         self._ranks += [Rank(index, self.starter.start(self.starter.spec(index))) for index in range(self.size)]
         self._settle(self._ranks)
@@ -433,8 +433,8 @@ class RankGroup:
                 self._keeper.drop(name=name)
 
     def _take_over(self, old: RankGroup, kv: PersistentKV | None) -> None:
-        """Starts this group in place of `old`, whose ranks retain only their weights. On GPUs the weights move to the
-        device now, where the pools of `old` were, and the pool gets fewer pages if there is no room."""
+        """Starts this group in place of `old`. The ranks of `old` retain only their weights. On GPUs the weights move
+        to the device now, where the pools of `old` were, and the pool gets fewer pages if there is no room."""
         assert old._on_failure is not None, "it has run"
         began, pool = time.monotonic(), old.pool
         if old.lost:
@@ -465,7 +465,7 @@ class RankGroup:
 
     def _stop(self, reason: LockstepError, *, keeps_kv: bool = False) -> list[Rank]:
         """Makes all ranks leave what they wait in and retain only their weights. Kills the processes of ranks that do
-        not or cannot, have no weights, or whose `run` failed by itself.
+        not or cannot, that have no weights, or that failed by themselves.
 
         Returns:
             The ranks without a usable process. Unless `keeps_kv`, all memory of these ranks and the KV of every rank is

@@ -42,7 +42,7 @@ async def chat_run(
     Args:
         prefix: of the answer's id, such as `chatcmpl-`.
         num_bytes: length of the bodies with the conversation.
-        max_tokens: if None, as many as fit.
+        max_tokens: if None, all that fit.
         own_grammar: see `SamplingFields.grammar`.
         truncate_prompt_tokens: see `ServedModel.truncated`.
         needs_no_telling: a field that the model follows although its template does not read it.

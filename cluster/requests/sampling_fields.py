@@ -136,7 +136,7 @@ class SamplingFields(SamplingValues, Shape):
     bad_words: Annotated[list[StopText], Field(max_length=128, fail_fast=True)] | None = None
     """Words and phrases that the answer must not have, at its start or after a space."""
     logprob_token_ids: list[int] | None = Field(None, max_length=_MAX_LOGPROB_TOKEN_IDS)
-    """With logprobs: ids whose log probabilities follow those of the likeliest tokens."""
+    """With logprobs: ids with log probabilities after those of the likeliest tokens."""
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     """Until the answer has this many tokens, no end of sequence, stop id or stop string ends it."""
     stop: Stops | None = None

@@ -206,7 +206,7 @@ class ServedModel:
 
         Args:
             param: the field of the prompt.
-            default: the limit if `asked` is None. If this is None too, as many as fit.
+            default: the limit if `asked` is None. If this is None too, all that fit.
 
         Raises:
             RequestError: the prompt has no tokens, or one without an embedding.

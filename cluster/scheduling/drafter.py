@@ -4,7 +4,7 @@ speeds.
 For one row, or for similar rows, that is the most tokens per second. For different rows, it prevents that a few rows
 gain while all others wait for longer steps.
 
-A row with n-gram drafts must know its last token, so it waits for the step in flight. Rows whose drafts the ranks make
+A row with n-gram drafts must know its last token, so it waits for the step in flight. Rows with drafts of a draft head
 need not wait, and their steps overlap. Whether drafts are worth the wait and their time follows from the acceptance
 rate (`NgramHistory`, `DraftHistory`) and from measured step times (`StepTimes`). If drafts are not worth it, the next
 step is launched at once, as without speculation. A row without predictions never waits.
@@ -265,7 +265,8 @@ class Drafter:
         return is_ahead
 
     def add_tokens(self, decodes: Decodes, builder: FrameBuilder) -> Int32Array:
-        """Adds the inputs of rows whose drafts the coordinator knows, row after row: the last token, then the drafts.
+        """Adds the inputs of rows with drafts that the coordinator knows, row after row: the last token, then the
+        drafts.
 
         Returns:
             Flags [num_rows], HAS_TOKENS for these rows.
@@ -280,7 +281,7 @@ class Drafter:
 
         Args:
             sampled: the rows of `decodes`, followed by rows whose prompts end.
-            capacity: [num_sampled]: number of tokens for which each row has pages.
+            capacity: [num_sampled]: number of tokens that fit in each row's pages.
         """
         table, rows, num_samples = self._rows, decodes.rows, decodes.num_samples
         table.num_drafts[sampled] = 0

@@ -199,8 +199,8 @@ class _Level:
         self.num_requests = 0
         """Number of requests, including those set aside. FairQueue writes it."""
         self._clients: dict[str, _Client] = {}
-        # Heap of clients with waiting requests. Entries that are not the client's latest, or whose client has nothing
-        # waiting, are skipped.
+        # Heap of clients with waiting requests. Entries that are not the client's latest, and entries of clients with
+        # nothing waiting, are skipped.
         self._heap: list[_Entry] = []
         self._least = 0  # service of the least served client when a client was last added
         self._busy_period = 0
@@ -282,7 +282,7 @@ class _Level:
         return waiting
 
     def _first_client(self) -> _Client | None:
-        """The client whose turn it is."""
+        """The client that has the next turn."""
         while self._heap:
             entry = self._heap[0]
             client = self._clients.get(entry[2])

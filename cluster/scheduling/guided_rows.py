@@ -29,7 +29,7 @@ class GuideNews:
     """What changed since the last poll, besides rows that became ready."""
 
     admissible: list[Request] = field(default_factory=list)
-    """Requests whose first mask now exists."""
+    """Requests that have their first mask now."""
     ended: list[tuple[Request, FinishReason, RequestError | None]] = field(default_factory=list)
     """Requests that end here, with the error for those that end with ERROR."""
 
@@ -124,8 +124,7 @@ class GuidedRows:
         """Prepares for a request that is about to lose its row.
 
         Args:
-            is_lost: whether its mask may have gone with a step whose result will not come. Its guide still has the
-                mask.
+            is_lost: whether its mask may have gone with a step that was lost. Its guide still has the mask.
 
         Returns:
             True if the request is held here now. False if its mask exists, so it may be queued.

@@ -1,4 +1,4 @@
-"""Builds the frame of a step whose rows have their pages."""
+"""Builds the frame of a step after its rows got their pages."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class LifeCycle:
         return None
 
     def end_expired(self, now: float) -> None:
-        """Ends the requests whose deadline has passed at `now`."""
+        """Ends the requests with a deadline before `now`."""
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self.live.get(heapq.heappop(self._deadlines)[1])
             if request is not None:
@@ -226,7 +226,8 @@ class LifeCycle:
         self._queue.forget_row(row)
 
     def release_drained(self, named: Int32Array) -> None:
-        """Frees those rows `named` by a retired step whose request has ended and that no other step in flight names."""
+        """Frees rows among `named`, those of a retired step, if their request has ended and no other step in flight
+        names them."""
         if not self.num_draining:
             return
         table = self._rows

@@ -93,7 +93,7 @@ class NgramHistory:
         self._is_going = is_right
 
     def _find(self) -> int:
-        """The earlier position whose last tokens match the sequence's end best. -1 if no match is long enough."""
+        """The earlier position that the sequence's end matches best. -1 if no match is long enough."""
         known, before, most = self._tokens, self._before, self._most
         end = len(known) - 1
         longest, found, place = 0, -1, before[end] if before else -1

@@ -165,8 +165,8 @@ class WindowPages:
         self._leave(self._table[np.repeat(rows, counts), index])
 
     def pair(self, copies: Int32Array, originals: Int32Array) -> None:
-        """Records that a row's private pages `copies` hold the same tokens as the cached pages `originals`, which the
-        row keeps locked while it has the copies."""
+        """Records that a row's private pages `copies` hold the same tokens as the cached pages `originals`. The row
+        keeps the originals locked while it has the copies."""
         self._originals[copies[: len(originals)]] = originals
 
     def release(self, row: int, num_pages: int) -> None:

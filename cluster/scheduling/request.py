@@ -176,8 +176,8 @@ class Request:
     """Number of tokens from the prefix cache since the last admission."""
     has_emitted: bool = False
     next_prompt_logprob: int = 0
-    """Position of the first prompt token whose log probability is wanted and was not sent. Beyond the prompt if there
-    is none."""
+    """Position of the first prompt token with a wanted log probability that was not sent. Beyond the prompt if there is
+    none."""
     num_item_tokens: int = 0
     num_preemptions: int = 0
     num_overtaken: int = 0

@@ -76,7 +76,7 @@ class RowTable:
         """Whether the request's history predicts its next token."""
         self.num_guided = 0
         """Number of rows of requests with a guide."""
-        # Memory is committed only when touched, so this takes as much as the longest sequence of each row so far.
+        # Memory is committed only when touched, so this takes the size of the longest sequence of each row so far.
         self.tokens = np.zeros((num_rows, limits.max_model_len), np.int32)
         """Token ids by position. Prefill reads them, and the prefix cache reads them at the end."""
         self._free_rows = list(range(limits.max_num_seqs, 0, -1))

@@ -227,8 +227,7 @@ class Scheduler:
         return self._max_step_tokens
 
     def poll_guides(self) -> bool:
-        """Takes the masks that guides have made, as `next_step` does. Returns whether a running request still waits for
-        its mask."""
+        """Takes the masks that guides have made. Returns whether a running request still waits for its mask."""
         news = self._guided.poll()
         for request in news.admissible:
             self._queue.push(request)

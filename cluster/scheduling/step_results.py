@@ -30,7 +30,7 @@ class Launched:
     num_samples: Int32Array
     """[num_sampled_rows]: largest number of tokens that each may get. Empty if it is 1 for all."""
     prefilled: list[int]
-    """Rows among `sampled` whose prefill ends here."""
+    """Rows among `sampled` that end their prefill here."""
     prompt_runs: list[PromptRun]
     item_rows: Int32Array
     """[num_items]: row of each scored item."""

@@ -49,7 +49,7 @@ def proof() -> str | None:
 def hardened(config: str, max_connections: int) -> str:
     """Ray Serve's HAProxy configuration `config` with these changes:
 
-    - Only the user who runs HAProxy controls it through its socket.
+    - Only the user that runs HAProxy controls it through its socket.
     - HAProxy serves its metrics at the endpoint's address, not at every address of the machine.
     - Requests are not spliced, because HAProxy does not notice that the client of a spliced request has left.
     - The head of a request must come within `HEAD_TIMEOUT_S`.
@@ -115,7 +115,7 @@ def close_to_others(directory: Path) -> None:
     """Closes `directory` to other users. Raises PermissionError if it is not a directory of this user."""
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise PermissionError(f"{directory} is not a directory of this user, who starts HAProxy; remove it")
+        raise PermissionError(f"{directory} is not a directory of this user, as HAProxy needs; remove it")
     directory.chmod(0o700)
 
 

@@ -39,7 +39,7 @@ class Turn:
     thinking: str = ""
     calls: tuple[Call, ...] = ()
     call_id: str | None = None
-    """Id of the call of which this is the result."""
+    """Id of the call that this is the result of."""
     name: str | None = None
     """Name of the speaker, or of the tool."""
     path: str = ""

@@ -49,7 +49,7 @@ class StreamDetokenizer:
         """`hidden`: ids that are not shown."""
         self._tokenizer = tokenizer
         self._hidden = hidden
-        self._pending: list[int] = []  # tokens whose text is not certain yet
+        self._pending: list[int] = []  # tokens that have no certain text yet
         self._go_on([id_ for id_ in prompt_ids[-_MAX_PENDING_TOKENS:] if id_ not in hidden][-_PRIMING_TOKENS:])
 
     def push(self, token_id: int) -> str:
@@ -75,8 +75,8 @@ class StreamDetokenizer:
         return text[len(self._known) :] if text.startswith(self._known) else self._decode(self._pending)
 
     def _go_on(self, context: Sequence[int]) -> None:
-        """Makes `context` the tokens before the next ones, without trailing tokens that end inside a character, because
-        the text of half an emoji is not a prefix of the whole one's."""
+        """Makes `context` the tokens before the next ones. Trailing tokens that end inside a character are left out,
+        because the text of half an emoji is not a prefix of the whole one's."""
         self._context = list(context)
         while (known := self._decode(self._context)).endswith(_REPLACEMENT):
             self._context.pop()

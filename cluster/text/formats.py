@@ -171,8 +171,8 @@ def _generic_style(server: ServerConfig, calls: CallStyle | None) -> CallStyle:
     if calls.layout is not None and not calls.layout.head:
         return calls
     logger.warning(
-        "server.tool_call_parser=%s has no effect: tools are shown in the generic form, which asks for calls as hermes "
-        "has them; have server.chat_template show tools",
+        "server.tool_call_parser=%s has no effect: tools are shown in the generic form, which asks for calls in "
+        "hermes's form; have server.chat_template show tools",
         server.tool_call_parser,
     )
     return STYLES["hermes"]

@@ -46,8 +46,8 @@ class Marks:
 
 
 class _Finder:
-    """Finds the characters of tokens in texts, including a part of a token at the end of a text, because the other part
-    may be next to it in the template or in another text."""
+    """Finds the characters of tokens in texts. A part of a token at the end of a text counts too, because the other
+    part may be next to it in the template or in another text."""
 
     def __init__(self, tokens: Collection[str], between: Collection[str] = ()) -> None:
         """`between`: tags at which templates may cut a text, or which they may remove from it. Each counts as an

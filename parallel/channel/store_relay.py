@@ -49,8 +49,8 @@ class StoreGate:
 
 
 def open_relay(address: str, timeout_s: float) -> int:
-    """Opens a port on loopback whose connections reach the store behind the gate at `address`, and returns the port.
-    It stays open while the process lives.
+    """Opens a port on loopback and returns it. Connections to the port reach the store behind the gate at `address`. It
+    stays open while the process lives.
 
     Raises:
         DeadlineError: the gate did not answer within `timeout_s`.

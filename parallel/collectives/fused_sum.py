@@ -181,7 +181,7 @@ class PeerMemory:
     def add_norm(
         self, offset: int, residual: Tensor, weight: Tensor, eps: float, tree: SumTree | None, *, is_small: bool
     ) -> Tensor:
-        """Runs the kernel of a FusedSum whose summands start `offset` bytes into the memory."""
+        """Runs the kernel of a FusedSum. The summands start `offset` bytes into the memory."""
         self.check_alive()
         if is_small:
             self._turn ^= 1

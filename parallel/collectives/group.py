@@ -134,14 +134,14 @@ class TensorParallelGroup:
         sums: see PeerMemory.
 
         Args:
-            of: the dtype of the summands, or the tree whose nodes are summed. The bits are those of any other way to
-                sum them.
+            of: the dtype of the summands, or the tree of the summed nodes. The bits are those of any other way to sum
+                them.
         """
         return None if self._collectives is None else self._collectives.partial_sum(shape, of)
 
     def look_up(self, ids: Tensor, row_of: Tensor, rows: Tensor) -> Tensor | None:
-        """Looks up rows of a matrix whose rows are divided among the ranks. None if summing each rank's contribution is
-        used instead.
+        """Looks up rows of a matrix with rows divided among the ranks. None if summing each rank's contribution is used
+        instead.
 
         Args:
             ids: [num_ids] int64.

@@ -32,7 +32,7 @@ class Collectives(ABC):
         """The next sum of this shape, if it is best done inside the norm kernel that follows. None otherwise.
 
         Args:
-            of: the dtype of the summands, or the tree whose nodes are summed.
+            of: the dtype of the summands, or the tree of the summed nodes.
         """
         return None
 

@@ -48,7 +48,7 @@ class LibraryCollectives(Collectives):
     def create(
         cls, *, strategy: str, rank: int, size: int, store: Store, device: torch.device, timeout_s: float
     ) -> LibraryCollectives:
-        """Connects to the other ranks through `store`, whose keys no other code may use.
+        """Connects to the other ranks through `store`. No other code may use the store's keys.
 
         Raises:
             ConfigError: this build of torch lacks the backend.
@@ -144,7 +144,8 @@ class LibraryCollectives(Collectives):
 
 def _gloo_backend(*, rank: int, size: int, store: Store, device: torch.device, timeout_s: float) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
-    options._timeout = timedelta(seconds=timeout_s + 1.0)  # later than our own deadline, whose error names its setting
+    # Later than our own deadline, because our error names the setting
+    options._timeout = timedelta(seconds=timeout_s + 1.0)
     options._threads = 2
     address = _own_address(rank=rank, size=size, store=store, timeout_s=timeout_s)
     options._devices = [

@@ -28,7 +28,7 @@ def _row_groups(weight: Weight | None) -> Groups | None:
 
 def _product(weight: Weight | None, x: torch.Tensor | Fp8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
     assert weight is not None, "forward before load"
-    return weight(cast(torch.Tensor, x), out)  # FP8 rows are only passed to weights whose `row_groups` asked for them
+    return weight(cast(torch.Tensor, x), out)  # FP8 rows are only passed to weights that asked for them by `row_groups`
 
 
 class ColumnParallelLinear:

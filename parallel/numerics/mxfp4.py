@@ -56,7 +56,7 @@ class Mxfp4Matrix:
         )
 
     def read(self, source: TensorSource, name: str, i: int, rows: Span, columns: Span) -> None:
-        """Fills matrix `i` with rows and columns of a tensor whose first dimension is inputs (the columns here).
+        """Fills matrix `i` with rows and columns of a tensor with inputs as its first dimension (the columns here).
 
         Raises:
             CheckpointError: the weights are far too large to be real.

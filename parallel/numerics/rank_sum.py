@@ -66,7 +66,7 @@ class ExactSum:
         self._num_nodes = tree.counts[group.rank]
 
     def tree_for(self, num_tokens: int) -> SumTree:
-        """The tree whose nodes `for_norm` adds for this number of tokens. Its root has the same bits."""
+        """The tree of the nodes that `for_norm` adds for this number of tokens. Its root has the same bits."""
         return self.tree
 
     def __call__(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor:
@@ -106,7 +106,7 @@ class CudaExactSum(ExactSum):
 
 
 class NodeSum(PartialSum):
-    """A pending sum of the tree whose nodes are at `places` of `nodes` [num_places, num_rows, size] fp32."""
+    """A pending sum of a tree. Its nodes are at `places` of `nodes` [num_places, num_rows, size] fp32."""
 
     __slots__ = ("_nodes", "_places", "_tree", "num_rows")
 

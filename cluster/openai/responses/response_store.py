@@ -101,7 +101,7 @@ class ResponseStore:
         shelf = self._shelves.get(client)
         if shelf is None or response_id not in shelf.entries:
             raise RequestError(
-                f"There is no stored response {response_id[:100]!r}; a replica stores the responses that it made, for a while.",
+                f"There is no stored response {response_id[:100]!r}; a replica stores its own responses, for a while.",
                 code="response_not_found",
                 param="response_id",
                 status=404,
@@ -112,7 +112,8 @@ class ResponseStore:
         return stored
 
     def delete(self, client: str, response_id: str) -> StoredResponse:
-        """Removes a response and returns it. Raises RequestError (404) as `get` does."""
+        """Removes a response and returns it. Raises RequestError (404) if there is no response of this id for the
+        client."""
         stored = self.get(client, response_id)
         self._remove(client, response_id)
         return stored

@@ -200,7 +200,7 @@ class ResponseWriter(AnswerWriter):
         self._builder = builder
         self._tokenizer = tokenizer
         self._reason = FinishReason.ABORT
-        self._logprobs: list[TokenLogprob] = []  # for tokens whose text comes later
+        self._logprobs: list[TokenLogprob] = []  # for tokens that give text later
 
     def events(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
         if not self._builder.begun:

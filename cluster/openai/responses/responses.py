@@ -119,7 +119,7 @@ class ResponsesServing:
             stored = self._store.get(context.client, response_id)
         except RequestError as error:
             raise RequestError(
-                f"Previous response {response_id!r} not found; a replica stores the responses that it made, for a while.",
+                f"Previous response {response_id!r} not found; a replica stores its own responses, for a while.",
                 code="previous_response_not_found",
                 param="previous_response_id",
                 status=404,

@@ -1,7 +1,7 @@
 """Compiles the C kernels of CPU ranks once per machine, and loads them.
 
 The kernels are in C because a library's products add in an order that depends on their sizes. A source is compiled for
-the current processor and cached, as Triton does for GPUs.
+the current processor and cached, like Triton kernels.
 """
 
 from __future__ import annotations

@@ -296,7 +296,7 @@ def subtrees(nodes: tuple[Span, ...], leaf: int, num_rows: int, out_features: in
     depth = _LARGE_DEPTH if tile.block_n == 128 else _MAX_DEPTH
     cuts = min(triton.cdiv(enough, max(num_tiles, 1)), _MAX_CUTS)
     while len(parts := cut_nodes(nodes, cuts, depth)) > _MAX_PARTS:
-        depth += 1  # this depth spills registers, but so many leaves are rare
+        depth += 1  # this depth spills registers, but trees with that many leaves are rare
     return parts
 
 
@@ -334,7 +334,7 @@ def _tile_for(num_rows: int, in_features: int) -> Tile:
 
 
 def _choose_tile(num_rows: int, leaf: int, parts: tuple[Span, ...], itemsize: int) -> Tile:
-    """The tile for this number of rows, whose iterations do not cross leaves and fit in shared memory."""
+    """The tile for this number of rows. Its iterations do not cross leaves and fit in shared memory."""
     tile = _tile_for(num_rows, leaf * (parts[-1][1] - parts[0][0]))
     if tile is _MANY and itemsize > 2:
         return replace(tile, block_k=64)
