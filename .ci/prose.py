@@ -27,7 +27,7 @@ PATTERNS = {
     "None: ...": r"\bNone:",
     "so many, as many": r"\b(so|as) (many|much)\b",
     "who, whoever": r"\b(who|whoever|whom)\b",
-    "Does what X does": r"\b[Dd]oes (what|as)\b|\b(does|do|did) (what|as) [`\w.]+ (does|do|did|has|have)\b|\bas [`\w.]+ (does|do)\b",
+    "Does what X does": r"\b([Dd]oes (what|as)|(do|did) (what|as) \S+ (does|do|did|has|have)|as [`\w.]+ (does|do))\b",
     "as X has it": r"\bas [`\w.]+ (has|have) (it|them)\b",
     "those that, that of": r"\b([Tt]hose|[Tt]hat) (that|of|which)\b",
     "whatever, wherever": r"\b([Ww]hatever|[Ww]herever|[Ww]hichever)\b",

@@ -69,6 +69,9 @@ def check(
     settings: Annotated[
         bool, typer.Option("--settings", help="Show every setting, its value and where it comes from.")
     ] = False,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Show the model's layers, their tensors and how they are cut.")
+    ] = False,
     against: Annotated[
         Path | None,
         typer.Option(help="The file that the app runs with: shows what FILE changes, and each change's effect."),
@@ -83,7 +86,7 @@ def check(
     with _friendly_errors():
         app_config = load_app_config(file, overrides or [])
         gpu_memory_bytes = None if gpu is None else parse_memory(gpu)
-        print_plan(app_config, gpu_memory_bytes=gpu_memory_bytes, settings=settings)
+        print_plan(app_config, gpu_memory_bytes=gpu_memory_bytes, settings=settings, layers=layers)
         check_checkpoint(app_config.engine, serves_text=False)  # later checks accept random weights
         check_tokenizer(app_config.engine)
         if against is not None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.commands.fit import fits, sizes_to_show
+from cluster.commands.layers import print_layers
 from cluster.serve.placement import group_bundles
 from cluster.text.chat_template import ChatTemplate, read_template, template_sources
 from cluster.text.formats import ModelFormats
@@ -47,6 +48,7 @@ def print_plan(
     gpus: bool | None = None,
     gpu_memory_bytes: int | None = None,
     settings: bool = False,
+    layers: bool = False,
 ) -> None:
     """Prints model, ranks, memory and placement of one config file.
 
@@ -55,6 +57,7 @@ def print_plan(
         gpu_memory_bytes: memory of each GPU. If given, also shows which numbers of GPUs hold the model, and the number
             of KV tokens.
         settings: also show every setting, its value and its source.
+        layers: also show the model's layers, their tensors and how they are cut.
 
     Raises:
         ConfigError: the file or the checkpoint is wrong, or they do not fit together.
@@ -95,6 +98,8 @@ def print_plan(
     for line in lines:
         # Not wrapped, so that lines can be searched and copied. A terminal wraps by itself.
         console.print(line, soft_wrap=isinstance(line, str), markup=False)
+    if layers:
+        print_layers(plan, console)
 
 
 def print_changes(before: AppConfig, after: AppConfig) -> None:

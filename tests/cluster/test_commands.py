@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -110,6 +111,23 @@ def test_every_setting_says_where_its_value_comes_from(smollm2_path: Path) -> No
     assert "configs/smollm2-135m.yaml:" in lines["tensor_parallel_size"]
     assert "decided: no GPU found" in lines["device"]
     assert lines["server.max_stop"].endswith("default")
+
+
+def test_layers_shows_each_kind_of_layer_once_and_how_its_tensors_are_cut() -> None:
+    model = SHAPES / "gemma-3-1b"
+    result = run("check", str(ROOT / "configs/gemma-3-1b.yaml"), "--layers", "--set", "load_format=dummy",
+                 "--set", f"model={model}", "--set", "tensor_parallel_size=3", COLUMNS="150")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    local, full = re.split(r"^layers ", result.stdout, flags=re.MULTILINE)[1:]
+    assert local.splitlines()[0] == "0-4, 6-10, 12-16, 18-22, 24-25"
+    assert full.splitlines()[0] == "5, 11, 17, 23"
+    assert "window=512" in local
+    assert "window=" not in full
+    for kind in local, full:
+        lines = {line.split()[0]: line.split(None, 1)[1] for line in kind.splitlines() if ".weight" in line}
+        assert re.search(r"dimension 1: query heads x 256 +256-512", lines["self_attn.o_proj.weight"])
+        assert lines["input_layernorm.weight"].rstrip().endswith("all of it")
+        assert "512 elements per KV head" in kind
 
 
 # ---- schema and completion
