@@ -68,10 +68,11 @@ class Metrics(CollectorRegistry):
     """
 
     def __init__(self, identity: Identity, board: StatsBoard, life: EngineLife) -> None:
-        """Args:
-        identity: labels that every sample has besides its own.
-        board: the engine's figures. It must get each report before `report` is called.
-        life: the engine's state.
+        """
+        Args:
+            identity: labels that every sample has besides its own.
+            board: the engine's figures. It must get each report before `report` is called.
+            life: the engine's state.
         """
         super().__init__(auto_describe=False)
         self._common = asdict(identity)

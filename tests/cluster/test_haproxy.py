@@ -206,7 +206,7 @@ def test_one_address_holds_three_quarters_of_the_connections_and_others_are_serv
 def test_another_template_of_rays_ends_the_start_with_what_is_missing(tmp_path: Path) -> None:
     text = write_as_ray(tmp_path, 8000, 30000).read_text()
     for line in ("option splice-request", "mode 666 level admin", "frontend prometheus", "bind *:"):
-        with pytest.raises(TemplateError, match="not the one that Lockstep knows"):
+        with pytest.raises(TemplateError, match="not the expected one"):
             hardened(text.replace(line, "other words"), 1000)
     program = install(tmp_path)["RAY_SERVE_HAPROXY_BINARY_PATH"]
     (tmp_path / "haproxy.cfg").write_text(text.replace("option splice-request", ""))

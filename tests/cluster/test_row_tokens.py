@@ -152,7 +152,7 @@ def verify_frame(**changes: Any) -> StepFrame:
         ({}, 1, "samples 4 inputs of a row; at least 1 and at most 1"),
         ({"num_samples": [0, 1, 1]}, 4, "impossible length|samples"),
         ({"num_samples": [4, 1]}, 4, "num_samples for other rows"),
-        ({"num_samples": [4, 1, 3]}, 4, "more inputs than a row has"),
+        ({"num_samples": [4, 1, 3]}, 4, "above a row's inputs"),
         ({"num_samples": [3, 1, 1]}, 4, "impossible length"),
         ({"num_samples": []}, 4, "impossible length"),
         ({"num_wanted": [3, 0, 1]}, 4, None),
@@ -160,8 +160,8 @@ def verify_frame(**changes: Any) -> StepFrame:
         ({"num_wanted": [4, 0, 0]}, 4, "more than 3 of one"),
         ({"num_wanted": [0, 3, 0], "starts": [7, 13, 0]}, 4, None),
         ({"num_wanted": [0, 3, 0], "starts": [7, 14, 0]}, 4, "after the last position"),
-        ({"mask_rows": [1, 1]}, 4, "two of one row"),
-        ({"mask_rows": [2, 2, 2, 2, 2]}, 4, "two of one row"),
+        ({"mask_rows": [1, 1]}, 4, "more masks of a row"),
+        ({"mask_rows": [2, 2, 2, 2, 2]}, 4, "more masks of a row"),
     ],
 )
 def test_a_frame_samples_no_more_inputs_than_its_rows_have(

@@ -164,11 +164,11 @@ def test_items_travel_in_frames_and_say_where_they_are() -> None:
     ("items", "wrong"),
     [
         ([(3, 0)], "an item without tokens"),
-        ([(4, 1)], "or of no row"),
+        ([(4, 1)], "without a row"),
         ([(3, 1)] * (MAX_ITEMS + 1), f"more than {MAX_ITEMS} items"),
         ([(3, 4), (3, 3)], "longer than a row"),
-        ([(1, 1)], "does not end with its tokens"),
-        ([(2, 1)], "does not end with its tokens"),
+        ([(1, 1)], "without HAS_TOKENS and SAMPLE"),
+        ([(2, 1)], "without HAS_TOKENS and SAMPLE"),
     ],
 )
 def test_items_that_do_not_fit_a_frame_are_refused(items: list[tuple[int, int]], wrong: str) -> None:

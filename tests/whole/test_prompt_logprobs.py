@@ -160,8 +160,8 @@ def test_scores_travel_in_frames_and_results() -> None:
         ([(2, 9, 1, 0)], [1], "row without tokens"),
         ([(1, 0, 1, 0), (3, 4, 1, 0)], [1, 1], "out of order"),
         ([(3, 4, 1, 0), (3, 5, 1, 0)], [1, 1], "out of order"),
-        ([(3, 3, 2, 0)], [1, 1], "no inputs"),
-        ([(3, 6, 3, 0)], [1, 1, 1], "no inputs"),
+        ([(3, 3, 2, 0)], [1, 1], "not inputs"),
+        ([(3, 6, 3, 0)], [1, 1, 1], "not inputs"),
     ],
 )
 def test_scores_that_do_not_fit_a_frame_are_refused(

@@ -196,7 +196,7 @@ def test_other_factors_of_a_kv_cache_in_fp8_are_refused(small_path: Path, tmp_pa
     save_file({**tensors, "model.layers.1.self_attn.k_scale": torch.tensor(0.5)}, other / "model.safetensors")
     group = LocalGroup(small_path, 1, 64, kv_dtype="fp8_e4m3", numerics="fast")
     _tokens(group)
-    with pytest.raises(ConfigError, match="factors of keys and values in FP8 differ"):
+    with pytest.raises(ConfigError, match="FP8 factors of keys and values differ"):
         group.workers[0].shard.stage(group.model, other, None)
     group.close()
 

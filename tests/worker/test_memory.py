@@ -41,7 +41,7 @@ def test_the_profile_runs_the_largest_steps_that_a_scheduler_may_send(
             assert sorted(indices[rows == row]) == list(range(-(-int(length) // 16)))
     assert prefill.lens.sum() == min(max_tokens, max_rows * max_model_len)
     assert len(decode.rows) == max_rows
-    assert decode.num_samples.sum() == speculation.max_sampled(max_rows)
+    assert decode.samples_per_row.sum() == speculation.max_sampled(max_rows)
     assert len(decode.params) == max_rows
 
 

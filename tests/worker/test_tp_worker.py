@@ -507,7 +507,7 @@ def test_reports_progress_and_the_bytes_of_its_weights(tiny_path: Path) -> None:
         ({"counts": _records(COUNT_DTYPE, (1, 1, -1, 1))}, "a count below 0"),
         ({"requested": _records(REQUESTED_DTYPE, (0, 1))}, "a requested token outside"),
         ({"requested": _records(REQUESTED_DTYPE, *(129 * [(1, 3)]))}, "more than 128 log probabilities"),
-        ({"mask_rows": [1, 1], "masks": np.ones((2, 10), np.uint32)}, "two of one row"),
+        ({"mask_rows": [1, 1], "masks": np.ones((2, 10), np.uint32)}, "more masks of a row"),
         ({"mask_rows": [1], "masks": np.ones((1, 9), np.uint32)}, "masks of 9 words"),
         ({"mask_rows": [1], "masks": np.zeros((1, 10), np.uint32)}, "allows nothing"),
     ],

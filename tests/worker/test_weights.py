@@ -173,7 +173,10 @@ def test_weights_in_fp8_are_multiplied_by_their_scales_wherever_ranks_cut_them(
             lambda it: it.pop("model.layers.0.mlp.down_proj.weight_scale_inv"),
             "without scales.*: model.layers.0.mlp.down",
         ),
-        (lambda it: it.update({"lm_head.weight_scale_inv": torch.ones(44, 4)}), "or scales of others: lm_head.weight;"),
+        (
+            lambda it: it.update({"lm_head.weight_scale_inv": torch.ones(44, 4)}),
+            "or scales of other tensors: lm_head.weight;",
+        ),
         (lambda it: it.update({"model.layers.0.mlp.down_proj.weight_scale_inv": torch.ones(1, 1)}), "has shape .1, 1."),
     ],
 )
