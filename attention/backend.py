@@ -141,7 +141,7 @@ class AttentionBackend(ABC):
     def forward_latent(
         self,
         q: torch.Tensor,
-        kept: torch.Tensor,
+        latents: torch.Tensor,
         layer: LatentLayer,
         heads: LatentHeads,
         rotation: Rotation,
@@ -151,7 +151,7 @@ class AttentionBackend(ABC):
 
         Args:
             q: as for `attend_latent`, but before the rotary embedding, which is applied in place.
-            kept: [num_tokens, latent_dim + rope_dim]: the latent before its norm, and the key before its rotary
+            latents: [num_tokens, latent_dim + rope_dim]: the latent before its norm, and the key before its rotary
                 embedding.
             rotation: for the positions of the batch.
 
@@ -159,5 +159,5 @@ class AttentionBackend(ABC):
             As `attend_latent`.
         """
         out_cache_loc = self.batch_of(layer).out_cache_loc
-        rotation.norm_rotate_store_latent(q, kept, layer, norm, self.token_to_kv_pool, out_cache_loc)
+        rotation.norm_rotate_store_latent(q, latents, layer, norm, self.token_to_kv_pool, out_cache_loc)
         return self.attend_latent(q, layer, heads)

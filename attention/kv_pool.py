@@ -141,17 +141,17 @@ class TokenToKVPool:
         """The layer's tensors as [(pages + 1) * page_size, elements of a token]."""
         return self._slots[layer_id]
 
-    def set_kv(self, layer_id: int, out_cache_loc: torch.Tensor, *kept: torch.Tensor) -> None:
+    def set_kv(self, layer_id: int, out_cache_loc: torch.Tensor, *tensors: torch.Tensor) -> None:
         """Writes values (k and v, or what the layer stores instead) to the slots `out_cache_loc` [num_tokens] int64.
 
         Args:
-            kept: [num_tokens, elements of a token] each in `compute_dtype`, in the order of `slots`.
+            tensors: [num_tokens, elements of a token] each in `compute_dtype`, in the order of `slots`.
         """
         layer, of_layer = self.layers[layer_id], self._slots[layer_id]
         if self.dtype is FP8:
-            kept = tuple(_bytes(*it) for it in zip(kept, (layer.k_scale, layer.v_scale), strict=False))
+            tensors = tuple(_bytes(*it) for it in zip(tensors, (layer.k_scale, layer.v_scale), strict=False))
             of_layer = tuple(slots.view(torch.uint8) for slots in of_layer)
-        for slots, values in zip(of_layer, kept, strict=True):
+        for slots, values in zip(of_layer, tensors, strict=True):
             slots.index_copy_(0, out_cache_loc, values)
 
     def read(self, layer_id: int, slots: torch.Tensor | slice) -> list[torch.Tensor]:

@@ -57,18 +57,18 @@ class LatentHeads:
         torch.bmm(self._w_v, heads.permute(1, 2, 0), out=out.permute(1, 2, 0))
         return out.flatten(1)
 
-    def keys_values(self, kept: torch.Tensor, heads: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, latents: torch.Tensor, heads: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
         """Expands the pool's latents to keys [num_keys, num_heads, nope_dim + rope_dim] and values [num_keys,
         num_heads, v_dim].
 
         Args:
-            kept: [num_keys, head_dim], as the pool stores them.
+            latents: [num_keys, head_dim], as the pool stores them.
             heads: a range of this rank's heads.
         """
         layer, weight = self._layer, self._weight[heads]
-        own = F.linear(kept[:, : layer.latent_dim], weight.flatten(0, 1)).view(len(kept), len(weight), -1)
+        own = F.linear(latents[:, : layer.latent_dim], weight.flatten(0, 1)).view(len(latents), len(weight), -1)
         k_nope, v = torch.split(own, [layer.nope_dim, layer.v_dim], dim=-1)
-        k_rope = kept[:, None, layer.latent_dim :].expand(-1, len(weight), -1)
+        k_rope = latents[:, None, layer.latent_dim :].expand(-1, len(weight), -1)
         return torch.cat((k_nope, k_rope), dim=-1), v
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor, width: int) -> torch.Tensor:

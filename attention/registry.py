@@ -67,11 +67,11 @@ def needs_of(pool: TokenToKVPool) -> AttentionNeeds:
 
 
 def _features(layer: AttentionLayer) -> list[Feature]:
-    asked = {
+    needed = {
         Feature.WINDOW: layer.window,
         Feature.SOFTCAP: layer.softcap,
         Feature.SINKS: layer.sinks,
         Feature.CHUNK: layer.chunk,
         Feature.LATENT: layer if isinstance(layer, LatentLayer) else None,
     }
-    return [feature for feature, value in asked.items() if value is not None]
+    return [feature for feature, value in needed.items() if value is not None]

@@ -56,7 +56,7 @@ class Rotation(Protocol):
     def norm_rotate_store_latent(
         self,
         q: torch.Tensor,
-        kept: torch.Tensor,
+        latents: torch.Tensor,
         layer: LatentLayer,
         norm: LatentNorm,
         pool: TokenToKVPool,
@@ -66,7 +66,7 @@ class Rotation(Protocol):
 
         Args:
             q: [num_tokens, tp_q_head_num, nope_dim + rope_dim]. The last columns are rotated in place.
-            kept: [num_tokens, latent_dim + rope_dim]: latents and keys, before norm and rotation.
+            latents: [num_tokens, latent_dim + rope_dim]: latents and keys, before norm and rotation.
             pool: of the same dtype.
             out_cache_loc: [num_tokens] int64: the slot of each token.
         """

@@ -160,8 +160,8 @@ class TritonLatent:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Expanded keys and values of the tokens in `slots` [num_keys] int64. If the pool is FP8, they are still
         divided by the layer's factor."""
-        [kept] = self._pool.read(layer.layer_id, slots)
-        k, v = heads.keys_values(kept)
+        [latents] = self._pool.read(layer.layer_id, slots)
+        k, v = heads.keys_values(latents)
         return k, v.contiguous()
 
     def _absorbed(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:

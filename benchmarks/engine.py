@@ -41,10 +41,10 @@ from cluster.serve.running_engine import RunningEngine, describe
 from cluster.serve.session import cluster_address, ray_session
 from configs.checkpoint import model_name
 from configs.errors import ConfigError, EngineError, LockstepError
-from configs.kept_types import PLAIN, Kept, kept_types
 from configs.kv_pages import dtype_bytes
 from configs.load import load_app_config
 from configs.schema import EngineConfig
+from configs.weight_dtypes import PLAIN, WeightDtypes, weight_dtypes
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from tests.helpers.streams import next_chunk
@@ -117,12 +117,12 @@ def step_bytes(
     context: int,
     kv_element_bytes: int | None = None,
     *,
-    kept: Kept = PLAIN,
+    dtypes: WeightDtypes = PLAIN,
 ) -> list[float]:
     """Bytes each rank must read in a decode step of `batch` rows with `context` tokens each; arguments as StepCost."""
     starts, lens = np.full(batch, context - 1, np.int32), np.ones(batch, np.int32)
     ranks = range(plan.tp_size)
-    costs = (StepCost.of(plan, element_bytes, [it], kv_element_bytes=kv_element_bytes, kept=kept) for it in ranks)
+    costs = (StepCost.of(plan, element_bytes, [it], kv_element_bytes=kv_element_bytes, dtypes=dtypes) for it in ranks)
     return [cost.step(starts, lens, batch)[1] for cost in costs]
 
 
@@ -353,8 +353,8 @@ async def _measure_parts(driver: Driver, options: Options, report: Report, *, on
             row = await measure_decode(driver, options, batch)
             if copied is not None and "ms" in row:
                 item_bytes = [dtype_bytes(it) for it in (spec.config.dtype, spec.config.kv_dtype)]
-                shape, kept = (batch, options.mean_context), kept_types(spec.config, spec.model)
-                needed = step_bytes(plan, item_bytes[0], *shape, item_bytes[1], kept=kept)
+                shape, dtypes = (batch, options.mean_context), weight_dtypes(spec.config, spec.model)
+                needed = step_bytes(plan, item_bytes[0], *shape, item_bytes[1], dtypes=dtypes)
                 floor_ms = (sum(needed) if one_memory else max(needed)) / copied / 1e6
                 row |= {"floor_ms": round(floor_ms, 4), "of_floor": round(floor_ms / row["ms"], 4)}
             rows.append(row)

@@ -212,7 +212,7 @@ ROUTES: tuple[Route, ...] = (
     _openai(
         "GET",
         "/v1/responses/{response_id}",
-        "A kept response as it is now.",
+        "A stored response as it is now.",
         serving=lambda s: s.responses.retrieve,
         answer=Response,
     ),

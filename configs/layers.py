@@ -303,13 +303,13 @@ class GroupedQueryAttention:
 
     @property
     def features(self) -> frozenset[Feature]:
-        asked = {
+        needed = {
             Feature.WINDOW: self.window is not None,
             Feature.CHUNK: self.chunk is not None,
             Feature.SOFTCAP: self.softcap is not None,
             Feature.SINKS: self.has_sinks,
         }
-        return frozenset(feature for feature, is_asked in asked.items() if is_asked)
+        return frozenset(feature for feature, is_needed in needed.items() if is_needed)
 
     @property
     def kv_scales(self) -> tuple[tuple[str, ...], ...]:

@@ -68,7 +68,7 @@ class Keeper:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each layer of each rank has two blocks
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.address = f"\0lockstep-kept-{os.getpid()}-{secrets.token_hex(8)}"
+        self.address = f"\0lockstep-persistent-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener.bind(self.address)
         self._listener.listen()
         self._lock = threading.Lock()
@@ -115,20 +115,20 @@ class Keeper:
                     _log.warning("a call to the keeper failed", exc_info=True)
 
     def _answer(self, peer: socket.socket) -> None:
-        asked, fds = _receive(peer)
+        requested, fds = _receive(peer)
         with self._lock:
-            key = (asked.rank, asked.name)
+            key = (requested.rank, requested.name)
             held = self._blocks.get(key)
             if fds:
-                self._blocks[key] = (fds[0], asked)
+                self._blocks[key] = (fds[0], requested)
                 if held is not None:
                     os.close(held[0])
-            elif held is not None and asked.note is not None:
-                self._blocks[key] = (held[0], msgspec.structs.replace(held[1], note=asked.note))
+            elif held is not None and requested.note is not None:
+                self._blocks[key] = (held[0], msgspec.structs.replace(held[1], note=requested.note))
             elif held is not None:
                 socket.send_fds(peer, [msgspec.msgpack.encode(held[1])], [held[0]])
                 return
-        peer.send(msgspec.msgpack.encode(_Block(asked.rank, asked.name)))
+        peer.send(msgspec.msgpack.encode(_Block(requested.rank, requested.name)))
 
 
 class Found(NamedTuple):
@@ -207,7 +207,7 @@ class PersistentMemory:
             from parallel.cuda_memory import new_descriptor
 
             return new_descriptor(num_bytes, self._device)
-        fd = os.memfd_create("lockstep-kept", os.MFD_CLOEXEC)
+        fd = os.memfd_create("lockstep-persistent", os.MFD_CLOEXEC)
         os.ftruncate(fd, num_bytes)
         return fd
 

@@ -14,12 +14,12 @@ from fractions import Fraction
 from math import prod
 from typing import NamedTuple
 
-from configs.kept_types import Kept, kept_types
 from configs.kv_pages import PageBytes, dtype_bytes
 from configs.layers import Amounts, Axis, Columns, Cut, HeadGroups, LayerSpec, elements_of
 from configs.model_config import ModelConfig, check_tensor_parallel_size
 from configs.quantization import MXFP4_BYTES
 from configs.schema import EngineConfig
+from configs.weight_dtypes import WeightDtypes, weight_dtypes
 
 _LARGEST_GRANULE = 128
 _VOCAB_GRANULE = 64
@@ -156,18 +156,18 @@ class ShardPlan:
     def weight_bytes(self, rank: int, config: EngineConfig) -> int:
         """Bytes of the weights on `rank`, for a resolved `config`. FP8 scales, less than a hundredth, are not
         counted."""
-        element_bytes, kept = dtype_bytes(config.dtype), kept_types(config, self.model)
+        element_bytes, dtypes = dtype_bytes(config.dtype), weight_dtypes(config, self.model)
         saved = sum(
-            sum(saved_bytes(layer, shards[rank], element_bytes, kept).values())
+            sum(saved_bytes(layer, shards[rank], element_bytes, dtypes).values())
             for layer, shards in zip(self.model.all_layers, self.layers, strict=True)
         )
         return self.weight_elements(rank) * element_bytes - saved
 
 
-def saved_bytes(layer: LayerSpec, shard: LayerShard, element_bytes: int, kept: Kept) -> dict[Fraction, int]:
+def saved_bytes(layer: LayerSpec, shard: LayerShard, element_bytes: int, dtypes: WeightDtypes) -> dict[Fraction, int]:
     """Bytes that a shard's quantised weights save against `element_bytes` per element, per `TensorSpec.share`."""
     saved: dict[Fraction, int] = {}
-    for kind, each in ((layer.fp8_elements, kept.fp8), (layer.mxfp4_elements, kept.mxfp4 * MXFP4_BYTES)):
+    for kind, each in ((layer.fp8_elements, dtypes.fp8), (layer.mxfp4_elements, dtypes.mxfp4 * MXFP4_BYTES)):
         for share, amounts in kind.items() if each else ():
             saved[share] = saved.get(share, 0) + int(shard.amount(amounts) * (element_bytes - each))
     return saved

@@ -14,7 +14,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from configs.kept_types import PLAIN, Kept
+from configs.weight_dtypes import PLAIN, WeightDtypes
 from parallel.plan import ShardPlan, saved_bytes
 
 _Float64Array = npt.NDArray[np.float64]
@@ -72,14 +72,14 @@ class StepCost:
         ranks: Iterable[int] | None = None,
         *,
         kv_element_bytes: int | None = None,
-        kept: Kept = PLAIN,
+        dtypes: WeightDtypes = PLAIN,
     ) -> StepCost:
         """The cost for `ranks`, or for all ranks if None.
 
         Args:
             element_bytes: bytes per weight element.
             kv_element_bytes: bytes per KV element. If None, `element_bytes`.
-            kept: the other dtypes in which weights are stored.
+            dtypes: the other dtypes in which weights are stored.
         """
         model, kv_element_bytes = plan.model, kv_element_bytes or element_bytes
         weight_bytes = layer_flops = vocab_rows = 0
@@ -93,7 +93,7 @@ class StepCost:
             weight_bytes += elements * element_bytes
             for i, layer in enumerate(model.all_layers):
                 shard, mixer = plan.shard(i, rank), layer.mixer
-                saved = saved_bytes(layer, shard, element_bytes, kept)
+                saved = saved_bytes(layer, shard, element_bytes, dtypes)
                 weight_bytes -= sum(saved.values())
                 for share, amounts in layer.product_elements.items():
                     elements = shard.amount(amounts)

@@ -88,9 +88,9 @@ def add_tile(scores, v, m, new_m, total, acc, factor):
 def merge_span(m, total, acc, span_m, span_total, span_acc):
     """Merges the sums of the next span into those of all spans before it. An empty span changes no bit."""
     new_m = tl.maximum(m, span_m)
-    kept = tl.exp2(m - new_m)
+    decay = tl.exp2(m - new_m)
     added = tl.exp2(span_m - new_m)
-    return new_m, tl.fma(span_total, added, total * kept), tl.fma(span_acc, added[:, None], acc * kept[:, None])
+    return new_m, tl.fma(span_total, added, total * decay), tl.fma(span_acc, added[:, None], acc * decay[:, None])
 
 
 @triton.jit
@@ -98,9 +98,9 @@ def exact_answer(m, total, acc, sink, v_scale):
     """The answer from the sums of all spans. `sink` is in units of the scores times log2(e), or None."""
     if sink is not None:
         new_m = tl.maximum(m, sink)
-        kept = tl.exp2(m - new_m)
-        total = tl.fma(total, kept, tl.exp2(sink - new_m))
-        acc *= kept[:, None]
+        decay = tl.exp2(m - new_m)
+        total = tl.fma(total, decay, tl.exp2(sink - new_m))
+        acc *= decay[:, None]
     # The sign of a zero sum would depend on added values with weight zero.
     return tl.fma(tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape)), v_scale, 0.0)
 

@@ -23,7 +23,6 @@ from configs.attention import installed_packages
 from configs.checkpoint import resolve_model_path
 from configs.difference import Change, changes
 from configs.errors import ConfigError
-from configs.kept_types import kept_types
 from configs.kv_pages import WindowPool, bytes_per_token, dtype_bytes, pages_within, pool_bytes
 from configs.layers import Axis, HeadGroups
 from configs.load import AppConfig, all_settings
@@ -33,6 +32,7 @@ from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
 from configs.resolve import Decision, HostFacts, ResolvedConfig, asks_for_gpus, resolve
 from configs.schema import EngineConfig, resolved
+from configs.weight_dtypes import weight_dtypes
 from parallel.plan import ShardPlan
 
 _MIB = 1 << 20
@@ -181,13 +181,13 @@ def _range(sizes: Iterable[int]) -> str:
 
 
 def _memory_lines(plan: ShardPlan, config: EngineConfig) -> list[str]:
-    kept, plain_bytes = kept_types(config, plan.model), Fraction(dtype_bytes(config.dtype))
+    dtypes, plain_bytes = weight_dtypes(config, plan.model), Fraction(dtype_bytes(config.dtype))
     weights = [plan.weight_bytes(rank, config) for rank in range(plan.tp_size)]
     kv, window_pool = config.kv_cache, WindowPool.of(config, plan.model)
     fullest = max((plan.kv_page_bytes(rank, kv.page_size, config.kv_dtype) for rank in range(plan.tp_size)), key=sum)
     unused = 0
     for it in plan.model.tensors():
-        is_fp8, is_mxfp4 = kept.fp8 and it.may_be_fp8, kept.mxfp4 and it.may_be_mxfp4
+        is_fp8, is_mxfp4 = dtypes.fp8 and it.may_be_fp8, dtypes.mxfp4 and it.may_be_mxfp4
         unused += int((1 - it.share) * it.elements * (MXFP4_BYTES if is_mxfp4 else 1 if is_fp8 else plain_bytes))
     active = f"; a token uses {(sum(weights) - unused) / _MIB:.0f} MiB of them" if unused else ""
     line = f"weights    {sum(weights) / _MIB:.0f} MiB in all, {max(weights) / _MIB:.0f} MiB on the fullest rank{active}"

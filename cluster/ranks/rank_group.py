@@ -30,10 +30,10 @@ from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
 from cluster.ranks.spares import WarmSpares
 from cluster.ranks.step_channel import StepChannel
 from configs.errors import EngineError, LockstepError, RankDiedError, RankLostError, StepHungError
-from configs.kept_types import kept_types
 from configs.kv_pages import dtype_bytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
+from configs.weight_dtypes import weight_dtypes
 from parallel.channel.ring import FrameReader, FrameWriter
 from parallel.persistent_memory import WEIGHTS, Keeper, kv_block
 from parallel.plan import ShardPlan
@@ -167,8 +167,8 @@ class RankGroup:
     def cost(self) -> StepCost:
         """The cost of steps, all ranks together."""
         config = self.config
-        kept, kv_bytes = kept_types(config, self.model), dtype_bytes(config.kv_dtype)
-        return StepCost.of(self.plan, dtype_bytes(config.dtype), kv_element_bytes=kv_bytes, kept=kept)
+        dtypes, kv_bytes = weight_dtypes(config, self.model), dtype_bytes(config.kv_dtype)
+        return StepCost.of(self.plan, dtype_bytes(config.dtype), kv_element_bytes=kv_bytes, dtypes=dtypes)
 
     @property
     def pool(self) -> PoolShape:

@@ -246,21 +246,21 @@ class Scheduler:
         launched = self._in_flight.popleft()
         table = self._rows
         table.in_flight[launched.rows] -= 1
-        brought, kept = StepTokens.of(table, launched, result, self._limits.eos_token_ids)
-        if broken := brought.broken(table, launched, result, kept):
+        new, valid = StepTokens.of(table, launched, result, self._limits.eos_token_ids)
+        if broken := new.broken(table, launched, result, valid):
             self._end_broken(broken)
-            kept &= table.live[brought.rows]
+            valid &= table.live[new.rows]
         logprobs = (
-            token_logprobs(table, brought.rows, kept, launched.item_rows, result) if len(result.logprob_rows) else []
+            token_logprobs(table, new.rows, valid, launched.item_rows, result) if len(result.logprob_rows) else []
         )
-        if np.count_nonzero(kept) != len(kept):
+        if np.count_nonzero(valid) != len(valid):
             # These rows ended after the launch, or with the token before, so their tokens are dropped.
-            brought = brought.where(kept)
-        brought.write(table, launched)
-        drafted = [] if self._drafter is None else self._drafter.learn(launched, result, brought.rows, self._clock())
+            new = new.where(valid)
+        new.write(table, launched)
+        drafted = [] if self._drafter is None else self._drafter.learn(launched, result, new.rows, self._clock())
         prefilled = take_prefilled(table, launched.prefilled, self._clock()) if launched.prefilled else []
         scored = prompt_logprobs(table, launched.prompt_runs, result) if launched.prompt_runs else []
-        rows, _, tokens, stopped, is_last = brought
+        rows, _, tokens, stopped, is_last = new
         ids = table.ids[rows].tobytes()
         self._total_answer_tokens += len(tokens)
         if table.num_guided:

@@ -77,10 +77,10 @@ class StepTokens(NamedTuple):
     is_last: npt.NDArray[np.bool_]
     """Whether the token uses up the request's length."""
 
-    def where(self, kept: npt.NDArray[np.bool_]) -> StepTokens:
-        """Whether the token counts."""
+    def where(self, valid: npt.NDArray[np.bool_]) -> StepTokens:
+        """The tokens that are valid."""
         rows, positions, tokens, stopped, is_last = self
-        return StepTokens(rows[kept], positions[kept], tokens[kept], stopped[kept], is_last[kept])
+        return StepTokens(rows[valid], positions[valid], tokens[valid], stopped[valid], is_last[valid])
 
     @classmethod
     def of(
@@ -94,18 +94,20 @@ class StepTokens(NamedTuple):
             rows = np.repeat(rows, counts)
             positions = np.repeat(positions - firsts, counts) + np.arange(len(tokens), dtype=np.int32)
         stopped, is_last = find_stopped(table, rows, tokens, eos_token_ids), positions + 1 >= table.max_total[rows]
-        kept = table.live[rows]
+        valid = table.live[rows]
         if len(counts):
             ends = stopped | is_last | (tokens < 0)
             num_ended: npt.NDArray[np.int64] = np.cumsum(ends) - ends  # offset of each row's first token
-            kept &= num_ended == np.repeat(num_ended[firsts], counts)
-        return cls(rows, positions, tokens, stopped, is_last), kept
+            valid &= num_ended == np.repeat(num_ended[firsts], counts)
+        return cls(rows, positions, tokens, stopped, is_last), valid
 
-    def broken(self, table: RowTable, launched: Launched, result: StepResult, kept: npt.NDArray[np.bool_]) -> list[int]:
+    def broken(
+        self, table: RowTable, launched: Launched, result: StepResult, valid: npt.NDArray[np.bool_]
+    ) -> list[int]:
         """The live rows with a NaN in place of a token that counts, or among their requested log probabilities."""
         found: list[npt.NDArray[np.integer]] = []
         if len(self.tokens) and self.tokens.min() < 0:
-            found.append(self.rows[kept & (self.tokens < 0)])
+            found.append(self.rows[valid & (self.tokens < 0)])
         if len(result.logprob_rows):
             found.append(self.rows[result.logprob_rows[np.isnan(result.logprobs)]])
         if launched.prompt_runs:
@@ -165,13 +167,13 @@ def take_prefilled(table: RowTable, rows: list[int], now: float) -> list[Prefill
 
 
 def token_logprobs(
-    table: RowTable, rows: Int32Array, kept: npt.NDArray[np.bool_], item_rows: Int32Array, result: StepResult
+    table: RowTable, rows: Int32Array, valid: npt.NDArray[np.bool_], item_rows: Int32Array, result: StepResult
 ) -> list[TokenLogprobs]:
     """Log probabilities of the tokens that count, for `rows` that requested them, and for scored items the log
     probabilities after each item."""
     logprobs: list[TokenLogprobs] = []
     for place, (index, logprob) in enumerate(zip(result.logprob_rows.tolist(), result.logprobs.tolist(), strict=True)):
-        if not kept[index]:
+        if not valid[index]:
             continue
         request = table.request(int(rows[index]))
         # The arrays are as wide as the widest request of the step.

@@ -188,8 +188,8 @@ def _reduce_norm_share_kernel(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     flag_address = own + (thread * _MAX_PROGRAMS + program) * 4
     _wait(num_ranks, thread, flag_address, epoch, given_up_ptr, host_words, timeout_ns)
-    kept: tl.constexpr = residual_ptr.dtype.element_ty
-    dtype: tl.constexpr = tl.float32 if IN_FP32 else kept
+    residual_dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    dtype: tl.constexpr = tl.float32 if IN_FP32 else residual_dtype
     row_bytes: tl.constexpr = SIZE * (dtype.primitive_bitwidth // 8)
     node_bytes = num_rows.to(tl.int64) * row_bytes
     # In each run of as many rows as there are ranks, row i belongs to rank i. Programs take runs in turn.
@@ -200,12 +200,12 @@ def _reduce_norm_share_kernel(
             residual = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
             offset = data_offset + row * row_bytes
             nodes = _nodes_of_ranks(bases, offset, node_bytes, columns, inside, NODES, dtype)
-            rounded = (residual + finish(nodes, ADDS)[2 * len(ADDS)]).to(kept)
+            rounded = (residual + finish(nodes, ADDS)[2 * len(ADDS)]).to(residual_dtype)
             scale = scale_of(rounded.to(tl.float32), eps, SIZE)
             # No other rank reads this row of any rank's summands, so the sum overwrites it.
             for other in tl.static_range(num_ranks):
                 base = bases[other].to(tl.int64)
-                sum_ptr = tl.multiple_of((base + offset).to(tl.pointer_type(kept)), 16)
+                sum_ptr = tl.multiple_of((base + offset).to(tl.pointer_type(residual_dtype)), 16)
                 tl.store(sum_ptr + columns, rounded, mask=inside)
                 tl.store((base + scales_offset + row * 4).to(tl.pointer_type(tl.float32)), scale)
     tl.debug_barrier()  # all threads have written what the signalling threads release
@@ -217,7 +217,7 @@ def _reduce_norm_share_kernel(
         for i in tl.static_range(num_ranks):
             row = tl.cast(run, tl.int64) * num_ranks + i
             if row < num_rows:
-                sum_ptr = tl.multiple_of((own + data_offset + row * row_bytes).to(tl.pointer_type(kept)), 16)
+                sum_ptr = tl.multiple_of((own + data_offset + row * row_bytes).to(tl.pointer_type(residual_dtype)), 16)
                 rounded = tl.load(sum_ptr + columns, mask=inside, other=0.0, volatile=True)
                 scale_ptr = (own + scales_offset + row * 4).to(tl.pointer_type(tl.float32))
                 scale = tl.load(scale_ptr, volatile=True)

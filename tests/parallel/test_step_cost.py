@@ -12,10 +12,10 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from configs.kept_types import Kept
 from configs.layers import Axis, Columns, Cut, LayerSpec, Role, TensorSpec
 from configs.read_config import read_model_config
 from configs.schema import EngineConfig
+from configs.weight_dtypes import WeightDtypes
 from parallel.plan import ShardPlan
 from parallel.step_cost import AttentionCost, StepCost
 from tests.helpers.dense_model import dense_model
@@ -59,7 +59,7 @@ def test_weights_in_fp8_count_one_byte_on_gpus_alone(name: str) -> None:
     saved = sum(it.elements for it in model.tensors() if it.may_be_fp8)
     beside = 2 * 151936 * 4096 if name == "qwen3-8b" else 2 * 151936 * 2048 + 48 * 128 * 2048  # and norms
     assert 0 < sum(it.elements for it in model.tensors()) - saved - beside < 1e6
-    plain, fp8 = StepCost.of(plan, 2), StepCost.of(plan, 2, kept=Kept(fp8=True))
+    plain, fp8 = StepCost.of(plan, 2), StepCost.of(plan, 2, dtypes=WeightDtypes(fp8=True))
     starts, lens = ints(*[0] * 5000), ints(*[1] * 5000)  # so many that every expert is hit
     assert plain.step(starts, lens, 1)[1] - fp8.step(starts, lens, 1)[1] == pytest.approx(saved)
     config = EngineConfig(model="m", device="cuda", dtype="bfloat16", quantization="fp8")

@@ -188,7 +188,7 @@ def test_what_a_rank_that_crashed_had_computed_is_computed_again(
 def keeper_of(pid: int) -> str:
     """The address of the keeper in the process `pid`."""
     words = Path("/proc/net/unix").read_text().split()
-    [name] = {word for word in words if word.startswith(f"@lockstep-kept-{pid}-")}
+    [name] = {word for word in words if word.startswith(f"@lockstep-persistent-{pid}-")}
     return "\0" + name[1:]
 
 

@@ -21,12 +21,12 @@ import triton.language as tl
 
 from configs.biased_mixture import BiasedMixture
 from configs.errors import CheckpointError
-from configs.kept_types import Kept, kept_types
 from configs.layers import Axis
 from configs.model_config import ModelConfig
 from configs.quantization import FP8_BLOCKS
 from configs.read_config import read_model_config
 from configs.schema import EngineConfig
+from configs.weight_dtypes import WeightDtypes, weight_dtypes
 from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, ExactArithmetic, LayerContext
 from parallel.numerics.kernels.mxfp4_groups import block_tiles
@@ -207,19 +207,21 @@ def test_exact_numerics_and_cpus_read_them(tmp_path: Path) -> None:
     assert not LayerContext((shard,), group, ExactArithmetic(CPU), bf16, cuda).keeps_mxfp4
     assert not LayerContext((shard,), group, FAST, bf16, CPU).keeps_mxfp4
     config = EngineConfig(model="m", device="cuda", dtype="bfloat16", numerics="fast")
-    assert kept_types(config, model) == Kept(mxfp4=True)
-    assert kept_types(config.model_copy(update={"quantization": "fp8"}), model) == Kept(fp8=True, mxfp4=True)
+    assert weight_dtypes(config, model) == WeightDtypes(mxfp4=True)
+    assert weight_dtypes(config.model_copy(update={"quantization": "fp8"}), model) == WeightDtypes(fp8=True, mxfp4=True)
     for other in ({"device": "cpu"}, {"dtype": "float16"}, {"numerics": "exact"}):
-        assert kept_types(config.model_copy(update=other), model) == Kept()
+        assert weight_dtypes(config.model_copy(update=other), model) == WeightDtypes()
 
 
 def test_weights_in_fp8_stay_so_on_gpus_where_that_is_faster(tmp_path: Path) -> None:
     model = dataclasses.replace(four_bit_model(tmp_path, quantization_config=None), weight_scales=FP8_BLOCKS)
     config = EngineConfig(model="m", device="cuda", dtype="bfloat16", numerics="fast")
-    assert kept_types(config, model) == Kept(fp8=True)
+    assert weight_dtypes(config, model) == WeightDtypes(fp8=True)
     for other in ({"device": "cpu"}, {"dtype": "float32"}, {"numerics": "exact"}):
-        assert kept_types(config.model_copy(update=other), model) == Kept()
-    assert kept_types(config.model_copy(update={"numerics": "exact", "quantization": "fp8"}), model) == Kept(fp8=True)
+        assert weight_dtypes(config.model_copy(update=other), model) == WeightDtypes()
+    assert weight_dtypes(config.model_copy(update={"numerics": "exact", "quantization": "fp8"}), model) == WeightDtypes(
+        fp8=True
+    )
 
 
 def test_four_bits_count_with_their_scales() -> None:
@@ -234,7 +236,10 @@ def test_four_bits_count_with_their_scales() -> None:
         plain = 2 * sum(map(plan.weight_elements, range(size)))
         assert plain - needed == experts * (16 - 4 - 8 / 32) / 8
     starts, lens = torch.zeros(1, dtype=torch.int32).numpy(), torch.ones(1, dtype=torch.int32).numpy()
-    read = [StepCost.of(plan, 2, kept=kept).step(starts, lens, 1)[1] for kept in (Kept(), Kept(mxfp4=True))]
+    read = [
+        StepCost.of(plan, 2, dtypes=dtypes).step(starts, lens, 1)[1]
+        for dtypes in (WeightDtypes(), WeightDtypes(mxfp4=True))
+    ]
     assert read[0] - read[1] == pytest.approx(experts / 8 * (16 - 4 - 8 / 32) / 8)
 
 

@@ -241,7 +241,7 @@ def _latent_norm_rope_store_kernel(
 
 def latent_norm_rope_store(
     q: torch.Tensor,
-    kept: torch.Tensor,
+    latents: torch.Tensor,
     *,
     weight: torch.Tensor,
     eps: float,
@@ -255,8 +255,8 @@ def latent_norm_rope_store(
 
     Args:
         q: [num_tokens, num_q_heads, head_dim]. The heads of a token are contiguous, with any stride between tokens.
-        kept: [num_tokens, latent_dim + rotary_dim]: latent and key of each token, contiguous, with any stride between
-            tokens. Not changed.
+        latents: [num_tokens, latent_dim + rotary_dim]: latent and key of each token, contiguous, with any stride
+            between tokens. Not changed.
         weight: [latent_dim], of q's dtype or fp32: RMSNorm of the latents.
         eps: epsilon of the norm.
         cos_sin: as in `qk_norm_rope_store`, like `positions` and `out_cache_loc`.
@@ -265,16 +265,16 @@ def latent_norm_rope_store(
     """
     num_tokens, num_q_heads, head_dim = q.shape
     rotary_dim = cos_sin.shape[1]
-    latent_dim = kept.shape[1] - rotary_dim
+    latent_dim = latents.shape[1] - rotary_dim
     assert q.stride(1) == head_dim, "the heads of a token are contiguous"
-    assert kept.stride(1) == q.stride(2) == weight.stride(0) == 1, "columns are contiguous"
-    assert slots.shape[1] == kept.shape[1], f"a slot of {slots.shape[1]} elements is not a token's latent and key"
+    assert latents.stride(1) == q.stride(2) == weight.stride(0) == 1, "columns are contiguous"
+    assert slots.shape[1] == latents.shape[1], f"a slot of {slots.shape[1]} elements is not a token's latent and key"
     if slots.dtype is torch.float8_e4m3fn:
         slots = slots.view(torch.uint8)
     dependent = is_dependent(q.device, num_tokens)
     _latent_norm_rope_store_kernel[(num_tokens, 1 + -(-num_q_heads // _HEADS))](
         q,
-        kept,
+        latents,
         weight,
         cos_sin,
         positions,
@@ -283,7 +283,7 @@ def latent_norm_rope_store(
         slots.shape[0],
         num_q_heads,
         q.stride(0),
-        kept.stride(0),
+        latents.stride(0),
         eps,
         scale,
         HEAD_DIM=head_dim,

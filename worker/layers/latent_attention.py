@@ -77,12 +77,12 @@ class MLA:
         pool."""
         layer, spec = self.layer, self._spec
         into = self._into(x)
-        q, kept = torch.split(into, [into.shape[1] - layer.head_dim, layer.head_dim], dim=1)
+        q, latents = torch.split(into, [into.shape[1] - layer.head_dim, layer.head_dim], dim=1)
         if self._q_b is not None and self._q_norm is not None:
             q = self._q_b(self._q_norm(q))
         q = q.view(len(x), layer.tp_q_head_num, spec.head_dim)
         norm = LatentNorm(self._kv_norm.weight, _NORM_EPS)
-        return step.backend.forward_latent(q, kept, layer, self._heads, step.rotations[layer.layer_id], norm)
+        return step.backend.forward_latent(q, latents, layer, self._heads, step.rotations[layer.layer_id], norm)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size], from the output of `attend`."""

@@ -140,7 +140,7 @@ class KernelRotation:
     def norm_rotate_store_latent(
         self,
         q: torch.Tensor,
-        kept: torch.Tensor,
+        latents: torch.Tensor,
         layer: LatentLayer,
         norm: LatentNorm,
         pool: TokenToKVPool,
@@ -149,7 +149,7 @@ class KernelRotation:
         [slots] = pool.slots(layer.layer_id)
         self._latent_kernel(
             q,
-            kept,
+            latents,
             weight=norm.weight,
             eps=norm.eps,
             cos_sin=self._cos_sin,
@@ -206,7 +206,7 @@ class TorchRotation:
     def norm_rotate_store_latent(
         self,
         q: torch.Tensor,
-        kept: torch.Tensor,
+        latents: torch.Tensor,
         layer: LatentLayer,
         norm: LatentNorm,
         pool: TokenToKVPool,
@@ -214,8 +214,8 @@ class TorchRotation:
     ) -> None:
         q_rope = q[..., layer.nope_dim :]
         q_rope.copy_(self._rotate(q_rope))
-        latent = rms_norm(kept[:, : layer.latent_dim], norm.weight, norm.eps)
-        k_rope = self._rotate(kept[:, None, layer.latent_dim :]).squeeze(1)
+        latent = rms_norm(latents[:, : layer.latent_dim], norm.weight, norm.eps)
+        k_rope = self._rotate(latents[:, None, layer.latent_dim :]).squeeze(1)
         pool.set_kv(layer.layer_id, out_cache_loc, torch.cat((latent, k_rope), dim=1))
 
 

@@ -102,16 +102,16 @@ class RowAdjustments:
         """Number of log probabilities that each of `rows` requests."""
         return self._num_requested[rows]
 
-    def count(self, rows: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None = None) -> None:
+    def count(self, rows: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor | None = None) -> None:
         """Counts a token sampled for each of `rows`. For rows without penalties the count has no effect.
 
         Args:
             rows: [num_rows] int64, device, distinct.
             tokens: [num_rows] int64, device.
-            kept: [num_rows] bool, device: the tokens to count. If None, all are counted.
+            accepted: [num_rows] bool, device: the tokens to count. If None, all are counted.
         """
         marks = self.marks[rows, tokens]
-        counts = marks < 2 * _MAX_COUNT if kept is None else kept & (marks < 2 * _MAX_COUNT)
+        counts = marks < 2 * _MAX_COUNT if accepted is None else accepted & (marks < 2 * _MAX_COUNT)
         self.marks[rows, tokens] = torch.where(counts, marks + 2, marks)
 
     def _start_rows(self, params: npt.NDArray[np.void]) -> bool:

@@ -46,7 +46,7 @@ class StepDrafts:
         tokens = following.masked_fill(upload(is_last, device), _NO_DRAFT)
         return cls(index_in_row.astype(np.int32), upload(firsts, device), tokens)
 
-    def kept(self, tokens: torch.Tensor) -> torch.Tensor:
+    def accepted(self, tokens: torch.Tensor) -> torch.Tensor:
         """[num_sampled] bool: whether all tokens sampled before this one in its row equal their drafts.
 
         Args:
@@ -56,10 +56,10 @@ class StepDrafts:
         num_wrong = is_wrong.cumsum(0) - is_wrong.long()  # before each token, over all rows
         return num_wrong == num_wrong.index_select(0, self.firsts)
 
-    def lasts(self, tokens: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    def lasts(self, tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
         """[num_sampled] bool: whether this is the row's last token of this step. Each row has exactly one.
 
         Args:
-            tokens: as in `kept`, which returned `kept`.
+            tokens: as in `accepted`, which returned `accepted`.
         """
-        return kept & (tokens != self.tokens)
+        return accepted & (tokens != self.tokens)

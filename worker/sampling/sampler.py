@@ -214,9 +214,9 @@ class Sampler:
             return self._plain(logits, rows, positions)
         tokens = torch.zeros(len(rows), dtype=torch.int64, device=self._group.device)
         if len(left_out) < len(rows):
-            kept = upload(np.delete(np.arange(len(rows)), left_out), self._group.device)
-            own = self._plain(*(part.index_select(0, kept) for part in (logits, rows, positions)))
-            tokens.index_copy_(0, kept, own)
+            accepted = upload(np.delete(np.arange(len(rows)), left_out), self._group.device)
+            own = self._plain(*(part.index_select(0, accepted) for part in (logits, rows, positions)))
+            tokens.index_copy_(0, accepted, own)
         return tokens
 
     def resample(
@@ -260,11 +260,11 @@ class Sampler:
                 if len(redrawn) < len(chunk):
                     at = upload(redrawn, self._group.device)
                     again, whole = chunk.index_select(0, at), whole.index_select(0, at)
-                kept = None
+                accepted = None
                 if index_in_row and drafts is not None:
                     self.adjustments.use_masks_after(index_in_row)
-                    kept = drafts.kept(tokens).index_select(0, again)
-                self._redraw(whole, rows, positions, again, tokens, resampled.are_adjusted, kept)
+                    accepted = drafts.accepted(tokens).index_select(0, again)
+                self._redraw(whole, rows, positions, again, tokens, resampled.are_adjusted, accepted)
             if raw is not None:
                 requested = self.adjustments.requested[rows.index_select(0, wanting).long(), : resampled.num_requested]
                 drawn = tokens.index_select(0, wanting).clamp_(min=0)
@@ -301,11 +301,11 @@ class Sampler:
         again: torch.Tensor,
         tokens: torch.Tensor,
         are_adjusted: bool,
-        kept: torch.Tensor | None,
+        accepted: torch.Tensor | None,
     ) -> None:
         """Samples the rows `again` of the batch from `whole`, their complete rows of logits, and changes `tokens`.
 
-        `kept`: as in `RowAdjustments.count`.
+        `accepted`: as in `RowAdjustments.count`.
         """
         kernels, records = self._kernels, self.tables.records
         rows, positions = rows.index_select(0, again), positions.index_select(0, again)
@@ -315,7 +315,7 @@ class Sampler:
         drawn = kernels.reduce_tokens(kernels.best_candidates(whole, rows, positions, records, 0, thresholds))
         tokens.index_copy_(0, again, drawn)
         if are_adjusted:
-            self.adjustments.count(rows.long(), drawn.clamp(min=0), kept)
+            self.adjustments.count(rows.long(), drawn.clamp(min=0), accepted)
 
 
 def _chunks(ends: list[int]) -> Iterator[tuple[int, slice]]:

@@ -132,8 +132,8 @@ class DraftPasses:
             wanted[is_sampled] = frame.num_wanted
         most = int(wanted.max())
         self._num_dropped.zero_()
-        if output.kept is not None:
-            self._num_dropped.index_add_(0, self._inputs.rows_of_samples(step.shape), (~output.kept).int())
+        if output.accepted is not None:
+            self._num_dropped.index_add_(0, self._inputs.rows_of_samples(step.shape), (~output.accepted).int())
         names = (_FIRST,) if most else (_READ, _FIRST)
         name = next((it for it in names if captured is not None and self._graphs.has_pass(it, captured)), None)
         if captured is not None and name is not None:

@@ -28,7 +28,7 @@ class PendingStep:
         self._num_targets = len(frame.prompt_targets)
         # A non-blocking copy to the host goes to pinned memory, and the event marks when that is filled.
         self._tokens = output.tokens.to("cpu", non_blocking=True)
-        self._kept = None if output.kept is None else output.kept.to("cpu", non_blocking=True)
+        self._accepted = None if output.accepted is None else output.accepted.to("cpu", non_blocking=True)
         self._drafts = None if output.drafts is None else output.drafts.to("cpu", non_blocking=True)
         self._num_samples, self._num_wanted = frame.num_samples, frame.num_wanted
         self._logprob_tokens = output.logprob_tokens
@@ -69,21 +69,21 @@ class PendingStep:
             result.prompt_top_ids = self._prompt_logprobs.top_ids.numpy()[:num_targets].astype(np.int32)
             result.prompt_top_logprobs = self._prompt_logprobs.top_logprobs.numpy()[:num_targets]
             result.item_logprobs = self._prompt_logprobs.requested_logprobs.numpy()[num_targets:]
-        if self._kept is not None:
-            _keep(result, self._kept.numpy(), self._num_samples)
+        if self._accepted is not None:
+            _keep(result, self._accepted.numpy(), self._num_samples)
         return result
 
 
-def _keep(result: StepResult, kept: npt.NDArray[np.bool_], num_samples: Int32Array) -> None:
+def _keep(result: StepResult, accepted: npt.NDArray[np.bool_], num_samples: Int32Array) -> None:
     """Removes the tokens that do not count from the `num_samples` tokens of each row, and sets the number that
     remain."""
-    result.tokens = result.tokens[kept]
-    result.num_tokens = np.add.reduceat(kept, np.cumsum(num_samples) - num_samples, dtype=np.int32)
+    result.tokens = result.tokens[accepted]
+    result.num_tokens = np.add.reduceat(accepted, np.cumsum(num_samples) - num_samples, dtype=np.int32)
     if not len(result.logprob_rows):
         return
     which = result.logprob_rows
     order = np.argsort(which)
-    order = order[kept[which[order]]]
-    result.logprob_rows = (np.cumsum(kept, dtype=np.int32) - 1)[which[order]]
+    order = order[accepted[which[order]]]
+    result.logprob_rows = (np.cumsum(accepted, dtype=np.int32) - 1)[which[order]]
     for name in ("logprobs", "top_ids", "top_logprobs", "requested_logprobs"):
         setattr(result, name, getattr(result, name)[order])

@@ -32,8 +32,8 @@ class Resampling:
             output.logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, resampled, drafts)
         rows = rows.long()
         if drafts is not None:
-            output.kept = drafts.kept(output.tokens)
+            output.accepted = drafts.accepted(output.tokens)
             resampled, _ = resampled.by_index_in_row(drafts)  # the order of the log probabilities
-            rows = rows * drafts.lasts(output.tokens, output.kept)  # row 0 (padding) takes all other tokens
+            rows = rows * drafts.lasts(output.tokens, output.accepted)  # row 0 (padding) takes all other tokens
         output.logprob_tokens = resampled.indices[resampled.num_logprobs >= 0].astype(np.int32)
         self._inputs.take(rows, output.tokens, positions)

@@ -102,7 +102,7 @@ class StepOutput:
     """Log probabilities of `logprob_tokens`. None if none were requested."""
     prompt_logprobs: LogprobTensors | None = None
     """Log probabilities of the frame's prompt targets and then of its items. None if the frame has neither."""
-    kept: torch.Tensor | None = None
+    accepted: torch.Tensor | None = None
     """[num_sampled] bool: tokens that count, because the drafts before them are accepted. If None, all tokens count."""
     drafts: torch.Tensor | None = None
     """[num_sampled_rows, most wanted] int64: drafts of what follows each row. None if none were requested."""

@@ -15,10 +15,10 @@ import torch
 
 from attention.kv_pool import FP8
 from configs.errors import ConfigError, EngineError, OutOfMemoryError
-from configs.kept_types import kept_types
 from configs.model_config import ModelConfig
 from configs.read_draft_head import draft_head_path
 from configs.schema import EngineConfig
+from configs.weight_dtypes import weight_dtypes
 from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, ExactArithmetic
 from parallel.persistent_memory import PersistentMemory
@@ -234,7 +234,7 @@ class Shard:
             found = QuantisedCheckpoint(found, model)
         # Older GPUs cannot multiply in FP8.
         multiplies_fp8 = self._device.type == "cpu" or torch.cuda.get_device_capability(self._device) >= (8, 9)
-        found.keeps_fp8 = kept_types(self._config, model).fp8 and multiplies_fp8
+        found.keeps_fp8 = weight_dtypes(self._config, model).fp8 and multiplies_fp8
         return found
 
 

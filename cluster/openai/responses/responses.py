@@ -184,7 +184,7 @@ def _response(request: ResponsesRequest, id_: str, sampling: SamplingParams, mod
         parallel_tool_calls=request.parallel_tool_calls is not False,
         previous_response_id=request.previous_response_id,
         reasoning=objects.ReasoningSettings(reasoning.effort, reasoning.summary),
-        store=request.kept,
+        store=request.is_stored,
         temperature=sampling.temperature,
         text=text,
         tool_choice="auto" if request.tool_choice is None else request.tool_choice,

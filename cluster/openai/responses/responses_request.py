@@ -185,7 +185,7 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
     user: str | None = None
 
     @property
-    def kept(self) -> bool:
+    def is_stored(self) -> bool:
         """Whether the response is stored."""
         return self.store is not False
 

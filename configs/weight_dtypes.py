@@ -8,21 +8,21 @@ from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
 
 
-class Kept(NamedTuple):
+class WeightDtypes(NamedTuple):
     """The dtypes besides `dtype` in which ranks hold those weights that allow them."""
 
     fp8: bool = False
     mxfp4: bool = False
 
 
-PLAIN = Kept()
+PLAIN = WeightDtypes()
 
 
-def kept_types(config: EngineConfig, model: ModelConfig) -> Kept:
+def weight_dtypes(config: EngineConfig, model: ModelConfig) -> WeightDtypes:
     """The weight dtypes on the ranks, for a resolved `config`. CPUs read all weights as `dtype`. So do GPUs with exact
     numerics, unless FP8 is requested: FP8 gives the same bits there and takes longer."""
     is_cuda = config.device == "cuda"
     is_fast = is_cuda and not config.is_exact
     has_fp8 = is_fast and config.dtype != "float32" and model.weight_scales is not None
     has_mxfp4 = is_fast and config.dtype == "bfloat16" and model.has_mxfp4
-    return Kept(has_fp8 or (is_cuda and config.quantization == "fp8"), has_mxfp4)
+    return WeightDtypes(has_fp8 or (is_cuda and config.quantization == "fp8"), has_mxfp4)
