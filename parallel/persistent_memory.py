@@ -172,8 +172,7 @@ class PersistentMemory:
             os.close(fds[0])
 
     def existing(self, name: str, num_bytes: int) -> torch.Tensor:
-        """The block with that name [num_bytes] uint8, with its contents. Raises EngineError if there is none of that
-        size."""
+        """The block with that name [num_bytes] uint8, with its contents. Raises EngineError if none has that size."""
         found = self.find(name)
         if found is None or len(found.memory) != num_bytes:
             raise EngineError(f"rank {self._rank} has no block {name!r} of {num_bytes} bytes in persistent memory")

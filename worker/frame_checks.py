@@ -190,5 +190,4 @@ _FAULTS: dict[str, Callable[[Any, StepFrame, FrameLimits], str | None]] = {
     "prompt_targets": _check_prompt_targets,
     "items": _check_items,
 }
-"""Finds the fault in each section that is not empty. The fault completes "step 3 of generation 1 ...". None if it has
-none."""
+"""Checks each section that is not empty. Returns None or a fault that completes "step 3 of generation 1 ..."."""

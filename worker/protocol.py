@@ -63,8 +63,7 @@ COUNT_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4"), ("num_generated", "
 """How often the answer so far has a token, and whether (1 or 0) the prompt has it. Tokens of a row are distinct."""
 
 REQUESTED_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4")])
-"""A token for which a row with logprobs requests the log probability too, in the order of the answers. At most
-MAX_ROW_REQUESTED a row."""
+"""A token with a log probability that a row with logprobs requests, in answer order. MAX_ROW_REQUESTED a row."""
 
 ITEM_DTYPE = np.dtype([("row", "<i4"), ("len", "<i4")])
 """A scored item: `len` of a row's last inputs. They see each other and what precedes all items of the row, and their
@@ -83,8 +82,8 @@ class FrameKind(IntEnum):
     CLOSE = 2
     """Leave the step loop."""
     CAPTURE = 3
-    """Capture one more CUDA graph, and answer with the number left. Sent while no step is in flight, with the last
-    step's id."""
+    """Capture one more CUDA graph, and answer with the number left. Sent with the last step's id, with none in
+    flight."""
     STEP_WITHOUT_DRAFT_HEAD = 4
     """Run one forward pass without the draft head, which lacks keys and values of the step's tokens from then on."""
 
@@ -106,8 +105,7 @@ _SAMPLE = int(RowFlag.SAMPLE)
 
 
 def mask_words(vocab_size: int) -> int:
-    """Number of uint32 words of a mask over the vocabulary. Bit v % 32 of word v // 32 says whether token v may be
-    sampled."""
+    """Number of uint32 words of a mask over the vocabulary. Bit v % 32 of word v // 32 allows token v."""
     return -(-vocab_size // 32)
 
 
@@ -141,25 +139,20 @@ class StepFrame(Message):
     biases = Section(BIAS_DTYPE, "bias")
     """Biases of rows in `params`."""
     mask_rows = Section(np.int32, "mask")
-    """[num_masks] rows of this step. A row with several sampled inputs appears once for each input that has a mask, in
-    the inputs' order."""
+    """[num_masks] rows of this step. A row appears once for each of its sampled inputs with a mask, in order."""
     masks = Section(np.uint32, "mask", "mask_word")
     """[num_masks, mask_words(vocab_size)]: each mask applies to its row from this token on, until it is replaced."""
     counts = Section(COUNT_DTYPE, "count")
-    """Counts of the tokens so far in rows in `params` that have penalties. The ranks count tokens sampled from now
-    on."""
+    """Counts of the tokens so far in rows in `params` that have penalties. The ranks count later tokens."""
     requested = Section(REQUESTED_DTYPE, "requested")
     """Tokens with log probabilities that rows in `params` request."""
     prompt_runs = Section(PROMPT_LOGPROBS_DTYPE, "prompt_run")
-    """Positions with log probabilities that rows with HAS_TOKENS request, at most one run a row, in the order of
-    `rows`."""
+    """Positions with log probabilities that rows with HAS_TOKENS request, at most one run a row, in `rows`' order."""
     prompt_targets = Section(np.int32, "prompt_target")
-    """[num_prompt_logprobs], at most MAX_PROMPT_LOGPROBS: the tokens after the positions of `prompt_runs`,
-    concatenated."""
+    """[num_prompt_logprobs], at most MAX_PROMPT_LOGPROBS: the tokens after all `prompt_runs`' positions."""
 
     items = Section(ITEM_DTYPE, "item")
-    """Scored items formed by the last inputs of rows with HAS_TOKENS and SAMPLE, in the order of `rows` and of these
-    inputs."""
+    """Scored items formed by the last inputs of rows with HAS_TOKENS and SAMPLE, in the order of `rows` and inputs."""
 
     __slots__ = ("kind",)
 
@@ -198,8 +191,7 @@ _NO_TOKENS = np.empty(0, np.int32)
 class StepResult(Message):
     """Results from rank 0: the tokens of the frame's rows with SAMPLE, in the frame's row order.
 
-    A row gets one token for each of its drafts that is accepted, and one more. So it gets at most its number of sampled
-    inputs.
+    A row gets one token for each of its drafts that is accepted, and one more. It gets at most one per sampled input.
     """
 
     __slots__ = ()
@@ -209,8 +201,7 @@ class StepResult(Message):
     num_tokens = Section(np.int32, "sampled_row")
     """[num_sampled_rows] number of tokens of each row. If empty, one each."""
     drafts = Section(np.int32, "drafted_row", "draft")
-    """[num_sampled_rows, most wanted]: drafts of what follows each row's tokens, then -1 after the number that the row
-    wanted."""
+    """[num_sampled_rows, most wanted]: drafts of what follows each row's tokens, padded with -1."""
     logprob_rows = Section(np.int32, "logprob")
     """[num_logprob_rows]: indices into `tokens` of the tokens with requested logprobs."""
     logprobs = Section(np.float32, "logprob")
@@ -226,14 +217,12 @@ class StepResult(Message):
     prompt_logprobs = Section(np.float32, "prompt_target")
     """[num_prompt_logprobs]: log probability of each of the frame's `prompt_targets`, given the tokens before it."""
     prompt_top_ids = Section(np.int32, "prompt_target", "prompt_k")
-    """[num_prompt_logprobs, k]: likeliest tokens at its position, descending, ties by id. k is the largest requested
-    number."""
+    """[num_prompt_logprobs, k]: likeliest tokens at its position, descending, ties by id. k is the most requested."""
     prompt_top_logprobs = Section(np.float32, "prompt_target", "prompt_k")
     """[num_prompt_logprobs, k]: log probabilities of `prompt_top_ids`."""
 
     item_logprobs = Section(np.float32, "item", "requested_of_item")
-    """[num_items, m]: log probabilities of the tokens that each item's row requested, after the item. m as in
-    `requested_logprobs`."""
+    """[num_items, m]: requested log probabilities of the token after each item. m as in `requested_logprobs`."""
 
     def __init__(self, generation: int, step: int, tokens: Int32Array = _NO_TOKENS, **sections: Array) -> None:
         super().__init__(generation, step, {"tokens": tokens, **sections})

@@ -1,5 +1,4 @@
-"""Binary messages as tables of arrays. A `Section` declares an array once, and encoding, decoding, sizes and checks
-follow.
+"""Binary messages as tables of arrays. A `Section` declares an array once, for encoding, decoding, sizes and checks.
 
 A message is little-endian: a fixed header, then the arrays one after the other; no pickle, no torch, no Ray. The header
 has the lengths that sections name. Arrays that name the same length are equally long, and an empty one takes no byte.
@@ -66,8 +65,7 @@ class Message:
 
     _sections: ClassVar[dict[str, Section[Any]]]
     _table: ClassVar[list[tuple[str, np.dtype[Any], int, int | None, int | None]]]
-    """For each section: name, dtype, index of its length in the header, index of its width, and the width if it is
-    fixed."""
+    """For each section: name, dtype, index of its length in the header, index of its width, and a fixed width."""
     _num_lengths: ClassVar[int]
     _header: ClassVar[struct.Struct]
     """Magic, checksum of all bytes after these two, kind, generation, step, lengths."""

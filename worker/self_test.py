@@ -45,8 +45,7 @@ _OUTPUTS = 2112
 _TOKENS = 600  # more than a chunk of keys
 _PAGE_SIZE = 16
 _STEP_SIZES = (1, 16, 17, 64, 128, 256, 513)
-"""Numbers of new tokens of steps. Products, experts and sums over ranks have different kernels up to 16, 64, 128 and
-512, and above."""
+"""Numbers of new tokens of steps. Products, experts and sums over ranks change kernels above 16, 64, 128 and 512."""
 _MOST_TOKENS = 1100
 _MOST_ROWS = 256
 _MOST_ELEMENTS = 1 << 24
@@ -122,8 +121,7 @@ def check_steps(
 
 
 def _step(tokens: npt.NDArray[np.int64], starts: Sequence[int], page_size: int) -> StepFrame:
-    """A step with one row from the only entry of `starts`, or with a row of one token for each entry. All rows share
-    the pages."""
+    """A step with one row from the only one of `starts`, or a row of one token for each. Rows share pages."""
     lens = np.full(len(starts), len(tokens) // len(starts), np.int32)
     ends = (np.array(starts) + lens).tolist()
     deltas = [(row, page, page + 1) for row, end in enumerate(ends, start=1) for page in range(-(-end // page_size))]

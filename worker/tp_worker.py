@@ -159,8 +159,7 @@ class TPWorker:
             keeps_kv: reuse the pool that this rank had before, in this or an earlier process.
 
         Raises:
-            EngineError: that pool is gone, or has another size; or numerics are exact, and this machine breaks the
-                contract.
+            EngineError: that pool is gone, or has another size; or exact numerics do not hold on this machine.
         """
         check_length(self._model, max_model_len)
         self.close()

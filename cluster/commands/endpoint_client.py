@@ -13,16 +13,14 @@ import httpx
 from configs.errors import ConfigError, EngineError
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
-"""The environment variable with the key that commands send. On a command line, every user of the machine could read
-it."""
+"""The environment variable with the key to send. On a command line, every user of the machine could read it."""
 
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 600.0
 
 
 class EndpointClient:
-    """A client of one endpoint. Every method raises EngineError if the endpoint does not answer, or answers with an
-    error."""
+    """A client of one endpoint. Every method raises EngineError if the endpoint fails or does not answer."""
 
     def __init__(self, url: str) -> None:
         """`url` may omit the scheme, and `/v1` if it has no path. Raises ConfigError if it is not a URL."""

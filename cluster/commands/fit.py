@@ -1,5 +1,4 @@
-"""Computes from config.json alone whether a model fits, and how many tokens its KV pool would hold, by number of
-ranks."""
+"""Computes from config.json alone, by number of ranks, whether a model fits and how large its KV pool is."""
 
 from __future__ import annotations
 

@@ -54,8 +54,7 @@ def print_plan(
 
     Args:
         gpus: whether the ranks run on GPUs. If None, the config decides, and `device: auto` means cpu.
-        gpu_memory_bytes: memory of each GPU. If given, also shows which numbers of GPUs hold the model, and the number
-            of KV tokens.
+        gpu_memory_bytes: memory of each GPU. If given, also shows how many tokens each number of GPUs holds.
         settings: also show every setting, its value and its source.
         layers: also show the model's layers, their tensors and how they are cut.
 

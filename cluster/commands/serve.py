@@ -1,5 +1,4 @@
-"""`python -m cluster serve`: deploys one config file, shows the progress of the start, and removes the app at the
-end."""
+"""`python -m cluster serve`: deploys one config file, shows the start's progress, and removes the app at the end."""
 
 from __future__ import annotations
 
@@ -125,8 +124,7 @@ class ServingJob:
             open_keys(config.server)
         cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=False)) * config.num_replicas
         self._say("starting Ray" if self._address is None else f"joining Ray at {self._address}")
-        # The start of Ray is mostly waiting, so the modules needed after it, which take half a second, are imported
-        # meanwhile.
+        # The start of Ray is mostly waiting, so the next modules, which take half a second, are imported meanwhile.
         threading.Thread(target=importlib.import_module, args=("cluster.serve.deployment",), daemon=True).start()
         if config.device != "cpu" and _NVIDIA.exists():
             threading.Thread(target=_read_ahead, daemon=True).start()
@@ -149,13 +147,11 @@ class ServingJob:
 
     def _on_signal(self, *_: object) -> None:
         (self._hurry if self._stop.is_set() else self._stop).set()
-        # After a signal, Ray prints how its own processes ended, and this cannot be turned off. Our own output goes to
-        # the console.
+        # After a signal, Ray prints how its own processes ended, always. Our own output goes to the console.
         sys.stdout = io.StringIO()
 
     def _serve_watchfully(self, session: Session, *, detach: bool) -> None:
-        """Runs `_serve` in a thread, because Ray's calls wait a minute for a cluster that the same signal ended. This
-        method does not."""
+        """Runs `_serve` in a thread, because Ray's calls wait a minute for an ended cluster."""
         with ThreadPoolExecutor(1) as pool:
             serving = pool.submit(self._serve, session, detach=detach)
             head = _head_processes() if session.own else []
@@ -211,8 +207,7 @@ class ServingJob:
                 self._delete(deployment, until_gone=session.own)
 
     def _delete(self, deployment: Deployment, *, until_gone: bool) -> None:
-        """Requests that Serve ends the app. If this command started the cluster, it ends next, so this waits for the
-        app's end."""
+        """Requests that Serve ends the app. If this command started the cluster, this waits for the app's end."""
         from cluster.serve.deployment import serve_is_running
 
         if not serve_is_running():
@@ -225,8 +220,7 @@ class ServingJob:
             time.sleep(_POLL_S)
 
     def _wait_until_running(self, deployment: Deployment) -> bool:
-        """Returns True once the app runs, False if interrupted. Shows each phase once, and on a terminal its
-        progress."""
+        """Returns True once the app runs, False if interrupted. Shows each phase once, on a terminal with progress."""
         shown = ""
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with Bars(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bars:
@@ -265,8 +259,7 @@ class ServingJob:
         return min(found, key=lambda progress: progress.phase == "ready", default=None)
 
     def _wait_until_answering(self) -> None:
-        """Returns once the endpoint answers on this machine. Serve's proxy learns of a new app a moment after it
-        runs."""
+        """Returns once the endpoint answers on this machine. Serve's proxy learns of a new app a moment later."""
         deadline = time.monotonic() + _URL_TIMEOUT_S
         while not self._stop.wait(_POLL_S):
             with contextlib.suppress(httpx.HTTPError):
@@ -278,8 +271,7 @@ class ServingJob:
 
     def _print_ready(self, *, detach: bool, session: Session) -> None:
         name = self._config.served_model_name
-        # Limited, because a small model may continue to the end of its context, and this only shows that the endpoint
-        # works.
+        # Limited, because a small model may fill its context, and this only shows that the endpoint works.
         messages = [{"role": "user", "content": "Name the capital of France."}]
         body = {"model": name, "messages": messages, "max_tokens": 32}
         self._say("ready")
@@ -294,8 +286,7 @@ class ServingJob:
             self._print("Ctrl-C ends it")
 
     def _watch(self, deployment: Deployment) -> None:
-        """Returns when interrupted. Prints changes of the status, and raises EngineError if the app is gone for
-        good."""
+        """Returns when interrupted. Prints changes of the status, and raises EngineError if the app is gone."""
         last = "RUNNING"
         while not self._stop.wait(_WATCH_S):
             status, message = deployment.status()
@@ -316,8 +307,7 @@ class ServingJob:
 
 
 def _read_ahead() -> None:
-    """Starts a process that reads what the ranks will import: gigabytes, which a newly started host has only on
-    disk."""
+    """Starts a process that reads what the ranks will import: gigabytes that a new host has only on disk."""
     code = "from worker.warm_up import read_ahead; read_ahead()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
 

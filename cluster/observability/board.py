@@ -126,8 +126,7 @@ class StatsBoard:
         return list(self._seconds)
 
     def steps(self, count: int | None = None) -> npt.NDArray[np.void]:
-        """[at most `count`] of STEP_DTYPE: the steps that retired last, oldest first. If None, all of the last
-        16384."""
+        """[at most `count`] of STEP_DTYPE: the steps that retired last, oldest first. If None, the last 16384."""
         kept = min(self._num_steps, _KEPT_STEPS if count is None else count)
         return self._steps[np.arange(self._num_steps - kept, self._num_steps) % _KEPT_STEPS]
 

@@ -144,8 +144,7 @@ class Telemetry:
 
 
 def _log_request(record: RequestRecord, pause_s: float) -> None:
-    """Logs one line per request, with its seed, which is enough to run it again. `pause_s` is the part of its time in
-    which no step ran."""
+    """Logs one line per request, with the seed to run it again. `pause_s` is its time without steps."""
     fields: dict[str, object] = {"request_id": record.context.request_id, "id": record.id}
     if record.context.client:
         fields["client"] = record.context.client

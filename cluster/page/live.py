@@ -52,8 +52,7 @@ class StepView(msgspec.Struct, frozen=True):
 
 
 class PagesView(msgspec.Struct, frozen=True):
-    """Numbers of KV pages. They are equal on all ranks, because ranks divide the heads of every token, not the
-    tokens."""
+    """Numbers of KV pages. They are equal on all ranks, because ranks divide heads, not tokens."""
 
     owned: int
     cached: int
@@ -108,8 +107,7 @@ class LiveServing:
         self._num_readers = 0
 
     async def live(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """Streams the events. Raises OverloadedError if there are too many readers, since each costs some work while it
-        stays."""
+        """Streams the events. Raises OverloadedError if there are too many readers, since each costs some work."""
         if self._num_readers >= _MAX_READERS:
             raise OverloadedError(f"{_MAX_READERS} readers follow the engine already.", retry_after_s=10.0)
         return HttpResponse(self._events(), streamed=True)

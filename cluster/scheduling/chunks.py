@@ -26,8 +26,7 @@ class Chunks:
         """Number of tokens that rows took from the prefix cache."""
 
     def go_on(self, row: int, plan: PrefillPlan) -> None:
-        """Adds the next chunk of a row in prefill, if there are pages for it and no other row computes the same
-        part."""
+        """Adds the next chunk of a row in prefill, if there are pages for it and no other row computes it."""
         if not self.has_room(self._rows.request(row), plan):
             return
         # Other rows may have computed the next part since the last chunk.
@@ -43,8 +42,7 @@ class Chunks:
         self.add(row, key, plan)
 
     def has_room(self, request: Request, plan: PrefillPlan) -> bool:
-        """Whether the step has room for the request: for its scored items, or for a log probability if its next tokens
-        need one."""
+        """Whether the step has room for the request: for its scored items, or for its next log probability."""
         if request.num_item_tokens:
             return (
                 request.num_item_tokens <= plan.budget and plan.num_items + len(request.sampling.item_lens) <= MAX_ITEMS
@@ -75,8 +73,7 @@ class Chunks:
             plan.num_prefix_deltas += len(deltas)
 
     def next_page_key(self, row: int, prefix: Prefix) -> PageKey | None:
-        """The key of the first page of a chunk after `prefix`. Chunks that begin alike share it. None if none can
-        share."""
+        """The key of the first page of a chunk after `prefix`. Chunks that begin alike share it. None if none can."""
         table, page_size = self._rows, self._limits.page_size
         start = int(table.num_computed[row]) + len(prefix.pages) * page_size
         end = min(int(table.num_prefill[row]), int(table.num_cacheable[row]))
@@ -84,8 +81,7 @@ class Chunks:
         return self._pages.next_page_key(row, prefix, tokens)
 
     def is_computed_by_another(self, row: int, prefix: Prefix, key: PageKey | None, plan: PrefillPlan) -> bool:
-        """Whether a chunk of the plan computes whole pages with at least half of the tokens that the row would compute
-        now."""
+        """Whether a chunk of the plan computes whole pages with at least half of the row's next tokens."""
         if key is None or (index := plan.computing.get(key)) is None or self._rows.request(row).wants_prompt_logprobs:
             return False
         table, page_size = self._rows, self._limits.page_size

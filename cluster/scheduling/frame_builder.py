@@ -39,8 +39,7 @@ class FrameBuilder:
             self.add(mask_rows=np.array([row for row, _ in masks], np.int32), masks=np.stack([it for _, it in masks]))
 
     def start_rows(self, requests: Sequence[Request]) -> None:
-        """Adds the parameters and adjustments of newly admitted requests. Their tokens and pages are added
-        separately."""
+        """Adds the parameters and adjustments of newly admitted requests. Tokens and pages are added elsewhere."""
         if not requests:
             return
         self.add(params=_params(requests))

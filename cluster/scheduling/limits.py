@@ -12,8 +12,7 @@ from configs.schema import NO_SPECULATION, EngineConfig, SpeculationConfig, reso
 from worker.protocol import MAX_ITEMS, MAX_PROMPT_LOGPROBS, MAX_ROW_BIASES, MAX_ROW_REQUESTED, StepFrame, mask_words
 
 MAX_PREFIX_DELTAS = 4096
-"""Number of page deltas in a frame from which on no further prefix is taken from the cache. Bounds the size of a
-frame."""
+"""Number of page deltas in a frame from which on no further prefix is taken from the cache. Bounds a frame's size."""
 
 _MASKS_BYTES = 4 << 20
 """Maximum bytes of masks that one frame contains for decoding rows."""
@@ -86,8 +85,7 @@ class SchedulerLimits:
 
     @property
     def max_row_tokens(self) -> int:
-        """Maximum number of tokens that a row may get in one step. Such a row has the same number of inputs: its last
-        token, and drafts."""
+        """Maximum tokens of a row in one step. It has the same number of inputs: its last token, and drafts."""
         return 1 + self.speculation.num_drafts
 
     def num_pages_for(self, num_tokens: int) -> int:

@@ -2,14 +2,13 @@
 
 Decodes come first and are planned elsewhere. Then come prefills in progress, then the queue in its order (`FairQueue`),
 with two exceptions, so that one huge prompt does not delay all others:
-- While a prefill is in progress, requests may go first if their whole prompts fit into half of the tokens that decodes
-  leave.
+- While a prefill is in progress, requests may go first if their whole prompts fit into half of what decodes leave.
 - If the head of the queue lacks pages, the next few requests may overtake it, up to `MAX_OVERTAKEN` times. Then they
   wait for it. A preempted request is never overtaken.
 
 Clients share prefills too. While a client's prompt is in progress, another client's shorter prompt may begin with half
-of the tokens that decodes leave, even if it does not fit as a whole. Clients with prompts in progress then share each
-step evenly. Among waiting requests, those of clients that hold their share of rows and pages come last (`Shares`).
+of what decodes leave, even if it does not fit as a whole. Clients with prompts in progress then share each step evenly.
+Among waiting requests, those of clients that hold their share of rows and pages come last (`Shares`).
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ _LAST_CHUNK = int(RowFlag.HAS_TOKENS | RowFlag.SAMPLE)
 MAX_OVERTAKEN = 16
 # Number of requests after a head that cannot be admitted that are tried in one step.
 _LOOKAHEAD = 4
-# A client with more than half of the rows does not take the last free one if another client was active within this
-# time.
+# A client with more than half of the rows does not take the last free one if another was active within this time.
 _LAST_ROW_S = 10.0
 
 
@@ -147,8 +145,7 @@ class PrefillQueue:
 
     def _in_turns(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Rows in prefill in the order in which they get chunks. Each comes with the number of clients that still share
-        the step's tokens. First comes one row of each client, the one with the fewest tokens left first, then all other
-        rows."""
+        the step's tokens. One row of each client comes first, by fewest tokens left, then the other rows."""
         table = self._rows
         first: dict[str, int] = {}
         for row in rows:
@@ -208,8 +205,7 @@ class PrefillQueue:
             frame.add(prompt_runs=np.array(runs, PROMPT_LOGPROBS_DTYPE), prompt_targets=np.concatenate(targets))
 
     def check_integrity(self, running_ids: set[int]) -> set[int]:
-        """Returns the ids of the waiting requests. Raises AssertionError unless queue, prefills and the row table
-        agree."""
+        """Returns the ids of the waiting requests. Raises AssertionError unless queue, prefills and row table agree."""
         table = self._rows
         prefilling = np.flatnonzero(table.live & (table.num_computed < table.num_prefill))
         assert sorted(self.prefilling) == prefilling.tolist(), "the list of prefills is wrong"

@@ -205,8 +205,7 @@ def engine_app(
         placement_group_strategy=config.placement.strategy,
         ray_actor_options={"num_cpus": bundles[0]["CPU"], **environment_options(REPLICA_SETTINGS, environment)},
         max_ongoing_requests=ongoing,
-        # Requests that Ray Serve holds while no replica takes them, as while one is replaced. Without a bound they pile
-        # up.
+        # Requests that Ray Serve holds while no replica takes them, as while one is replaced, need a bound.
         max_queued_requests=ongoing,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,

@@ -1,8 +1,7 @@
 """The number of replicas that the load requires: the policy of `autoscaling_config`.
 
 The number of requests is a poor measure, because one may be a hundred times the work of another. The policy uses
-waiting prompt tokens, and the use of the KV pool and the batch. Delays, factors and bounds are Ray Serve's, from the
-same section.
+waiting prompt tokens, and the use of the KV pool and the batch. Delays, factors and bounds are Ray Serve's.
 
 The Serve controller runs the policy, and may lack our packages, so this module imports none of them.
 """

@@ -204,11 +204,9 @@ def _engine_options(application: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_dashboard(url: str | None) -> tuple[ServeSubmissionClient | None, dict[str, Any]]:
-    """A client that declares applications, and its details of Ray Serve. None and an empty dict if no dashboard is at
-    `url`.
+    """A client that declares applications, and its details of Ray Serve. None and {} if no dashboard is at `url`.
 
-    A head node without `ray[default]` reports a dashboard that is not up. Another may listen where this node cannot
-    reach it.
+    A head node without `ray[default]` reports a dashboard that is not up. Another may be unreachable from this node.
     """
     if url is None:
         return None, {}

@@ -1,5 +1,4 @@
-"""Settings of Ray Serve's HAProxy, which connects each client directly to a replica, without another Ray process
-between.
+"""Settings of Ray Serve's HAProxy, which connects each client directly to a replica.
 
 Ray Serve's processes read these settings from their environment when they import it. `cluster serve` sets them if it
 starts Ray Serve. Otherwise the environment of `ray start`, or of the containers, must contain them.
@@ -83,8 +82,7 @@ def install(directory: Path) -> dict[str, str]:
 
 
 def install_anew(directory: Path) -> dict[str, str]:
-    """Like `install`, but first removes the files that an earlier Ray Serve left in `directory`. Ray Serve must not
-    run."""
+    """Like `install`, but first removes an earlier Ray Serve's files in `directory`. Ray Serve must not run."""
     if directory.exists():
         run_haproxy.close_to_others(directory)
         shutil.rmtree(directory)

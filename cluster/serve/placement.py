@@ -43,8 +43,8 @@ def uses_gpus(config: EngineConfig, nodes: Iterable[NodeResources]) -> bool:
 def group_bundles(config: EngineConfig, *, gpus: bool) -> list[Bundle]:
     """The bundles of one replica's placement group.
 
-    Ranks on CPU request little by default. Sharing cores makes them slower but never wrong, and a laptop should be able
-    to show five ranks.
+    Ranks on CPU request little by default. Sharing cores makes them slower but never wrong, and a laptop should run
+    five ranks.
     """
     default_cpus = 1.0 if gpus else 0.1
     engine = config.placement.cpus_for_engine

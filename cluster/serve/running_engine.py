@@ -109,8 +109,7 @@ class RunningEngine:
 
     @property
     def failure(self) -> LockstepError | None:
-        """The reason why the engine failed. None while it serves. A failed engine never recovers and must be
-        replaced."""
+        """The reason why the engine failed. None while it serves. A failed engine must be replaced."""
         if self._run.done():
             error = self._run.exception()
             return EngineError("the engine was closed") if error is None else _cause(error)

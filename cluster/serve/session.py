@@ -46,15 +46,13 @@ class Session:
     dashboard_url: str | None = None
     """The dashboard's address. None if the cluster has none."""
     working_dir: str | None = None
-    """URI from which the cluster's nodes fetch this checkout. None for a cluster that this command started, which reads
-    it directly."""
+    """URI from which the cluster's nodes fetch this checkout. None for a cluster that this command started."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that every process of a cluster started by this command gets."""
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Raises ConfigError if nothing can listen on `host:port`, for example because a program does. Serve's proxy would
-    only log this."""
+    """Raises ConfigError if nothing can listen on `host:port`. Serve's proxy would only log this."""
     with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -218,8 +216,7 @@ def _job_runtime_env() -> dict[str, Any]:
 
 
 def _recorded_address() -> str | None:
-    """The address that `ray start` recorded. Ray's `auto` would take any cluster of this machine, even a command's
-    own."""
+    """The address that `ray start` recorded. Ray's `auto` would take any cluster of this machine."""
     record = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
     with contextlib.suppress(FileNotFoundError):
         return record.read_text(encoding="utf-8").strip() or None

@@ -1,5 +1,4 @@
-"""The share of the machine that control groups allow this process. A container's limits are those of a control
-group."""
+"""The share of the machine that control groups allow this process. A container is in a control group."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ _ROOT = Path("/")
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """Bytes that the limits of this process's control group, and of all visible groups above it, still allow. None
-    without a limit.
+    """Bytes that the limits of this process's control group, and of groups above it, still allow. None if unlimited.
 
     Args:
         root: directory that contains `proc` and `sys`.
@@ -22,8 +20,7 @@ def available_bytes(root: Path = _ROOT) -> int | None:
 
 
 def available_cores(root: Path = _ROOT) -> float | None:
-    """CPU time that the same groups allow this process, in cores. None without a limit. `root` as in
-    `available_bytes`."""
+    """CPU time that the same groups allow this process, in cores. None if unlimited. `root`: see `available_bytes`."""
     quotas = [_cores(folder, is_v2=is_v2) for is_v2, folder in _folders(root, "cpu")]
     return min((it for it in quotas if it is not None), default=None)
 
@@ -31,8 +28,7 @@ def available_cores(root: Path = _ROOT) -> float | None:
 def _folders(root: Path, controller: str) -> Iterator[tuple[bool, Path]]:
     """Whether the group is of version 2, and its folder, for this process's groups and all groups above them.
 
-    A container may see its own group at the mount, but its name as on the host. Then that folder does not exist, but a
-    folder above it does.
+    A container may see its own group at the mount, but its name as on the host. Then only a folder above it exists.
     """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -47,8 +43,7 @@ def _folders(root: Path, controller: str) -> Iterator[tuple[bool, Path]]:
 
 
 def _bytes_left(folder: Path, *, is_v2: bool) -> int | None:
-    """Bytes that the limit of one group leaves. None without a limit, which v2 reports as "max" and v1 as a huge
-    number."""
+    """Bytes that the limit of one group leaves. None if unlimited: "max" in v2, a huge number in v1."""
     limit_name, usage, reclaimable = (
         ("memory.max", "memory.current", "inactive_file")
         if is_v2

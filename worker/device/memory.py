@@ -64,8 +64,8 @@ class DeviceMemory:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on `device`. On CPU, the bytes left on the node or in the container, shared by
-    all its ranks."""
+    """Bytes that can still be allocated on `device`. On CPU, those left on the node or in the container for all
+    ranks."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     node, container = int(psutil.virtual_memory().available), available_bytes()
@@ -134,8 +134,7 @@ def profile_cuda(
 
 
 def new_rows(step: int, starts: Sequence[int], lens: Sequence[int], page_size: int) -> StepFrame:
-    """A step with one new row for each entry of `lens`, after `starts` cached tokens each. All rows are sampled
-    greedily."""
+    """A step with a new row for each of `lens`, after `starts` cached tokens each. All rows are sampled greedily."""
     num_rows = len(lens)
     num_pages = [-(-(start + length) // page_size) for start, length in zip(starts, lens, strict=True)]
     places = [(row, index) for row, pages in enumerate(num_pages, start=1) for index in range(pages)]

@@ -66,14 +66,13 @@ def act_and_mul(x: torch.Tensor, activation: str, out: torch.Tensor | None = Non
 
 
 def clamped_act_and_mul(x: torch.Tensor, limit: float, alpha: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate), with up clamped to +-limit and gate to at most limit. Otherwise like
+    """(up + 1) * gate * sigmoid(alpha * gate), up clamped to +-limit, gate to at most limit. Else like
     `act_and_mul`."""
     return _act_and_mul(x, _CLAMPED, limit, alpha, out)
 
 
 def softmax(x: torch.Tensor, over: torch.Tensor) -> torch.Tensor:
-    """e^x / the sum of e^over of that row, where x has some elements of `over`. If x has all of them, this is its
-    softmax.
+    """e^x / the sum of e^over of that row, where x has some elements of `over`. With all of them, it is the softmax.
 
     Args:
         x: [num_rows, size] fp32, contiguous within a row, with any row stride.

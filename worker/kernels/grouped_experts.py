@@ -1,5 +1,4 @@
-"""Products over the experts that tokens chose, expert after expert: two kernels that process blocks of an expert's
-pairs.
+"""Products over the experts that tokens chose, expert after expert: two kernels over blocks of an expert's pairs.
 
 For exact numerics (moe.py), the second kernel can store the sums over leaves of an expert's columns separately.
 """
@@ -228,8 +227,7 @@ def _grouped_down_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is divided into programs. Rows are pairs, columns are the output's, and steps run along the
-    inputs."""
+    """How a product is divided into programs. Rows are pairs, columns the output's, and steps go along the inputs."""
 
     block_n: int
     block_k: int
@@ -287,8 +285,7 @@ class Tokens:
 
     @property
     def places(self) -> tuple[torch.Tensor, torch.Tensor | None, int, int, int, int]:
-        """Logits and slots as kernel arguments, with the first slot, the number of experts, and the strides of rows and
-        parts."""
+        """Kernel arguments: logits, slots, first slot, number of experts, and strides of rows and parts."""
         _, num_tokens, num_logits = self.logits.shape
         return self.logits, self.slots, self.first_slot, self.num_experts, num_logits, num_tokens * num_logits
 
@@ -300,8 +297,8 @@ class Tokens:
 
 def pieces_for(weight: ExpertWeight, tile: Tile, block_k: int, leaf: int | None) -> tuple[tuple[Any, ...], _Arguments]:
     """Elements, scales and blocks of experts' weights as kernel arguments, and the arguments that select how they are
-    multiplied. In fast numerics (no `leaf`), weights in FP8 are multiplied in groups, and those in four bits in blocks.
-    All others are as in `pieces_of`.
+    multiplied. In fast numerics, weights in FP8 are multiplied in groups, and in four bits in blocks; else as in
+    `pieces_of`.
 
     Args:
         block_k: maximum number of columns of a step.

@@ -4,8 +4,7 @@ For few tokens it takes three kernels, in which each (token, expert) pair reads 
 choice of experts is part of the first product over them, and the sum over experts is part of the second. For more
 tokens it takes five kernels: pairs are gathered by expert (worker/kernels/routing.py), and two grouped products process
 blocks of an expert's pairs, so that its weights are read once for all its tokens. The weights of experts that no token
-chose are not read. Nothing waits for the device, and grids depend only on shapes, so a CUDA graph can capture
-everything.
+chose are not read. Nothing waits for the device, and grids depend only on shapes, so a CUDA graph can capture it.
 
 In exact numerics the result is nodes of the sum over an expert's columns, which are divided among the ranks. The
 columns form leaves of one width. A token's leaf is a chain of fused multiply-adds over its experts, the likeliest
@@ -136,8 +135,7 @@ _FP8_GROUPED = (
     (128.0, Tiles(64, gate_up=Tile(64, 128, 4, 4), down=Tile(128, 128, 4, 4))),
     (float("inf"), Tiles(64, gate_up=Tile(64, 128, 4, 3), down=Tile(128, 128, 4, 3))),
 )
-# Weights in four bits have separate tiles too, with steps of groups of 128 columns. Measured for gpt-oss-20b (the same
-# file).
+# Weights in four bits too have separate tiles, in steps of groups of 128 columns. Measured for gpt-oss-20b (same file).
 _MXFP4_PAIR = Tiles(1, gate_up=Tile(16, 256, 2, 3), down=Tile(16, 128, 4, 4))
 _MXFP4_GROUPED = (
     (8.0, Tiles(16, gate_up=Tile(32, 128, 2, 4), down=Tile(64, 128, 4, 4))),
@@ -155,15 +153,13 @@ _EXACT_PAIR = Tiles(1, gate_up=Tile(32, 128, 4, 4), down=Tile(32, 64, 1, 10))
 # Replace the table's tiles if pairs' leaves are stored on the way, which takes shared memory.
 _EXACT_DOWN = {16: Tile(128, 64, 4, 4), 32: Tile(128, 64, 4, 4), 64: Tile(128, 64, 8, 4), 128: Tile(128, 64, 8, 4)}
 MOST_BYTES = 24 << 20
-"""Maximum bytes of pairs' leaves at a time, so that they are still in the L2 cache. One block of columns may exceed
-it."""
+"""Maximum bytes of pairs' leaves at a time, so that they are still in the L2 cache. One column block may exceed it."""
 
 
 def choose_tiles(
     num_tokens: int, top_k: int, num_experts: int, kind: type = torch.Tensor, exact: bool = False
 ) -> Tiles:
-    """The table's tiles for this number of tokens and kind of weights. A `block_m` of 1 means a program for every
-    pair."""
+    """The table's tiles for this number of tokens and kind of weights. `block_m` 1 is a program for every pair."""
     if num_tokens <= _PAIR_TOKENS and num_experts <= _PAIR_EXPERTS:
         return _EXACT_PAIR if exact else _TABLES.get(kind, _PLAIN)[0]
     pairs_each = num_tokens * top_k / num_experts
@@ -206,8 +202,7 @@ def mixture(
         normalise: divide a token's weights by their sum.
         round_to: dtype to which the weights are rounded last.
         out: the output, [num_tokens, size] of x's dtype, contiguous. With leaves, [len(nodes), num_tokens, size] fp32.
-        slots: [num_tokens] int64, or None. Tokens with a slot below `first_slot` are padding: they read no expert and
-            their rows become 0.
+        slots: [num_tokens] int64, or None. Tokens with a slot below `first_slot` are padding: they become 0.
         weight_scale: factor of the weights, before they are rounded.
         biases: biases of the experts and parameters of their activation, if they have any. Not with a shared expert.
         shared: [num_tokens, size] of x's dtype, contiguous: the shared expert's part. Not with leaves.
@@ -307,8 +302,7 @@ def _combine(
 def gated_silu_and_mul(
     x: torch.Tensor, logits: torch.Tensor, num_experts: int, slots: torch.Tensor | None, first_slot: int
 ) -> torch.Tensor:
-    """silu(gate) * up times the shared expert's gate, rounded once; 0 for padding. The down product can then treat it
-    like any MLP's.
+    """silu(gate) * up times the shared expert's gate, rounded once; 0 for padding. Its down product is like any MLP's.
 
     Args:
         x: [num_tokens, 2 * size], gate then up, contiguous within a row, with any row stride.

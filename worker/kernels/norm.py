@@ -2,8 +2,8 @@
 
 One program computes each row. Block size and warps depend only on the row length, and the compiler's layout only on
 these, so a row's bits do not depend on the other rows. (Triton also compiles separately for pointers or row strides
-that are not multiples of 16. Whole tensors, and slices of rows or columns at such multiples, which are all that this
-engine makes, share one compilation.)
+that are not multiples of 16. Whole tensors and slices at such multiples, which are all that this engine makes, share
+one.)
 """
 
 from __future__ import annotations

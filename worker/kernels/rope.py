@@ -134,8 +134,7 @@ def qk_norm_rope_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Norms and rotates the query heads of `qkv` in place, and writes its key heads, treated alike, and its value heads
-    to the KV cache.
+    """Norms and rotates the query heads of `qkv` in place, and caches its key heads, treated alike, and value heads.
 
     Key and value columns of `qkv` are not changed. Rotation uses the halves convention: element i of a head is paired
     with element i + rotary_dim / 2. Elements from rotary_dim on are not rotated.
@@ -255,8 +254,7 @@ def latent_norm_rope_store(
 
     Args:
         q: [num_tokens, num_q_heads, head_dim]. The heads of a token are contiguous, with any stride between tokens.
-        latents: [num_tokens, latent_dim + rotary_dim]: latent and key of each token, contiguous, with any stride
-            between tokens. Not changed.
+        latents: [num_tokens, latent_dim + rotary_dim]: latent and key of each token, with any token stride. Not changed.
         weight: [latent_dim], of q's dtype or fp32: RMSNorm of the latents.
         eps: epsilon of the norm.
         cos_sin: as in `qk_norm_rope_store`, like `positions` and `out_cache_loc`.

@@ -122,8 +122,7 @@ def nth_expert(num_above, choice, BLOCK_E: tl.constexpr):
 
 @triton.jit
 def in_units(shares):
-    """Shares of at most 1 as integers in units of 2 ** -40. Their sums have the same bits in any order, so in any
-    kernel."""
+    """Shares of at most 1 as integers in units of 2 ** -40. Their sums have the same bits in any order and kernel."""
     return (shares * 1099511627776.0).to(tl.int64)
 
 
@@ -134,8 +133,7 @@ def from_units(total):
 
 @triton.jit
 def normalised(shares, top_shares):
-    """`shares` over the sum of `top_shares`, both [tokens, experts], plus 1e-20. The bits do not depend on the
-    order."""
+    """`shares` over the sum of `top_shares`, both [tokens, experts], plus 1e-20. Equal bits in any order."""
     largest = tl.maximum(tl.max(top_shares, 1), 1e-30)[:, None]
     total = from_units(tl.sum(in_units(top_shares / largest), 1))[:, None]
     return shares / tl.fma(total, largest, 1e-20)
@@ -287,8 +285,7 @@ class Scoring:
     num_groups: int = 1
     """Number of equal groups of neighbouring experts."""
     top_groups: int = 1
-    """Number of groups from which experts are chosen. Groups rank by their best expert, or with a bias by the sum of
-    their two best."""
+    """Number of groups to choose experts from. Groups rank by their best expert, or with a bias by their two best."""
     scales_input: bool = False
     """Whether a weight multiplies the expert's input instead of its output."""
 

@@ -73,8 +73,7 @@ class Attention:
         return self._qkv.row_groups()
 
     def attend(self, x: torch.Tensor | Fp8Rows, step: Step) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, tp_q_head_num * head_dim]. Stores the tokens' K and V in the
-        pool."""
+        """[num_tokens, hidden_size] -> [num_tokens, tp_q_head_num * head_dim]. Stores K and V in the pool."""
         return step.backend.forward(self._qkv(x), self.layer, step.rotations[self.layer.layer_id], self._norms)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:

@@ -1,7 +1,6 @@
 """A mixture of experts on one rank: some columns of every expert, and the whole router.
 
-Every rank routes separately, from equal bits to equal choices, and sums its experts' columns. The caller decides which
-columns a rank has.
+Every rank routes separately, from equal bits to equal choices, and sums its experts' columns. The caller decides which.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ class Experts(ABC):
             self._shared.load(source, prefix)
 
     def _read_expert(self, source: TensorSource, prefix: str, i: int, gate_up: Tensor, down: Tensor) -> None:
-        """Fills gate_up [2 * columns, hidden_size] and down [hidden_size, columns] with this rank's columns of one
-        expert."""
+        """Fills gate_up [2 * columns, hidden_size] and down [hidden_size, columns] for one expert."""
         if isinstance(self._spec, MixtureOfExperts) and self._spec.are_stacked:
             _read_stacked(source, prefix, self._spec, i, self._columns, gate_up, down)
             return
@@ -336,8 +334,7 @@ class CpuExperts(Experts):
             if begin < end:
                 gate_up = self._gate_up[expert](x.index_select(0, mixture.rows[begin:end]))
                 if self._spec.scales_input:
-                    # For w times the input, the activation is silu(w * gate) * w * up, and the sum applies the last w
-                    # in any case.
+                    # For w times the input, the activation is silu(w * gate) * w * up, and the sum applies the last w.
                     gate_up[:, :columns] *= mixture.factors[begin:end, None]
                 self._act(gate_up, hidden[begin:end])
                 begin = end
@@ -362,8 +359,7 @@ class CpuExperts(Experts):
         return experts, weights
 
     def _of_best_groups(self, logits: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_experts]: logits of the groups chosen by MixtureOfExperts.top_groups; -inf for other
-        experts."""
+        """[num_tokens, num_experts]: logits of the groups chosen by MixtureOfExperts.top_groups; -inf elsewhere."""
         num_groups, top_groups = self._spec.num_groups, self._spec.top_groups
         if top_groups == num_groups:
             return logits

@@ -18,8 +18,7 @@ from worker.layers.rotary import RotaryHalves
 from worker.layers.step import Step
 
 _NORM_EPS = 1e-6
-"""Epsilon of the latents' norms, regardless of config.json's value for other norms, as in DeepSeek's code and
-transformers."""
+"""Epsilon of the latents' norms, regardless of config.json's value for other norms, as in DeepSeek's code."""
 
 
 class MLA:
@@ -73,8 +72,7 @@ class MLA:
         """Implements MixerModule."""
 
     def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, tp_q_head_num * v_head_dim]. Stores the tokens' state in the
-        pool."""
+        """[num_tokens, hidden_size] -> [num_tokens, tp_q_head_num * v_head_dim]. Stores its state in the pool."""
         layer, spec = self.layer, self._spec
         into = self._into(x)
         q, latents = torch.split(into, [into.shape[1] - layer.head_dim, layer.head_dim], dim=1)

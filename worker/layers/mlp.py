@@ -48,8 +48,7 @@ class MLP:
         return self._down.partial(self._activated(x) if act is None else act(self._gate_up(x)), out)
 
     def __call__(self, x: torch.Tensor | Fp8Rows, padding: Padding) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] -> the same shape, or a PartialSum for the next norm. Padding is computed like all
-        tokens."""
+        """[num_tokens, hidden_size] -> the same shape, or a PartialSum for the next norm. Padding is computed too."""
         return self._down.for_norm(self._activated(x))
 
     def _activated(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Rows:

@@ -69,8 +69,7 @@ class RMSNorm:
     def add_for(
         self, x: torch.Tensor | PartialSum, residual: torch.Tensor, groups: Groups | None
     ) -> torch.Tensor | Fp8Rows:
-        """Like `add`, for a product that may take its rows in FP8 in `groups`. If x is a PartialSum, the rows are not
-        quantised."""
+        """Like `add`, for a product that may take its rows in FP8 in `groups`. A PartialSum stays unquantised."""
         if groups is None or isinstance(x, PartialSum):
             return self.add(x, residual)
         from worker.kernels.norm import add_rms_norm_in_fp8

@@ -25,8 +25,8 @@ _HALF_PI = (1.5707963267341256, 6.077100506506192e-11)
 class RotaryEmbedding:
     """Cosines and sines of every position below `max_positions`, for the kernel on CUDA and for torch elsewhere.
 
-    Uses the halves convention: element i of a head is paired with element i + rotary_dim / 2. Elements from rotary_dim
-    on are not rotated.
+    Uses the halves convention: element i of a head is paired with element i + rotary_dim / 2. Further ones are not
+    rotated.
     """
 
     def __init__(
@@ -58,8 +58,7 @@ class RotaryEmbedding:
 
 
 def _query_factors(scale: float, floor: int, positions: torch.Tensor) -> torch.Tensor:
-    """[len(positions), 1] fp32, as in RopeConfig.temperature. Each distinct value is computed once, in fp64, equally on
-    all machines."""
+    """[len(positions), 1] fp32, as in RopeConfig.temperature. Each distinct value is computed once, in fp64."""
     steps = (positions.long() + 1) // floor
     factors = [1 + scale * math.log1p(step) for step in range(int(steps[-1]) + 1)]
     return torch.tensor(factors, device=positions.device)[steps].unsqueeze(1)

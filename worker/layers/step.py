@@ -13,8 +13,7 @@ from attention.rotation import Rotation
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Identifies the tokens of a step that are a graph's padding: their keys and values go to a slot before
-    `first_slot`."""
+    """Identifies the tokens that are a graph's padding: their keys and values go to a slot before `first_slot`."""
 
     slots: torch.Tensor
     """[num_tokens] int64: the slots in the KV pool of the step's tokens."""

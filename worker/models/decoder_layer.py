@@ -132,8 +132,7 @@ class DecoderLayer:
         Args:
             x: the previous layer's output, to add to `residual`. None for the first layer.
             residual: [num_tokens, hidden_size], changed in place.
-            keep: indices of the tokens to compute once K and V are stored. If None, all. If empty, the output is
-                meaningless.
+            keep: indices of the tokens to compute once K and V are stored. If None, all. If empty, no output is valid.
             state: [num_tokens, hidden_size]: gets the residual at the layer's input, after adding x.
         """
         normed = self.norm(residual) if x is None else self.norm.add_for(x, residual, self.attention.row_groups())
@@ -144,8 +143,7 @@ class DecoderLayer:
     def after_norm(
         self, normed: torch.Tensor | Fp8Rows, residual: torch.Tensor, step: Step, keep: torch.Tensor | None
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
-        """The layer after its first norm, from that norm's output `normed`. The other arguments are as in
-        `__call__`."""
+        """The layer after its first norm, from that norm's output `normed`. See also `__call__`."""
         attended, padding = self.attention.attend(normed, step), step.padding
         if keep is not None and not len(keep):
             return residual[:0], residual[:0]

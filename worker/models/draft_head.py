@@ -58,12 +58,11 @@ class DraftModel:
 
         Args:
             embedded: [num_tokens, hidden_size]: the embedding of the token that follows each token.
-            hidden: [num_tokens, hidden_size]: the output of `reduced`, or `forward`'s second output for the token
-                before. May be changed.
+            hidden: [num_tokens, hidden_size]: the output of `reduced`, or `forward`'s one token before. May be changed.
             keep: as in DecoderLayer.
 
-        Returns the input of the LM head for the token after the following one, and `hidden` for the next pass, each
-        [num_kept, hidden_size].
+        Returns the LM head's input for the token after that, and `hidden` for the next pass, [num_kept, hidden_size]
+        each.
         """
         raise NotImplementedError
 
@@ -83,8 +82,7 @@ class DraftModel:
 
 
 class Eagle3Model(DraftModel):
-    """The modules of an Eagle3Head. All ranks compute the same drafts without communication for the choice of a
-    token."""
+    """The modules of an Eagle3Head. All ranks compute the same drafts without communication."""
 
     def __init__(self, head: DraftHead, context: LayerContext, layer_id: int) -> None:
         assert isinstance(head, Eagle3Head), "another kind of head"

@@ -26,8 +26,7 @@ _MAX_COUNT = 2**14 - 1
 
 
 class RowAdjustments:
-    """The adjustments of every row. A row has none until a frame sets some. On CPU, memory is committed only where it
-    is used.
+    """The adjustments of every row. A row has none until a frame sets some. On CPU, only used memory is committed.
 
     Args:
         num_rows: rows of the request table. Row 0 is padding and has no adjustments.
@@ -151,8 +150,7 @@ class RowAdjustments:
 def adjusted(
     logits: torch.Tensor, adjustments: RowAdjustments, row: int, position: int, params: np.void
 ) -> torch.Tensor:
-    """A row's logits after adjustment, as a new tensor in which NaN stays NaN. The CUDA version is in
-    kernels/adjustments.py.
+    """A row's adjusted logits in a new tensor. NaN stays NaN. The CUDA version is in kernels/adjustments.py.
 
     Args:
         logits: [vocab_size] fp32, on the CPU like `adjustments`.

@@ -33,8 +33,7 @@ from worker.sampling.logprobs import LogprobTensors
 from worker.upload import upload
 
 _CHUNK_ROWS = 128
-"""Number of rows sampled again at a time. It bounds their memory, about 30 bytes for each logit. On CUDA one SM works
-on a row."""
+"""Number of rows sampled again at a time. It bounds memory, about 30 bytes a logit. On CUDA one SM works on a row."""
 
 
 class ResampledRows(NamedTuple):
@@ -198,8 +197,7 @@ class Sampler:
         positions: torch.Tensor,
         left_out: npt.NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
-        """Samples one token for each row by temperature, noise and, on GPUs, a small top-k. A CUDA graph may capture
-        it.
+        """Samples one token for each row by temperature, noise and, on GPUs, a small top-k. A graph may capture it.
 
         Args:
             logits: [batch_size, span.size] fp32, unchanged. Tokens that must not be sampled have -inf.
@@ -272,8 +270,7 @@ class Sampler:
         return LogprobTensors.joined(parts) if parts else None
 
     def requested_by(self, rows: Int32Array) -> torch.Tensor:
-        """[len(rows), m] int64, device: tokens with log probabilities that `rows` request. m is the largest number of a
-        row."""
+        """[len(rows), m] int64, device: tokens with log probabilities that `rows` request, at most m of a row."""
         num_requested = int(self.adjustments.num_requested(rows).max(initial=0))
         return self.adjustments.requested[upload(rows.astype(np.int64), self._group.device), :num_requested]
 

@@ -1,8 +1,7 @@
 """The torch versions of the sampling kernels for tensors on the CPU, with the same names and signatures.
 
 Rows are processed one by one, so that a row costs only what its own parameters require. Scores and noise are fp64, as
-in worker/sampling/kernels/sampling.py and worker/sampling/kernels/adjustments.py, so both versions sample the same
-tokens.
+in worker/sampling/kernels/sampling.py and worker/sampling/kernels/adjustments.py, so both sample the same tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ _NAN_ID = -1.0  # below every id
 MAX_LISTED_TOP_K = 0
 """No row is sampled from a list: without one, a row with filters already costs only what the filters require."""
 _TOP_P_WIDTH = 8.0
-"""For top-p, only scores within this distance of the best are sorted first. If they hold too little mass, all are
-sorted."""
+"""For top-p, only scores within this distance of the best are sorted first. If they hold too little mass, all are."""
 
 
 def best_candidates(

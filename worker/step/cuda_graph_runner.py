@@ -40,8 +40,8 @@ class _Captured:
 class CudaGraphRunner:
     """Captures a step once for each shape, and replays the smallest captured shape that holds it.
 
-    All graphs share one memory pool, since no two run at once. The largest is captured first, so the smaller graphs fit
-    in its memory.
+    All graphs share one memory pool, since no two run at once. The largest comes first, so smaller graphs fit in its
+    memory.
 
     Args:
         group: the ranks that capture and replay in step with each other.
@@ -49,8 +49,7 @@ class CudaGraphRunner:
 
     def __init__(self, group: TensorParallelGroup) -> None:
         # Python drops these in order. The graphs must be gone before the group's NCCL communicator is destroyed,
-        # because its destruction waits for the graphs that hold it. If the same thread dropped them afterwards, it
-        # would wait without end.
+        # because its destruction waits for the graphs that hold it. Dropping them later would hang.
         self._captured: dict[StepShape, _Captured] = {}
         self._passes: dict[tuple[str, StepShape], Any] = {}
         self._decodes: list[StepShape] = []
@@ -102,8 +101,7 @@ class CudaGraphRunner:
     @property
     def missing(self) -> list[StepShape]:
         """Shapes of the ladder that are not captured, in the order of capture: the largest shapes, then the others by
-        number of rows. The first request runs alone, so it needs the decode of one row first, and prompts with few
-        rows."""
+        number of rows. The first request runs alone and needs the decode of one row and prompts with few rows."""
         ladder = sorted((*self._decodes, *self._prompts), key=lambda shape: (shape.num_rows, shape))
         shapes = dict.fromkeys((*self.largest, *ladder))
         return [shape for shape in shapes if shape not in self._captured]
@@ -116,8 +114,7 @@ class CudaGraphRunner:
         self._captured[shape] = _Captured(*self._record(lambda: step(shape)))
 
     def capture_pass(self, name: str, shape: StepShape, run: Callable[[], None]) -> None:
-        """Captures a draft pass over static buffers that are filled for `shape`. `replay_pass` finds it by name and
-        shape."""
+        """Captures a draft pass over static buffers that are filled for `shape`. `replay_pass` runs it."""
         self._passes[name, shape], _ = self._record(run)
 
     def has_pass(self, name: str, shape: StepShape) -> bool:
@@ -160,8 +157,7 @@ class CudaGraphRunner:
         """A graph of `run`, and the output of `run`."""
         if self._stream is None:
             self._pool = torch.cuda.graph_pool_handle()
-            # torch's own stream is on the GPU of the first graph of the process, which may have warmed up on another
-            # GPU.
+            # torch's own stream is on the GPU of the first graph of the process, which may be another GPU.
             self._stream = torch.cuda.Stream(self._group.device)  # type: ignore[no-untyped-call]  # it has no types
         for _ in range(_NUM_WARM_UPS):
             run()

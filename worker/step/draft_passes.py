@@ -9,7 +9,7 @@ If the backend plans nothing for decodes on the host, passes are CUDA graphs, an
 between them. The first pass has its own graph of the step's shape, since rows with filters or adjustments have their
 final tokens only after the step's graph. The first pass is eager after eager steps, and after prompts, which take
 longer to run than to launch. Each pass after the first replays the graph for that number of rows, which advances the
-rows' positions.
+rows.
 """
 
 from __future__ import annotations
@@ -110,8 +110,7 @@ class DraftPasses:
                     self._capture(_NEXT, shape)
 
     def prepare(self, step: Step) -> None:
-        """Captures the passes that the step needs after its first pass, before any data of the step is on the
-        device."""
+        """Captures the passes that the step needs after its first pass, before the step is uploaded."""
         if self._states is not None and step.frame.num_wanted.max(initial=0) > 1:
             shape = self._rows_of(step.frame)
             if not self._graphs.has_pass(_NEXT, shape):
@@ -152,12 +151,11 @@ class DraftPasses:
         self._inputs.take_drafts(upload(frame.rows[is_sampled].astype(np.int64), drafts.device), drafts)
 
     def _more(self, frame: StepFrame, wanted: Int32Array) -> Iterator[torch.Tensor]:
-        """Yields the drafts, [num_rows] int64, of each pass after the first. Rows that want fewer have no valid draft
-        there."""
+        """Yields the drafts, [num_rows] int64, of each pass after the first. Rows that want fewer have no valid one."""
         num_rows, most = len(wanted), int(wanted.max())
         if most == 1:
             return
-        # A row that wants fewer stays at its last position, since it may have no page after it. If it wants one, it is
+        # A row that wants fewer stays at its last position, where a page may be missing. A row that wants one is
         # padding.
         rows, more = frame.rows * (wanted > 1), (wanted - 1).clip(0)
         if self._states is not None:

@@ -115,8 +115,7 @@ class ModelRunner:
 
         Args:
             which: shapes to capture now: all, none, or the largest of each ladder, since smaller graphs use their
-                memory too. Other shapes are captured by `capture_next`, or when a step of their shape comes for the
-                second time.
+                memory too. Other shapes are captured by `capture_next`, or when a second step has their shape.
         """
         backend, max_model_len = self._backend, self._limits.max_model_len
         if not backend.captures_cuda_graphs:
@@ -152,8 +151,7 @@ class ModelRunner:
         self._graphs.close()
 
     def hidden_of(self, frame: StepFrame) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] of all inputs of a step. Runs the step eagerly and samples
-        nothing."""
+        """Hidden states [num_tokens, hidden_size] of all inputs of a step. Runs eagerly and samples nothing."""
         step = Step.of(frame)
         self._inputs.upload(step, step.shape)
         batch = self._inputs.batch(step)

@@ -75,8 +75,7 @@ class PendingStep:
 
 
 def _keep(result: StepResult, accepted: npt.NDArray[np.bool_], num_samples: Int32Array) -> None:
-    """Removes the tokens that do not count from the `num_samples` tokens of each row, and sets the number that
-    remain."""
+    """Removes the tokens that do not count from the `num_samples` tokens of each row, and counts those that remain."""
     result.tokens = result.tokens[accepted]
     result.num_tokens = np.add.reduceat(accepted, np.cumsum(num_samples) - num_samples, dtype=np.int32)
     if not len(result.logprob_rows):

@@ -1,7 +1,6 @@
 """Marks a thread that prepares something for this and later steps, which takes longer than any step, by its name.
 
-cluster/ranks/liveness.py looks for steps that hang, and reads the names of the ranks' threads as `top -H` does. Uses no
-torch.
+cluster/ranks/liveness.py looks for steps that hang, and reads the names of the ranks' threads. Uses no torch.
 """
 
 from __future__ import annotations

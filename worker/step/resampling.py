@@ -1,5 +1,4 @@
-"""Sampling of rows that need more than the plain token: filters, adjustments, log probabilities, or drafts to
-verify."""
+"""Sampling of rows with filters, adjustments, log probabilities, or drafts to verify."""
 
 from __future__ import annotations
 

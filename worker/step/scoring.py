@@ -1,5 +1,4 @@
-"""Log probabilities of prompt tokens and of the tokens after scored items, in addition to the tokens that a step
-samples.
+"""Log probabilities of prompt tokens and of the tokens after scored items, besides the step's sampled tokens.
 
 A prompt's targets are the tokens after some of its inputs (`StepFrame.prompt_runs`). Scored items are texts that follow
 one query and do not see each other (`StepFrame.items`). Their keys and values lie one after the other, like those of a

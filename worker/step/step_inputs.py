@@ -176,8 +176,7 @@ class StepInputs:
         return self._buffer[self._layout.starts(num_rows)]
 
     def inputs_after_samples(self, shape: StepShape) -> torch.Tensor:
-        """[num_sampled] int64, device: the input after each sampled one, of any row. For the last input, that input
-        itself."""
+        """[num_sampled] int64, device: the input after each sampled one, of any row, or the last input itself."""
         inputs = self._buffer[self._layout.sample_tokens(shape.num_sampled)]
         return self._tensors.input_ids.index_select(0, (inputs + 1).clamp_(max=shape.num_tokens - 1))
 
@@ -186,8 +185,7 @@ class StepInputs:
         return self._buffer[self._layout.sampled(shape.num_sampled)]
 
     def sampled_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """The page-table rows of the sampled inputs, and the positions of the tokens that follow, each [num_sampled]
-        int32."""
+        """The sampled inputs' page-table rows and the positions of the tokens after them, each [num_sampled] int32."""
         rows = self._buffer[self._layout.rows(shape.num_rows)]
         if shape.is_decode:
             return rows, self._tensors.cache_seqlens[: shape.num_rows]

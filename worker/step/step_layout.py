@@ -1,5 +1,4 @@
-"""The layout of a step's frame in the one buffer that is copied to the device, and the shapes to which steps are
-padded.
+"""The layout of a step's frame in the buffer copied to the device, and the shapes to which steps are padded.
 
 The buffer is int32. With B = `max_rows`:
 
@@ -40,8 +39,7 @@ def smallest(ladder: Sequence[StepShape], step: StepShape) -> StepShape | None:
 
 
 def decode_shapes(max_rows: int) -> list[StepShape]:
-    """The ladder of decodes. It is fine where a step's cost grows with each row and coarser above, and ends with
-    `max_rows`.
+    """The ladder of decodes. It is fine where a step's cost grows with each row, coarser above, and ends at `max_rows`.
 
     Padding costs at most 7 rows up to 256 and 31 above.
     """
@@ -50,8 +48,7 @@ def decode_shapes(max_rows: int) -> list[StepShape]:
 
 
 def launch_bound_tokens(flops_per_token: float) -> int:
-    """Number of input tokens up to which launching a step may take longer than running it. Such steps are worth a CUDA
-    graph.
+    """Number of input tokens up to which launching a step may take longer than running it. They are worth a CUDA graph.
 
     Args:
         flops_per_token: FLOPs of the matrix products of one layer on one rank, two for a multiply-add.
@@ -62,8 +59,7 @@ def launch_bound_tokens(flops_per_token: float) -> int:
 def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int, max_sampled: int) -> list[StepShape]:
     """The ladder of steps with prompts or drafts. It ends with `max_tokens`, or with 8192 if that is less.
 
-    If `max_sampled` is above `max_rows`, it also has shapes for steps with drafts, in which up to `max_sampled` inputs
-    are all sampled.
+    If `max_sampled` is above `max_rows`, it also has shapes for steps with drafts, with up to `max_sampled` inputs.
 
     Padding costs at most 31 tokens up to 128, 63 up to 512, 127 up to 4096 and 511 above. Up to 2048 tokens each size
     exists twice: with few rows, for prompts that run alone or with few other rows, and with the maximum number of rows.

@@ -120,8 +120,7 @@ class Checkpoint(AnyCheckpoint):
     def open(cls, path: Path, model: ModelConfig, draft_head: Path | None = None) -> Checkpoint:
         """Opens a directory, and the directory of a draft head, and checks the tensors against `model`.
 
-        Raises CheckpointError, with every missing and surplus tensor, for wrong shapes, truncated files and unsupported
-        formats.
+        Raises CheckpointError for missing and surplus tensors, wrong shapes, truncated files and refused formats.
         """
         files = [SafetensorsFile.open(file) for file in _weight_files(path)]
         checkpoint = cls([*files, *_head_files(draft_head)], model)
@@ -208,8 +207,7 @@ class Checkpoint(AnyCheckpoint):
         return True
 
     def kv_scales(self) -> list[tuple[float, ...]]:
-        """For each layer, the factors by which its keys and values are divided before they are stored in FP8. 1 if the
-        files have none.
+        """For each layer, the factors by which its keys and values are divided in FP8. 1 if the files have none.
 
         Raises CheckpointError for a factor that is not a positive number.
         """

@@ -23,8 +23,7 @@ _SPARE_BYTES = 2 << 30
 
 
 class HostMemory:
-    """Memory of tensors that is staged on the host. Their device memory is empty meanwhile, and each tensor stays a
-    view of it."""
+    """Memory of tensors that is staged on the host. Their device memory is empty meanwhile, and they stay its views."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, list[torch.Tensor]] = {}  # by the memory that they were copied from
@@ -55,8 +54,8 @@ class HostMemory:
         return self._pieces.get(memory._cdata) or [bytes_of(memory)]
 
     def clear(self) -> None:
-        """Drops the memory on the host. A thread frees pinned pieces slowly, one by one, since each blocks steps for a
-        millisecond or two."""
+        """Drops the memory on the host. A thread frees pinned pieces one by one, since each blocks steps for 1 or 2
+        ms."""
         pieces = [piece for pieces in self._pieces.values() for piece in pieces]
         self._pieces.clear()
         if pieces and pieces[0].is_pinned():

@@ -25,8 +25,7 @@ _BORDERS = tuple((low + high) / 2 for low, high in itertools.pairwise(_VALUES))
 
 
 def stored_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that may encode a tensor of matrices [num_matrices, inputs, outputs]. Empty if
-    none can."""
+    """Names and shapes of tensors that may encode matrices [num_matrices, inputs, outputs]. Empty if none can."""
     if len(shape) != 3 or shape[1] % _BLOCK:
         return {}
     rows = shape[0], shape[2], shape[1] // _BLOCK

@@ -1,6 +1,5 @@
 """Owns the memory of one rank's weights. A Shard loads them from files, from tensors in memory, or from persistent
-memory that an earlier process of the rank filled. It also moves them between host and device, and replaces them by
-staged weights."""
+memory that an earlier process of the rank filled. It also moves them between host and device, and replaces them."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ class Shard:
         must_find: bool = False,
         beside: bool = False,
     ) -> None:
-        """Reads the weights from the checkpoint, unless persistent memory still holds them from an earlier process of
-        this rank.
+        """Reads the weights from the checkpoint, unless persistent memory still holds them from an earlier process.
 
         Args:
             on_progress: gets the share done, 0 to 1.
@@ -154,8 +152,7 @@ class Shard:
         revision: str | None = None,
         identity: str = "",
     ) -> bool:
-        """Reads this rank's shard of other weights in addition to the serving ones. Runs on another thread, while steps
-        run.
+        """Reads this rank's shard of other weights besides the serving ones. Runs on another thread during steps.
 
         Args:
             model: a model of the same shape.
@@ -168,8 +165,7 @@ class Shard:
 
         Raises:
             CheckpointError: the files are invalid or do not fit the model.
-            ConfigError: the scales of keys and values in FP8 differ, or other weights are in FP8, which graphs cannot
-                change.
+            ConfigError: the scales of keys and values in FP8 differ, or other weights are in FP8.
             OutOfMemoryError: the node has no room for the shard.
             EngineError: the device failed, or has no room for a layer.
         """

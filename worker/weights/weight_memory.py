@@ -146,8 +146,7 @@ class WeightMemory:
         return other
 
     def take(self, staged: WeightMemory) -> None:
-        """Copies the staged weights over the serving ones while no step is in flight. Returns when the device is
-        done."""
+        """Copies the staged weights over the serving ones while no step is in flight. Waits for the device."""
         self._write_note("")
         # Tensors that share a memory have the same relative offsets in both decoders, but the first offset may differ.
         pairs = zip(tensors(self._decoder), tensors(staged._decoder), strict=True)

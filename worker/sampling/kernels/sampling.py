@@ -544,8 +544,7 @@ def best_candidates(
         rows: [num_rows] int32: index of each row's parameters in `records`.
         positions: [num_rows] int32: index of the token to be sampled in its whole sequence.
         records: [table_size, RECORD_WORDS] int32: PARAMS_DTYPE records.
-        thresholds: [num_rows] fp64: smallest score allowed for rows with a positive temperature. If None, all are
-            allowed.
+        thresholds: [num_rows] fp64: smallest score allowed for rows with a positive temperature. If None, any.
 
     Returns:
         [num_blocks, num_rows, 2] fp64: (value, id). A block without an allowed id has value -inf and id 2**30. A block
@@ -576,8 +575,7 @@ def _candidates(
 
 
 def reduce_tokens(candidates: torch.Tensor) -> torch.Tensor:
-    """[num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64: the id of the largest value, ties to the smallest
-    id."""
+    """[num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64: the id of the largest value, ties to the least."""
     out = torch.empty(candidates.shape[1], dtype=torch.int64, device=candidates.device)
     _reduce(candidates, out, tokens=True)
     return out
@@ -631,8 +629,7 @@ def filter_thresholds(logits: torch.Tensor, rows: torch.Tensor, records: torch.T
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, requested: torch.Tensor) -> LogprobTensors:
-    """Log probabilities, before temperature and filters, of one token a row, the likeliest tokens and the requested
-    ones.
+    """Log probabilities, before temperature and filters, of one token a row, the likeliest and the requested.
 
     Args:
         logits: [num_rows, vocab_size] floating, contiguous within a row: whole rows.
