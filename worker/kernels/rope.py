@@ -254,7 +254,7 @@ def latent_norm_rope_store(
 
     Args:
         q: [num_tokens, num_q_heads, head_dim]. The heads of a token are contiguous, with any stride between tokens.
-        latents: [num_tokens, latent_dim + rotary_dim]: latent and key of each token, with any token stride. Not changed.
+        latents: [num_tokens, latent_dim + rotary_dim]: latent and key of each token, with any token stride.
         weight: [latent_dim], of q's dtype or fp32: RMSNorm of the latents.
         eps: epsilon of the norm.
         cos_sin: as in `qk_norm_rope_store`, like `positions` and `out_cache_loc`.
