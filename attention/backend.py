@@ -136,7 +136,7 @@ class AttentionBackend(ABC):
         Returns:
             [num_tokens, tp_q_head_num * v_dim], contiguous.
         """
-        raise NotImplementedError(f"{type(self).__name__} serves no latent layers")
+        raise NotImplementedError(f"{type(self).__name__} serves no latent layers; please report this bug")
 
     def forward_latent(
         self,

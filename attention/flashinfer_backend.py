@@ -208,7 +208,8 @@ class FlashInferBackend(AttentionBackend):
         total = int(num_bytes.sum())
         if total >= 1 << 31:
             raise EngineError(
-                f"attention backend flashinfer takes masks of less than 2 GiB, and this has {total} bytes"
+                f"attention backend flashinfer takes masks of less than 2 GiB, and this has {total} bytes; set "
+                "attention.backend=triton"
             )
         device, found = batch.paged.page_table.device, {}
         for window, chunk in {(it.window, it.chunk) for it in self._geometries}:

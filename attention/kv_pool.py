@@ -49,7 +49,8 @@ class ReqToTokenPool:
             and ((pages >= 1) & (pages <= num_pages)).all()
         ):
             raise EngineError(
-                f"a page delta is outside {num_rows - 1} rows of {max_pages} pages with ids 1 to {num_pages}"
+                f"a page delta is outside {num_rows - 1} rows of {max_pages} pages with ids 1 to {num_pages}; please "
+                "report this bug"
             )
 
     def check_window_pages(self, changes: npt.NDArray[np.int32], num_window_pages: int | None) -> None:
@@ -60,6 +61,7 @@ class ReqToTokenPool:
         if not ((changes >= 1).all() and (changes <= (num_pages, num_window_pages or 0)).all()):
             raise EngineError(
                 f"a change is outside {num_pages} pages and {num_window_pages or 0} of the window pool with ids from 1"
+                "; please report this bug"
             )
 
 

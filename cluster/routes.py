@@ -72,7 +72,7 @@ class Handlers:
         """GET /health. Raises OverloadedError if the engine is dead."""
         state = self.model.state
         if state is EngineState.DEAD:
-            raise OverloadedError("The engine is dead.")
+            raise OverloadedError("The engine is dead; Ray Serve replaces it, so try again later.")
         return _json(status.Probe("ok", state))
 
     async def ready(self, request: Request) -> PlainResponse:
@@ -80,7 +80,7 @@ class Handlers:
         self.requests.check_admits()
         state = self.model.state
         if state is not EngineState.RUNNING:
-            raise OverloadedError(f"The engine is {state}.")
+            raise OverloadedError(f"The engine is {state}; try again later.")
         return _json(status.Probe("ready", state))
 
     async def version(self, request: Request) -> PlainResponse:

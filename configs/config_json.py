@@ -35,7 +35,9 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
     if family.tensor_prefix:
         text = fields.values.get("text_config")
         if not isinstance(text, dict):
-            raise CheckpointError(f"{config_path} has no text_config; the checkpoint is incomplete")
+            raise CheckpointError(
+                f"{config_path} has no text_config; the checkpoint is incomplete, so download it again"
+            )
         fields = Fields({**fields.values, **text}, f"{config_path}: text_config")
     if fields.values.get("use_bidirectional_attention"):
         raise CheckpointError(f"{config_path}: use_bidirectional_attention is not supported")
@@ -120,7 +122,7 @@ def _softcap(fields: Fields, family: Family, key: str) -> float | None:
 def _positive(fields: Fields, key: str, default: float | None) -> float:
     value = fields.number(key, default)
     if not value > 0:
-        raise CheckpointError(f"{fields.where}: {key}={value} is not positive")
+        raise CheckpointError(f"{fields.where}: {key}={value} is not positive; the checkpoint is corrupt")
     return value
 
 

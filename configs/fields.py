@@ -29,9 +29,13 @@ class Fields:
         """An integer of at least 1."""
         value = self.integer(key, default)
         if value < 1:
-            raise CheckpointError(f"{self.where}: {key}={value} is less than 1; the checkpoint is corrupt")
+            raise CheckpointError(
+                f"{self.where}: {key}={value} is less than 1; the checkpoint is corrupt, so download it again"
+            )
         if at_most is not None and value > at_most:
-            raise CheckpointError(f"{self.where}: {key}={value} is more than {at_most}; the checkpoint is corrupt")
+            raise CheckpointError(
+                f"{self.where}: {key}={value} is more than {at_most}; the checkpoint is corrupt, so download it again"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -56,7 +60,7 @@ class Fields:
         if value is None:
             value = default
         if value is None:
-            raise CheckpointError(f"{self.where} has no {key}; the checkpoint is incomplete")
+            raise CheckpointError(f"{self.where} has no {key}; the checkpoint is incomplete, so download it again")
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise CheckpointError(f"{self.where}: {key}={value!r} is not {what}")
         return value
@@ -70,7 +74,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:  # invalid JSON or UTF-8
         raise CheckpointError(f"{path} is corrupt: {error}; download it again") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is corrupt: it holds a {type(content).__name__}, not an object")
+        raise CheckpointError(
+            f"{path} is corrupt: it holds a {type(content).__name__}, not an object; download it again"
+        )
     return content
 
 

@@ -45,7 +45,7 @@ def check_frame(frame: StepFrame, limits: FrameLimits) -> None:
         if wrong is None and name in frame.arrays and frame.arrays[name].size:
             wrong = find_fault(frame.arrays[name], frame, limits)
     if wrong is not None:
-        raise EngineError(f"step {frame.step} of generation {frame.generation} {wrong}")
+        raise EngineError(f"step {frame.step} of generation {frame.generation} {wrong}; please report this bug")
 
 
 def _check_rows(rows: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:

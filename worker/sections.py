@@ -131,12 +131,14 @@ class Message:
         """
         offset = cls._header.size
         if len(buffer) < offset:
-            raise EngineError(f"step message of {len(buffer)} bytes is shorter than its header")
+            raise EngineError(f"step message of {len(buffer)} bytes is shorter than its header; please report this bug")
         magic, checksum, kind, generation, step, *lengths = cls._header.unpack_from(buffer)
         if magic != _MAGIC:
             raise EngineError(f"step message begins with {magic:#x}, not {_MAGIC:#x}")
         if zlib.crc32(memoryview(buffer)[_SEAL.size :]) != checksum:
-            raise EngineError(f"step message {step} of generation {generation} fails its checksum")
+            raise EngineError(
+                f"step message {step} of generation {generation} fails its checksum; please report this bug"
+            )
         arrays: dict[str, Array] = {}
         for name, dtype, index, width_index, width in cls._table:
             if length := lengths[index]:

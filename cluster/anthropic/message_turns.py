@@ -27,13 +27,13 @@ def conversation(request: CountTokensRequest) -> Conversation:
     """The conversation that the model continues. Raises RequestError with the path of the wrong field."""
     turns = _turns(request)
     if not turns:
-        raise RequestError("messages has only system messages, all empty.", param="messages")
+        raise RequestError("messages has only system messages, all empty; add a user message.", param="messages")
     if len(turns) > 1 and turns[-1] == Turn(role="assistant", path=turns[-1].path):
         turns.pop()  # an answer that was cut off before its first text
     # The answer continues the beginning that the caller gave.
     continued = turns[-1].role == "assistant"
     if continued and not turns[-1].text:
-        raise RequestError("The final message has no content to continue.", param=turns[-1].path)
+        raise RequestError("The final message has no content to continue; leave it out.", param=turns[-1].path)
     options = []
     if request.thinking is not None and request.thinking.type != "adaptive":
         options.append(TemplateOption("enable_thinking", request.thinking.type == "enabled", "thinking"))

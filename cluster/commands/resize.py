@@ -47,6 +47,6 @@ def resize_all(size: int, app: str, console: Console) -> None:
             cause = error.cause
             raise cause if isinstance(cause, LockstepError) else EngineError(f"{name}: {cause!r}") from None
         except ray.exceptions.RayError:
-            raise EngineError(f"{name} ended during the resize") from None
+            raise EngineError(f"{name} ended during the resize; see its log, then try again") from None
         ranks = f"{resized.size} rank{'' if resized.size == 1 else 's'}"
         console.print(f"{name}: {ranks}, requests waited {resized.pause_s:.2f} s", markup=False)

@@ -296,7 +296,7 @@ class ServingJob:
             if status == "DEPLOY_FAILED":
                 raise EngineError(f"{self._config.name} failed: {root_cause(message)}")
             if status == "NOT_STARTED":
-                raise EngineError(f"{self._config.name} was deleted by someone else")
+                raise EngineError(f"{self._config.name} was deleted by another command; start it again if it is needed")
 
     def _say(self, text: str) -> None:
         self._print(f"{time.monotonic() - self._began:6.1f} s  {text}")

@@ -21,7 +21,7 @@ def print_status(url: str, *, as_json: bool) -> None:
         version = endpoint.json("/version")["version"]
         live: dict[str, Any] | None = next(endpoint.events("GET", "/live"), None)
         if live is None:
-            raise EngineError(f"{endpoint.url} is stopping")
+            raise EngineError(f"{endpoint.url} is stopping; ask again later")
         if as_json:
             console.print_json(json.dumps({"url": endpoint.url, "version": version, **live}))
             return

@@ -203,7 +203,8 @@ class Coordinator:
             if is_of_ranks and not self._closing.is_set():
                 if isinstance(failure, OutOfMemoryError):
                     logger.warning(
-                        "a rank ran out of memory; steps have at most %d tokens from now on",
+                        "a rank ran out of memory, so steps have at most %d tokens from now on; lower "
+                        "kv_cache.memory_fraction to leave more",
                         self.scheduler.halve_steps(),
                     )
                 return failure
@@ -358,7 +359,7 @@ class Coordinator:
             if self._failure is None:
                 self._ranks_failed.wait(_BLAME_S)
         else:
-            logger.exception("the step loop failed")
+            logger.exception("the step loop failed, and the engine ends; please report this bug")
             error = EngineError(f"the step loop failed: {error!r}")
         self._failure = self._failure or error
         return self._failure
@@ -396,7 +397,9 @@ class Coordinator:
             return True
         # Requests that wait for a change of weights are not stuck, because the change will release them.
         if self.scheduler.has_work and not self.scheduler.is_awaiting_masks and self._change is None:
-            raise EngineError("the scheduler has work but neither launched a step nor has one in flight")
+            raise EngineError(
+                "the scheduler has work but neither launched a step nor has one in flight; please report this bug"
+            )
         return False
 
     def _retire(self) -> None:
@@ -451,7 +454,10 @@ class Coordinator:
                 return self.ranks.results.recv(min(LOOK_S, self._step_timeout_s - waited))
             except DeadlineError:
                 if (now := time.monotonic()) - began >= self._step_timeout_s:
-                    raise DeadlineError(f"no result came within {STEP_TIMEOUT}={self._step_timeout_s:g}") from None
+                    raise DeadlineError(
+                        f"no result came within {STEP_TIMEOUT}={self._step_timeout_s:g}; see what holds the ranks up, "
+                        "or raise it"
+                    ) from None
             if now - reported >= _WATCH_S:
                 reported = now
                 self.send_report()
@@ -504,12 +510,12 @@ def _run_into(future: Future[_T], function: Callable[..., _T], *args: object) ->
     """Sets the result of `function` as `future`'s result. Waits for file descriptors first: `_RANKS_DESCRIPTORS`."""
     deadline = time.monotonic() + _DESCRIPTORS_WAIT_S
     while (left := num_descriptors_left()) < _RANKS_DESCRIPTORS and time.monotonic() < deadline:
-        logger.warning("the ranks wait for file descriptors: %d are left (ulimit -n)", left)
+        logger.warning("the ranks wait for file descriptors: %d are left; raise ulimit -n", left)
         time.sleep(_WATCH_S)
     try:
         future.set_result(function(*args))
     except LockstepError as error:
         future.set_exception(error)
     except Exception as error:
-        logger.exception("a rebuild failed")
+        logger.exception("a rebuild failed; it is tried again while recovery.max_rebuilds allows")
         future.set_exception(EngineError(f"a rebuild failed: {error!r}"))

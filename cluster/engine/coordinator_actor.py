@@ -219,7 +219,8 @@ class CoordinatorActor:
         with self._one_change() as coordinator:
             if not coordinator.ranks.is_persistent:
                 raise ConfigError(
-                    "ranks on several nodes cannot sleep, nor can ranks on GPUs without persistent memory"
+                    "ranks on several nodes cannot sleep, nor can ranks on GPUs without persistent memory; stop the "
+                    "app instead"
                 )
             sleep = Sleep()
             seconds = coordinator.change(sleep).result()

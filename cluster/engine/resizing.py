@@ -109,7 +109,7 @@ def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
     if old.starter.is_in_memory:
         raise ConfigError("new ranks cannot read weights that came from memory; change to weights at a path first")
     if not old.one_node:
-        raise ConfigError("ranks on several nodes cannot be resized")
+        raise ConfigError("ranks on several nodes cannot be resized; start the app with the new tensor_parallel_size")
     num_bundles = old.starter.num_bundles
     if not on_gpus and size > num_bundles and given.placement.cpus_per_rank is not None:
         raise ConfigError(
@@ -154,7 +154,7 @@ def _load(new: RankGroup, old: RankGroup) -> None:
         return
     memory = new.load()
     if not new.one_node:
-        raise EngineError("the new ranks are on another node")
+        raise EngineError("the new ranks are on another node; free devices on the replica's node")
     _check_pool(memory, new, old)
 
 

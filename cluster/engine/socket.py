@@ -165,7 +165,7 @@ class EngineSocket:
             peer, _ = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                logger.warning("the Engine cannot connect: no file descriptor is left (ulimit -n)")
+                logger.warning("the Engine cannot connect: no file descriptor is left; raise ulimit -n")
                 time.sleep(_ACCEPT_AGAIN_S)
             return None  # the caller may have disconnected, or this end is being closed
         if not is_ours(peer) or self._peer is not None:
@@ -191,7 +191,9 @@ class EngineSocket:
                 with memoryview(received) as view:
                     messages = [self._decoder.decode(view[frame]) for frame in frames]
             except msgspec.DecodeError:
-                logger.exception("the Engine sent an invalid message, so its connection is closed")
+                logger.exception(
+                    "the Engine sent an invalid message, so its connection is closed; please report this bug"
+                )
                 return False
             del received[: frames[-1].stop]
             self._hand_over(messages, frames[-1].stop)

@@ -74,11 +74,19 @@ class Access:
                 "An API key is needed; send it as `Authorization: Bearer KEY`.", code="missing_api_key", status=401
             )
         if (key := self.keys.find(presented)) is None:
-            raise RequestError("The API key is not known here.", code="invalid_api_key", status=401)
+            raise RequestError(
+                "The API key is not known here; check it, or ask the operator for one.",
+                code="invalid_api_key",
+                status=401,
+            )
         if roles == ADMINS and not self.keys.has_admin:
             raise _absent()
         if key.role not in roles:
-            raise RequestError(f"Keys of the role {key.role} may not call this.", code="permission_denied", status=403)
+            raise RequestError(
+                f"Keys of the role {key.role} may not call this; use a key of another role.",
+                code="permission_denied",
+                status=403,
+            )
         salt = self.keys.salt(key.id)
         context = RequestContext(
             request_id=request_id, client=key.id, role=key.role, priorities=key.priorities, salt=salt

@@ -81,7 +81,9 @@ class ActiveRequests:
         elif left < _SPARE_DESCRIPTORS:
             if now >= self._next_log_s:
                 self._next_log_s = now + _LOG_EVERY_S
-                logger.warning("requests are refused: %d file descriptors are left (ulimit -n); more are needed", left)
+                logger.warning(
+                    "requests are refused: %d file descriptors are left, and more are needed; raise ulimit -n", left
+                )
             raise OverloadedError(_NO_DESCRIPTORS, closes_connection=True)
 
     def admit_again(self) -> None:

@@ -30,7 +30,9 @@ async def read_body(scope: Scope, receive: Receive, server: ServerConfig) -> byt
     if content_type != b"application/json":
         raise RequestError("The body must be application/json.", code="unsupported_media_type", status=415)
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise RequestError("Compressed bodies are not supported.", code="unsupported_media_type", status=415)
+        raise RequestError(
+            "Compressed bodies are not supported; send it uncompressed.", code="unsupported_media_type", status=415
+        )
     limit = server.max_body_bytes
     length = headers.get(b"content-length", b"")
     if length.isdigit() and (len(length) > _MAX_LENGTH_DIGITS or int(length) > limit):
@@ -41,7 +43,7 @@ async def read_body(scope: Scope, receive: Receive, server: ServerConfig) -> byt
             return await _read(receive, limit)
     except TimeoutError:
         raise RequestError(
-            f"The body did not arrive within {timeout_s:g} seconds.", code="request_timeout", status=408
+            f"The body did not arrive within {timeout_s:g} seconds; send it again.", code="request_timeout", status=408
         ) from None
 
 

@@ -201,7 +201,7 @@ def _check_headers(scope: Scope) -> None:
     headers = scope["headers"]
     if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
         raise RequestError(
-            f"The request has more than {MAX_HEADERS} headers, or more than {MAX_HEADER_BYTES} bytes of them.",
+            f"The request has more than {MAX_HEADERS} headers, or {MAX_HEADER_BYTES} bytes of them; send fewer.",
             code="headers_too_large",
             status=431,
         )

@@ -74,7 +74,7 @@ def as_request_error(error: BaseException, request_id: str, *, engine_is_there: 
         logger.error("request %s: engine error: %s", request_id, error)
         message = error.public_message or "The engine failed while running this request."
         return RequestError(message, code="engine_error", status=500)
-    logger.error("request %s: internal error", request_id, exc_info=error)
+    logger.error("request %s: internal error; please report this bug", request_id, exc_info=error)
     return RequestError(f"Internal error; the request id is {request_id}.", code="internal_error", status=500)
 
 

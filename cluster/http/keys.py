@@ -194,5 +194,7 @@ def open_keys(server: ServerConfig) -> KeyRing | None:
 def _version(path: Path) -> tuple[int, ...]:
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"server.api_keys={path} is no regular file")  # reading a pipe would block
+        raise ConfigError(
+            f"server.api_keys={path} is no regular file; name a file of keys"
+        )  # reading a pipe would block
     return (found.st_ino, found.st_size, found.st_mtime_ns)

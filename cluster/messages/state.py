@@ -56,7 +56,7 @@ class EngineLife:
         if state is self._state:
             return
         if state not in _AFTER[self._state]:
-            logger.debug("an engine that is %s cannot become %s", self._state, state)
+            logger.debug("an engine that is %s cannot become %s; please report this bug", self._state, state)
             return
         logger.info("the engine is %s (it was %s)", state, self._state)
         self._state = state

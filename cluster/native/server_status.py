@@ -128,7 +128,9 @@ async def health_generate(model: ServedModel, body: bytes, context: RequestConte
     try:
         await model.probe(_PROBE_TIMEOUT_S)
     except DeadlineError:
-        raise OverloadedError(f"No token was generated within {_PROBE_TIMEOUT_S:g} seconds.") from None
+        raise OverloadedError(
+            f"No token was generated within {_PROBE_TIMEOUT_S:g} seconds; see the replica's log."
+        ) from None
     return json_response(Healthy(round(time.monotonic() - begin, 4)))
 
 

@@ -32,7 +32,9 @@ def conversation(request: ChatRequest) -> Conversation:
     if request.reasoning_effort is not None:
         options.append(TemplateOption("reasoning_effort", request.reasoning_effort, "reasoning_effort"))
     if request.continue_final_message and not turns[-1].text:
-        raise RequestError("The final message has no content to continue.", param="continue_final_message")
+        raise RequestError(
+            "The final message has no content to continue; give it some.", param="continue_final_message"
+        )
     return Conversation(
         turns=turns,
         tools=tools,

@@ -176,7 +176,7 @@ def _supported(message: Any) -> Any:
         raise RequestError("must not be function: tools take its place", code="unsupported_parameter", param="role")
     for key in ("function_call", "audio"):
         if message.get(key):
-            raise RequestError("is not supported", code="unsupported_parameter", param=key)
+            raise RequestError("is not supported; leave it out", code="unsupported_parameter", param=key)
     if message.get("tool_calls") and message.get("role") != "assistant":
         raise RequestError("is only allowed for an assistant, because only it calls tools", param="tool_calls")
     return message

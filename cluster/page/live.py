@@ -109,7 +109,7 @@ class LiveServing:
     async def live(self, body: bytes, context: RequestContext) -> HttpResponse:
         """Streams the events. Raises OverloadedError if there are too many readers, since each costs some work."""
         if self._num_readers >= _MAX_READERS:
-            raise OverloadedError(f"{_MAX_READERS} readers follow the engine already.", retry_after_s=10.0)
+            raise OverloadedError(f"{_MAX_READERS} readers follow the engine already; close one.", retry_after_s=10.0)
         return HttpResponse(self._events(), streamed=True)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:

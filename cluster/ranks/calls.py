@@ -40,7 +40,8 @@ def call(ranks: Iterable[Rank], method: str, *args: object, size: int, timeout_s
         done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
         if not done:
             raise DeadlineError(
-                f"{len(pending)} of {size} ranks did not answer within parallel.init_timeout_s={timeout_s:g} s"
+                f"{len(pending)} of {size} ranks did not answer within parallel.init_timeout_s={timeout_s:g}; see "
+                "their logs, or raise it"
             )
         if call_failure(0, size, done[0]) is not None:
             raise failure_of(calls, size)
@@ -62,7 +63,7 @@ def watch(
             if not is_over():
                 on_failure(failure_of(runs, size))
         except Exception as error:  # requests must not run without a watch, whatever stopped it
-            logger.exception("watching the ranks failed")
+            logger.exception("watching the ranks failed; please report this bug")
             if not is_over():
                 on_failure(EngineError(f"watching the ranks failed: {error!r}"))
 

@@ -74,7 +74,9 @@ class WarmSpares:
                 if call in warm:
                     ray.get([call, become], timeout=_ANSWER_TIMEOUT_S)
             except ray.exceptions.RayError as error:  # includes GetTimeoutError
-                logger.warning("a warm spare cannot be used: %s", str(error).strip().split("\n")[0])
+                logger.warning(
+                    "a warm spare cannot be used, so a new process starts: %s", str(error).strip().split("\n")[0]
+                )
                 ray.kill(spare)
                 continue
             return spare

@@ -62,7 +62,7 @@ async def chat_run(
     job = model.job(prefix, fields, [prompt], [limit], context, options, form=form, grammar=grammar)
     unread = [path for path in conversation.unread(model.tokenizer.template) if path != needs_no_telling]
     if unread and model.server.strict_fields:
-        raise RequestError(f"This model's chat template reads no {unread[0]}.", param=unread[0])
+        raise RequestError(f"This model's chat template reads no {unread[0]}; leave it out.", param=unread[0])
     headers = ignored_header([*ignored, *unread])
     if conversation.tools is not None or conversation.speaks_of_tools:
         headers["x-tool-template"] = model.formats.tool_template

@@ -196,7 +196,7 @@ class EngineClient:
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 if loop.time() >= deadline:
                     raise DeadlineError(
-                        f"no coordinator accepts on its socket within connect timeout_s={timeout_s:g}"
+                        f"no coordinator accepts on its socket within {timeout_s:g} s; see its log"
                     ) from error
                 await asyncio.sleep(0.02)
         client = cls(reader, writer, telemetry)

@@ -57,7 +57,9 @@ class FieldPolicy:
         own = field_names(kind)
         for name in self.unsupported.keys() & raw.keys():
             if name not in own and not self.unsupported[name](raw[name]):
-                raise RequestError(f"{name} is not supported by this server.", code="unsupported_parameter", param=name)
+                raise RequestError(
+                    f"{name} is not supported by this server; leave it out.", code="unsupported_parameter", param=name
+                )
         asks_nothing = {name for name, is_neutral in self.styling.items() if name in raw and is_neutral(raw[name])}
         passed = own | self.unsupported.keys() | self.without_effect | asks_nothing
         options = {f"{name}.{it}" for name, kind in self.options.items() for it in field_names(kind)}

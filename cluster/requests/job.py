@@ -133,7 +133,9 @@ class Run:
                 await wait_ready(streams)
                 if self._late:
                     limit = self.job.terms.deadline_s
-                    raise DeadlineError(f"The request did not finish within server.request_timeout_s={limit:g}.")
+                    raise DeadlineError(
+                        f"The request did not finish within server.request_timeout_s={limit:g}; request fewer tokens."
+                    )
                 ready = [output for output in pending if output.stream.ready]
                 for first in range(0, len(ready), _OUTPUTS_AT_ONCE):
                     deltas = [output.advance() for output in ready[first : first + _OUTPUTS_AT_ONCE]]

@@ -46,7 +46,7 @@ def json_parts(message: object) -> Iterator[bytes]:
 
     def mark(value: object) -> str:
         if not isinstance(value, _LongList):
-            raise NotImplementedError(f"{type(value).__name__} cannot be encoded as JSON")
+            raise NotImplementedError(f"{type(value).__name__} cannot be encoded as JSON; please report this bug")
         found.append(value)
         return _MARK
 

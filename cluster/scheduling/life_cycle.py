@@ -127,7 +127,7 @@ class LifeCycle:
 
     def _add(self, request: GenerateRequest, now: float) -> Finished | None:
         if request.id in self.live:
-            raise EngineError(f"request id {request.id} is in use")
+            raise EngineError(f"request id {request.id} is in use; please report this bug")
         try:
             entry = Request.create(request, self._limits, now)
             if (reason := entry.reason_never_fits(self._limits)) is not None:

@@ -52,7 +52,7 @@ class PageAllocator:
     def allocate(self, owners: Int32Array | int, count: int) -> Int32Array:
         """Takes `count` pages for one owner, or for `owners[i]` each. Raises EngineError if fewer are free."""
         if count > self.num_free:
-            raise EngineError(f"asked for {count} pages, {self.num_free} are free")
+            raise EngineError(f"asked for {count} pages, {self.num_free} are free; please report this bug")
         self.num_free -= count
         pages = self._stack[self.num_free : self.num_free + count][::-1].copy()
         self.owners[pages] = owners
@@ -78,7 +78,9 @@ class PageAllocator:
 
     def _check_owned(self, pages: Int32Array) -> None:
         if np.count_nonzero(self.owners[pages]) != len(pages):  # FREE is 0
-            raise EngineError(f"pages {pages[self.owners[pages] == FREE].tolist()} are free already")
+            raise EngineError(
+                f"pages {pages[self.owners[pages] == FREE].tolist()} are free already; please report this bug"
+            )
 
 
 class WindowPages:

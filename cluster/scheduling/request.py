@@ -260,7 +260,9 @@ class Request:
 def check_allows_a_token(mask: UInt32Array) -> None:
     """Raises GuideError for a mask without a bit."""
     if not mask.any():
-        raise GuideError("the grammar, with the other parameters of the request, allows no further token")
+        raise GuideError(
+            "the grammar, with the other parameters of the request, allows no further token; relax one of them"
+        )
 
 
 def _bans(sampling: SamplingParams, num_prompt_tokens: int, limits: SchedulerLimits) -> dict[int, int]:

@@ -131,7 +131,9 @@ class RowTable:
         """Frees the row. Raises EngineError while a step in flight names it."""
         request = self.requests[row]
         if request is None or self.in_flight[row]:
-            raise EngineError(f"row {row} is free already, or {self.in_flight[row]} steps in flight name it")
+            raise EngineError(
+                f"row {row} is free already, or {self.in_flight[row]} steps in flight name it; please report this bug"
+            )
         if self.live[row]:
             self.end(row)
         request.row = 0

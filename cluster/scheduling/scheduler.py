@@ -241,7 +241,7 @@ class Scheduler:
     def retire(self, result: StepResult) -> StepOutput:
         """Takes the oldest step's result, and returns its tokens and ended requests."""
         if not self._in_flight:
-            raise EngineError(f"result of step {result.step}, but no step is in flight")
+            raise EngineError(f"result of step {result.step}, but no step is in flight; please report this bug")
         self._in_flight[0].check(result, self.generation)
         launched = self._in_flight.popleft()
         table = self._rows

@@ -49,7 +49,7 @@ class _Checks:
             except MatchError as error:
                 raise RequestError(f"The grammar cannot be used: {error}") from None
             if mask is None:
-                raise RequestError("The grammar matches the empty text alone.")
+                raise RequestError("The grammar matches the empty text alone; let it match some text.")
         except RequestError as error:
             return Refused(str(error), error.code, error.param or spec.param)
         return Checked(grammar)

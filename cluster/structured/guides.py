@@ -88,12 +88,12 @@ class GrammarGuide:
             except MatchError as error:
                 self._end(str(error))
             except Exception as error:  # whatever failed, a request waits for this mask
-                logger.exception("a grammar cannot be followed")
+                logger.exception("a grammar failed, and only its request ends")
                 self._end(f"the grammar breaks the matcher ({type(error).__name__})")
 
     def _take(self) -> None:
         if self._seconds_left <= 0:
-            raise MatchError("the grammar takes too much time")
+            raise MatchError("the grammar takes too much time; use a simpler one")
         if self._matcher is None:
             self._matcher = self._copy(self._grammar)
         began = time.thread_time()
@@ -171,7 +171,9 @@ class RequestGuides:
         try:
             self.matchers = Matchers(Setup(tokenizer, self._vocab_size, self._eos_token_ids))
         except ValueError as error:
-            logger.warning("structured output is not available with this model's tokenizer: %s", error)
+            logger.warning(
+                "structured output is not available with this tokenizer; set `tokenizer` to another: %s", error
+            )
             return
         self._enough_bytes = _memory_bytes() + GUIDE_MEMORY_BYTES
         for _ in range(_NUM_THREADS):
@@ -196,7 +198,7 @@ class RequestGuides:
     def open(self, grammar: str) -> GrammarGuide:
         """A guide for one answer to a checked grammar. Its first mask is being computed. Raises GuideError."""
         if self.matchers is None:
-            raise GuideError("the engine has no tokenizer yet, which grammars need")
+            raise GuideError("the engine has no tokenizer yet, which grammars need; try again later")
         guide = GrammarGuide(grammar, self.matchers, self._copy, self._work)
         guide.accept(())
         return guide

@@ -52,7 +52,7 @@ def prepare_schema(schema: object, param: str, *, strict: bool = True) -> dict[s
         _bound(node)
         nodes.append(node)
     if not _Finite(schema).ends():
-        raise RequestError(f"{param} is matched by nothing finite.", param=param)
+        raise RequestError(f"{param} is matched by nothing finite; give its recursion an end.", param=param)
     if not entangled:
         for node in nodes:
             _close(node)

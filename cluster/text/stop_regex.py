@@ -39,7 +39,7 @@ class StopRegex:
         if self._at_end.programsize > _MAX_PROGRAM_SIZE:
             raise RequestError(f"{param} is too large; use smaller counts.", param=param)
         if self._pattern.fullmatch("") is not None:
-            raise RequestError(f"{param} matches the empty text.", param=param)
+            raise RequestError(f"{param} matches the empty text; let it match at least one character.", param=param)
 
     def first_end(self, before: str, text: str) -> int | None:
         """Number of characters of `text` up to the end of the first match that ends in it. None without a match.

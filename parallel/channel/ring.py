@@ -172,7 +172,9 @@ class RingWriter:
     def send(self, frame: bytes, timeout_s: float) -> None:
         ring, length = self._ring, len(frame)
         if length > ring.slot_bytes:
-            raise EngineError(f"a frame of {length} bytes exceeds the {ring.slot_bytes} that the channel was made for")
+            raise EngineError(
+                f"a frame of {length} bytes exceeds the channel's {ring.slot_bytes}; please report this bug"
+            )
         self._segment.check_alive()
         if self._num_sent >= self._free_until:
             self._wait_for_room(timeout_s)

@@ -257,7 +257,7 @@ class TcpWriter:
     def send(self, frame: bytes, timeout_s: float) -> None:
         if len(frame) > self._max_frame_bytes:
             raise EngineError(
-                f"a frame of {len(frame)} bytes exceeds the {self._max_frame_bytes} that the channel was made for"
+                f"a frame of {len(frame)} bytes exceeds the channel's {self._max_frame_bytes}; please report this bug"
             )
         deadline = time.monotonic() + timeout_s
         for connection in self._connections:

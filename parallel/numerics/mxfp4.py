@@ -67,7 +67,7 @@ class Mxfp4Matrix:
         if not source.read_mxfp4(name, codes, exponents, rows=rows, columns=columns):
             return
         if (exponents > _LARGEST_EXPONENT).any():
-            raise CheckpointError(f"tensor {name} in MXFP4 has blocks of a power above 2; is the download complete?")
+            raise CheckpointError(f"tensor {name} in MXFP4 has blocks of a power above 2; download it again")
         missing = groups * 4 - exponents.shape[1]
         halves = F.pad(torch.stack((codes & 15, codes >> 4), -1).flatten(1), (0, missing * BLOCK))
         blocks = halves.view(num_rows, groups, 4, BLOCK).int().unbind(2)

@@ -291,8 +291,8 @@ def test_factors_come_from_the_checkpoint_under_either_name(
     ("value", "message"),
     [
         (torch.ones(2), r"k_scale has shape \[2\]; kv_cache.dtype=fp8_e4m3 takes one factor .* Choose .*dtype=auto"),
-        (torch.tensor(-1.0), "k_scale is -1.0: not a valid factor"),
-        (torch.tensor(math.nan), "k_scale is nan: not a valid factor"),
+        (torch.tensor(-1.0), "k_scale is -1.0, not a valid factor"),
+        (torch.tensor(math.nan), "k_scale is nan, not a valid factor"),
     ],
 )
 def test_refuses_factors_that_differ_by_head_or_are_none(

@@ -89,7 +89,7 @@ def test_every_request_is_answered_while_connections_take_up_the_descriptors(
 
     run(scenario, timeout_s=90)
     [line] = caplog.messages
-    assert "file descriptors are left (ulimit -n)" in line
+    assert "file descriptors are left, and more are needed; raise ulimit -n" in line
 
 
 def test_the_engine_connects_once_a_descriptor_is_there_and_the_coordinator_does_not_spin(

@@ -78,7 +78,12 @@ def await_room(device: torch.device, num_bytes: int) -> int:
     deadline = time.monotonic() + _ROOM_TIMEOUT_S
     while (free := free_bytes(device)) < num_bytes - _ROOM_SLACK_BYTES:
         if time.monotonic() > deadline:
-            _log.warning("%s has %.2f GiB free, but had %.2f at the first start", device, free / _GIB, num_bytes / _GIB)
+            _log.warning(
+                "%s has %.2f GiB free, but had %.2f at the first start; see which process has the rest",
+                device,
+                free / _GIB,
+                num_bytes / _GIB,
+            )
             break
         time.sleep(0.02)
     return free

@@ -127,7 +127,7 @@ class StepInputs:
         if shape.num_rows > self._max_rows or shape.num_tokens > self._max_tokens:
             raise EngineError(
                 f"step {frame.step} of generation {frame.generation} has {shape.num_rows} rows and {shape.num_tokens} "
-                f"tokens; at most {self._max_rows} and {self._max_tokens} fit"
+                f"tokens; at most {self._max_rows} and {self._max_tokens} fit; please report this bug"
             )
         stage = self._stages[self._next_stage]
         self._next_stage = (self._next_stage + 1) % _NUM_STAGES

@@ -253,7 +253,9 @@ class Checkpoint(AnyCheckpoint):
             )
         file.read(name, value, Span(0, 1), None)
         if not 0.0 < value.item() < math.inf:
-            raise CheckpointError(f"tensor {name} is {value.item()}: not a valid factor of keys or values in FP8")
+            raise CheckpointError(
+                f"tensor {name} is {value.item()}, not a valid factor of an FP8 KV cache; choose kv_cache.dtype=auto"
+            )
         return value.item()
 
     def _check(self, path: Path) -> None:
@@ -276,7 +278,7 @@ class Checkpoint(AnyCheckpoint):
                         surplus.append(name)
                     continue
                 if name in self._owner:
-                    raise CheckpointError(f"{path}: tensor {name} is in more than one file")
+                    raise CheckpointError(f"{path}: tensor {name} is in more than one file; download it again")
                 wanted = known.get(name, shape)
                 if shape != wanted and (name not in scales or prod(shape) > 1 or prod(wanted) > 1):
                     raise CheckpointError(

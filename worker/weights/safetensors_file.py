@@ -105,11 +105,15 @@ def _read_header(reader: RangeReader) -> dict[str, _Entry]:
         raise CheckpointError(f"{path} has {reader.size} bytes: too short for a safetensors file; download it again")
     (length,) = struct.unpack("<Q", reader.read(0, 8))
     if length > reader.size - 8:
-        raise CheckpointError(f"{path} is truncated or no safetensors file: its header alone asks for {length} bytes")
+        raise CheckpointError(
+            f"{path} is truncated or no safetensors file: its header alone asks for {length} bytes; download it again"
+        )
     try:
         header = json.loads(bytes(reader.read(8, length)))
     except ValueError as error:
-        raise CheckpointError(f"{path} is no safetensors file: its header is not JSON ({error})") from error
+        raise CheckpointError(
+            f"{path} is no safetensors file: its header is not JSON ({error}); download it again"
+        ) from error
     entries = {}
     for name, info in header.items():
         if name == "__metadata__":
@@ -118,7 +122,9 @@ def _read_header(reader: RangeReader) -> dict[str, _Entry]:
             kind, shape = str(info["dtype"]), tuple(int(size) for size in info["shape"])
             begin, end = (int(offset) for offset in info["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: the header's entry for tensor {name} is malformed ({error!r})") from error
+            raise CheckpointError(
+                f"{path}: the header's entry for tensor {name} is malformed ({error!r}); download it again"
+            ) from error
         if kind not in _DTYPES:
             raise CheckpointError(f"{path}: tensor {name} is of type {kind}; supported are {', '.join(_DTYPES)}")
         if begin < 0 or min(shape, default=0) < 0 or end - begin != _DTYPES[kind][1] * prod(shape):

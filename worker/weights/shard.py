@@ -103,7 +103,9 @@ class Shard:
             is_found = self._weights.find(checkpoint, identity, on_progress)
             if not is_found:
                 if must_find:
-                    raise EngineError(f"rank {self._group.rank}'s weights, which came from memory, are lost")
+                    raise EngineError(
+                        f"rank {self._group.rank}'s weights, which came from memory, are lost; send them again"
+                    )
                 num_bytes = self._plan.weight_bytes(self._group.rank, self._config)
                 waits = beside and self.persistent is not None and not has_room(self._device, num_bytes)
                 self._weights.load(checkpoint, identity, on_progress, on_host=waits)
@@ -198,7 +200,7 @@ class Shard:
         """
         with self.in_use, naming_the_rank(self._group.rank, self._device, "exchanging weights"):
             if self._staged is None:
-                raise EngineError(f"rank {self._group.rank} has no staged weights")
+                raise EngineError(f"rank {self._group.rank} has no staged weights; please report this bug")
             self._weights.take(self._staged)
 
     def drop_staged(self) -> None:

@@ -119,13 +119,15 @@ class ResponsesServing:
             stored = self._store.get(context.client, response_id)
         except RequestError as error:
             raise RequestError(
-                f"Previous response {response_id!r} not found; a replica stores its own responses, for a while.",
+                f"Previous response {response_id!r} not found; send the conversation as input instead.",
                 code="previous_response_not_found",
                 param="previous_response_id",
                 status=404,
             ) from error
         if stored.run is not None:
-            raise RequestError("The previous response has not ended yet.", param="previous_response_id", status=409)
+            raise RequestError(
+                "The previous response has not ended yet; wait for it.", param="previous_response_id", status=409
+            )
         return stored.conversation(), stored.num_bytes
 
     async def _whole(

@@ -228,7 +228,9 @@ def check_options(request: ResponsesRequest) -> None:
     for i, wanted in enumerate(request.include or ()):
         if wanted not in _INCLUDABLE:
             raise RequestError(
-                f"include[{i}] is not supported by this server.", code="unsupported_parameter", param=f"include[{i}]"
+                f"include[{i}] is not supported by this server; leave it out.",
+                code="unsupported_parameter",
+                param=f"include[{i}]",
             )
     for key, value in (request.metadata or {}).items():
         if len(key) > 64 or len(value) > 512:
