@@ -55,7 +55,7 @@ class FrameSource(Protocol):
 
 
 class TPWorker:
-    """Rank `group.rank` of a tensor-parallel group: `shard.load`, `allocate`, then `step` or `run`, then `close`.
+    """Rank `group.rank` of a tensor-parallel group: `shard.load`, `allocate`, then `launch` or `run`, then `close`.
 
     Args:
         config: resolved. `auto` in dtype or attention is refused.
@@ -237,7 +237,7 @@ class TPWorker:
             EngineError: the frame does not fit this rank's tables.
         """
         if self._runner is None:
-            raise EngineError("step() was called before allocate()")
+            raise EngineError("launch() was called before allocate()")
         return self._runner.launch(frame)
 
     @torch.inference_mode()

@@ -325,8 +325,8 @@ def pieces_for(weight: ExpertWeight, tile: Tile, block_k: int, leaf: int | None)
 def grouped_gate_up(
     tokens: Tokens, counts: torch.Tensor, w13: ExpertWeight, tiles: Tiles, *, exact: bool
 ) -> tuple[Routes, torch.Tensor]:
-    """The routes, and for every pair the input of its expert's down product [num_pairs, width]; undefined for padding
-    tokens. `counts` is as for `route`."""
+    """The routes, and every pair's input of the down product [num_pairs, width]; undefined for padding. `counts`: see
+    `route`."""
     routes = route(
         tokens.logits,
         counts,

@@ -47,8 +47,7 @@ def _cached(x, scale, dtype: tl.constexpr):
         bits = tl.div_rn(x.to(tl.float32), scale).to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         clamped = tl.minimum(size, 0x43E00000)  # 448
-        # Exponents decrease by 120, and the last 20 bits are dropped. Adding half of the last remaining bit, or just
-        # less if it is even, rounds to nearest.
+        # Exponents decrease by 120, and the last 20 bits are dropped. Half a last bit, or just less if even, is added.
         normal = ((clamped + 0x7FFFF + ((clamped >> 20) & 1)) >> 20) - (120 << 3)
         # Below 2**-6, FP8 steps are 2**-9, which is fp32's step from 2**14 on.
         steps = (clamped.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000

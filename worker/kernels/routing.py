@@ -170,8 +170,8 @@ def weight_of(
 
 @triton.jit
 def find_block(counts_ptr, block, num_experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of a block of pairs, the index of the block's first pair in that expert, and the expert's number of
-    pairs. All 0 after the last block.
+    """A block's expert, the index of its first pair in that expert, and the expert's number of pairs. All 0 after the
+    last.
 
     Every expert's pairs fill separate blocks, the last one perhaps partly.
     """

@@ -1,7 +1,6 @@
 """The draft head on one rank. configs/draft_head.py describes what it computes.
 
-The heads and columns of its layer are divided among the ranks like any layer's. Its norms, its projection, and the LM
-head of EAGLE-3 are whole on every rank.
+Its layer is divided among the ranks like any layer. Its norms, its projection and EAGLE-3's LM head are whole on each.
 """
 
 from __future__ import annotations
