@@ -115,7 +115,7 @@ def _figure(file: str, cell: str) -> str:
         match = re.search(path[1:-1], value, re.MULTILINE)
         if match is None:
             raise ValueError(f"{file} has nothing that matches {path}")
-        return format(float(match[1]), form)
+        return format(float(match[1].replace(",", "")), form)
     for step in path.split("/"):
         name, *wanted = re.split(r"\[|\]\[|\]", step)
         value = value[int(name) if isinstance(value, list) else name]

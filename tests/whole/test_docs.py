@@ -6,16 +6,22 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+import typer
 import yaml
 
+from cluster.commands.cli import app
+from cluster.routes import ROUTES
 from configs.json_schema import config_file_schema
-from configs.load import parse_engine_config
+from configs.load import all_settings, parse_engine_config
 from tests.cluster.test_cli import (
     BIN,
     Head,
@@ -153,3 +159,54 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+SETTINGS = all_settings()
+SECTIONS = {name.split(".")[0] for name in SETTINGS if "." in name}
+GROUP: Any = typer.main.get_command(app)
+HANDWRITTEN = [page for page in PAGES if page.parent.name != "reference" and page.name != "measured.md"]
+
+
+@cache
+def _files() -> list[str]:
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    return subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def _is_file(path: str) -> bool:
+    """Whether the path of a file or folder of the checkout is or ends in `path`. NAME stands for any name."""
+    pattern = path.replace("NAME", "*").strip("/")
+    return any(fnmatch(f"/{file}/", f"*/{pattern}/*") for file in _files())
+
+
+def _is_route(method: str | None, path: str) -> bool:
+    """Whether there is a route of this path, or one below it. Parameters may have other names."""
+    wanted = re.compile(f"{method or '[A-Z]+'} {re.escape(re.sub('{.*?}', '{}', path))}(/.*)?")
+    return any(wanted.fullmatch(f"{route.method} {re.sub('{.*?}', '{}', route.path)}") for route in ROUTES)
+
+
+KINDS: list[tuple[str, Callable[..., bool]]] = [
+    (r"(?:/srv/lockstep/)?(?!generation_config|\.venv)([\w.*-]+/[\w./*-]*|[\w*-]+\.(?:py|yaml|md|json))", _is_file),
+    (rf"((?:{'|'.join(SECTIONS)})\.[a-z_.]+)(?:: .*)?", SETTINGS.__contains__),
+    (r"(lockstep_\w+)", lambda name: f"`{name}`" in (ROOT / "docs/reference/metrics.md").read_text()),
+    (r"make ([a-z-]+).*", lambda name: bool(re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.MULTILINE))),
+    (r"python -m cluster (?:-v )?([a-z]+).*", GROUP.commands.__contains__),
+    (r"(?:python -m )?benchmarks\.(\w+).*", lambda name: _is_file(f"benchmarks/{name}.py")),
+    (r"(?:(GET|POST|DELETE) )?(/(?!etc/|srv/|tmp/)[\w./{}-]*)", _is_route),
+]
+"""What a name in backticks may be, each with how to tell that it exists. Other names are not checked."""
+
+
+def _false_names(text: str) -> Iterator[str]:
+    """The names in backticks, outside fenced blocks, that do not exist."""
+    for name in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)):
+        for pattern, exists in KINDS:
+            if (found := re.fullmatch(pattern, name)) is not None:
+                if not exists(*found.groups()):
+                    yield name
+                break
+
+
+@pytest.mark.parametrize("page", HANDWRITTEN, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_names_that_a_page_mentions_exist(page: Path) -> None:
+    assert not list(_false_names(page.read_text()))
