@@ -321,5 +321,5 @@ def test_connecting_to_nobody_ends_at_its_deadline(tmp_path: Path) -> None:
     async def scenario() -> None:
         await EngineClient.connect(str(tmp_path / "nobody"), timeout_s=0.05)
 
-    with pytest.raises(DeadlineError, match=r"timeout_s=0\.05"):
+    with pytest.raises(DeadlineError, match=r"within 0\.05 s; see its log"):
         asyncio.run(scenario())

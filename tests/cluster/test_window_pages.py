@@ -18,7 +18,7 @@ WINDOWS = replace(LIMITS, num_pages=200, max_model_len=200, window=W, num_window
 
 
 def num_resident(engine: Engine) -> int:
-    return int(np.count_nonzero(engine.scheduler._pages._window._places))  # type: ignore[union-attr]
+    return int(np.count_nonzero(engine.scheduler._pages._window._window_page_of))  # type: ignore[union-attr]
 
 
 def cached_tokens(engine: Engine, prompt: list[int]) -> int | None:

@@ -162,7 +162,7 @@ def test_a_frame_that_never_comes_ends_in_a_deadline_that_names_its_setting(
 
 def test_an_oversized_frame_is_refused(make_channel: Callable[[int], Channel]) -> None:
     channel = make_channel(1)
-    with pytest.raises(EngineError, match=r"4097 bytes exceeds the 4096"):
+    with pytest.raises(EngineError, match=r"4097 bytes exceeds the channel's 4096"):
         channel.writer.send(bytes(SLOT_BYTES + 1), 1)
     channel.writer.send(b"ok", 1)
     assert channel.readers[0].recv(1) == b"ok"
