@@ -39,9 +39,9 @@ class AttentionConfig(_Section):
     """The backends that compute attention. docs/reference/attention.md lists what each backend can do."""
 
     backend: AttentionBackendName = "auto"
-    """auto: on Hopper GPUs fa3, and triton for steps that only decode. On other GPUs, and for float32, triton. On CPUs
-    cpu, which needs a C compiler. If a backend cannot serve the model, the log says why and the next one is used.
-    flashinfer is an optional package that every node must have; it is used only if it is named."""
+    """auto: the fastest measured backend that serves the model, or without a measurement fa3 on Hopper GPUs, triton on
+    other GPUs and for float32, and cpu on CPUs, which needs a C compiler. The log says why a faster one is not used.
+    flashinfer needs its package, and nvcc, on every node."""
     prefill_backend: AttentionBackendName | None = None
     """For steps in which some request has several tokens. None: `attention.backend`."""
     decode_backend: AttentionBackendName | None = None

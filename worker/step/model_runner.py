@@ -180,12 +180,13 @@ class ModelRunner:
         check_frame(frame, self._limits)
         self._req_to_token_pool.check(frame.page_deltas, self._num_pages)
         self._req_to_token_pool.check_window_pages(frame.window_pages, self._num_window_pages)
-        lacks_drafts = self._decoder.draft_model is None and (step.samples_per_row[~frame.has_tokens] > 1).any()
-        if step.shape.num_sampled > self._max_sampled or lacks_drafts:
-            raise EngineError(
-                f"step {frame.step} samples {step.shape.num_sampled} inputs, of at most {self._max_sampled}, or "
-                "verifies drafts of the ranks, which make none"
-            )
+        wrong = None
+        if step.shape.num_sampled > self._max_sampled:
+            wrong = f"samples {step.shape.num_sampled} inputs, and at most {self._max_sampled} fit"
+        elif self._decoder.draft_model is None and (step.samples_per_row[~frame.has_tokens] > 1).any():
+            wrong = "verifies drafts of the ranks, and this rank has no draft head"
+        if wrong is not None:
+            raise EngineError(f"step {frame.step} {wrong}; please report this bug")
 
     def _graph_for(self, step: Step) -> StepShape | None:
         """The shape of the graph to replay for the step, captured here if it is due. None if the step runs eagerly."""
