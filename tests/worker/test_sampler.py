@@ -133,6 +133,31 @@ def test_tokens_that_tie_with_the_last_allowed_one_stay_allowed() -> None:
     assert (_draws(logits, 300, temperature=5.0, seed=1, top_k=2) > 0).tolist() == [True, True, True, True, False]
 
 
+def test_top_p_does_not_depend_on_the_number_of_threads() -> None:
+    """For a share at which torch's sums of 1, 2 and 4 threads would end the set at different tokens."""
+    num_threads, num_shares = torch.get_num_threads(), 0
+    try:
+        for seed in range(8):
+            scores, sums = torch.randn(50_000, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)), []
+            weights = (scores - scores.max()).exp()
+            for count in (1, 2, 4):
+                torch.set_num_threads(count)
+                sums.append(float(weights.sum()))
+            mass = weights.sort(descending=True).values.cumsum(0)[100:45_000]
+            shares = mass / min(sums)
+            between = (shares * min(sums) <= mass) & (mass < shares * max(sums))
+            for share in shares[between][:1].tolist():
+                found = set()
+                for count in (1, 2, 4):
+                    torch.set_num_threads(count)
+                    found.add(float(torch_sampling._top_p_threshold(scores, None, share)))
+                assert len(found) == 1, (seed, share)
+                num_shares += 1
+    finally:
+        torch.set_num_threads(num_threads)
+    assert num_shares > 0, "no sum depends on the number of threads, so the test shows nothing"
+
+
 def test_top_p_finds_the_same_threshold_with_and_without_a_full_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = _logits(1, seed=3, vocab=5000)[0].double()
     for top_p in (0.05, 0.5, 0.9, 0.999):

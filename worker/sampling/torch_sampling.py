@@ -161,7 +161,8 @@ def _top_p_threshold(scores: torch.Tensor, at_least: torch.Tensor | None, top_p:
     weights = (scores - best).exp()
     if at_least is not None:
         weights = weights.masked_fill(scores < at_least, 0.0)
-    wanted = top_p * weights.sum()
+    # numpy adds in one thread: torch's order would depend on `parallel.threads_per_rank`.
+    wanted = top_p * float(weights.numpy().sum())
     for width in (_TOP_P_WIDTH, math.inf):
         likeliest = scores[scores >= best - width].sort(descending=True).values
         # The sums are in descending order, so the first ones do not depend on how many tokens are sorted.
