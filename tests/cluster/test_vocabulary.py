@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cluster.openapi import build_document
 from cluster.requests.engine_client import EngineClient
+from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.served_model import ServedModel
 from cluster.routes import ROUTES
 from cluster.version import VERSION
@@ -179,3 +180,49 @@ def test_no_body_that_is_accepted_makes_a_rank_or_the_step_loop_raise(engine: Ti
 @pytest.mark.parametrize("path", GENERATING)
 def test_no_body_of_hundreds_makes_a_rank_or_the_step_loop_raise(engine: TinyEngine, path: str) -> None:
     assert fuzz(engine, path, num_examples=300)[200] > 30
+
+
+def test_every_sampling_field_changes_the_answer(engine: TinyEngine) -> None:
+    """A field that is accepted and does nothing is one that somebody forgot to pass on."""
+    body = {"model": MODEL, "prompt": "the", "max_tokens": 40, "temperature": 1.6, "seed": 5, "logprobs": 1}
+
+    def choice_of(**fields: Any) -> Any:
+        response = engine.post("/v1/completions", {**body, **fields})
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]
+
+    plain = choice_of()
+    tokens = choice_of(return_token_ids=True)["token_ids"]
+    letter = next(it for it in plain["text"] if it.isascii() and it.isprintable())
+    stop, ends = {"stop": letter}, {"logit_bias": {"1": 100}}
+    changes: dict[str, list[dict[str, Any]]] = {
+        "temperature": [{"temperature": 0.5}],
+        "top_p": [{"top_p": 0.2}],
+        "top_k": [{"top_k": 2}],
+        "min_p": [{"min_p": 0.9}],
+        "frequency_penalty": [{"frequency_penalty": 2}],
+        "presence_penalty": [{"presence_penalty": 2}],
+        "repetition_penalty": [{"repetition_penalty": 50}],
+        "seed": [{"seed": 6}],
+        "logit_bias": [{"logit_bias": {str(tokens[0]): -100}}],
+        "allowed_token_ids": [{"allowed_token_ids": [40, 41]}],
+        "bad_words": [{"bad_words": [letter]}],
+        "logprob_token_ids": [{"logprob_token_ids": [40]}],
+        "min_tokens": [ends, {**ends, "min_tokens": 4}],
+        "stop": [stop],
+        "stop_regex": [{"stop_regex": f"[{letter}]"}],
+        "stop_token_ids": [{"stop_token_ids": tokens[:1]}],
+        "ignore_eos": [ends, {**ends, "ignore_eos": True}],
+        "include_stop_str_in_output": [stop, {**stop, "include_stop_str_in_output": True}],
+        "no_stop_trim": [stop, {**stop, "no_stop_trim": True}],
+        "skip_special_tokens": [{"allowed_token_ids": [2]}, {"allowed_token_ids": [2], "skip_special_tokens": False}],
+        "response_format": [{"response_format": {"type": "regex", "regex": "ab+"}}],
+        "structured_outputs": [{"structured_outputs": {"regex": "ab+"}}],
+        "regex": [{"regex": "ab+"}],
+        "ebnf": [{"ebnf": 'root ::= "ab"'}],
+        "json_schema": [{"json_schema": {"type": "boolean"}}],
+    }
+    assert set(changes) == set(SamplingFields.model_fields), "show that a new field changes the answer"
+    for field, bodies in changes.items():
+        before, after = [plain, *(choice_of(**it) for it in bodies)][-2:]
+        assert before != after, field
