@@ -14,6 +14,7 @@ from rich.table import Table
 
 from cluster.commands.fit import fits, sizes_to_show
 from cluster.commands.layers import print_layers
+from cluster.engine.preflight import read_model
 from cluster.serve.placement import group_bundles
 from cluster.text.chat_template import ChatTemplate, read_template, template_sources
 from cluster.text.formats import ModelFormats
@@ -28,7 +29,6 @@ from configs.layers import Axis, HeadGroups
 from configs.load import AppConfig, all_settings
 from configs.model_config import ModelConfig
 from configs.quantization import MXFP4_BYTES
-from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
 from configs.resolve import Decision, HostFacts, ResolvedConfig, asks_for_gpus, resolve
 from configs.schema import EngineConfig, resolved
@@ -65,7 +65,7 @@ def print_plan(
     config = app.engine
     on_gpus = asks_for_gpus(config) or gpu_memory_bytes is not None if gpus is None else gpus
     model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
-    model = with_draft_head(read_model_config(model_path, config.max_model_len), config)
+    model = with_draft_head(read_model(config, model_path), config)
     # The placement will request one GPU a rank. Whether the cluster has them is checked when it is joined.
     num_gpus = config.tensor_parallel_size if on_gpus else 0
     host = HostFacts(os.cpu_count() or 1, num_gpus, packages=installed_packages())

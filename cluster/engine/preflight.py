@@ -12,7 +12,7 @@ from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.read_draft_head import draft_head_path, with_draft_head
 from configs.schema import EngineConfig
-from worker.weights.checkpoint import Checkpoint
+from worker.weights.checkpoint import Checkpoint, with_own_lm_head
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def check_checkpoint(config: EngineConfig, *, serves_text: bool = True) -> None:
             factors.
     """
     path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
-    model = read_model_config(path)
+    model = read_model(config, path)
     tokenizer = find_tokenizer(config, path)
     if config.has_local_weights:
         head = config.speculation.model
@@ -40,6 +40,12 @@ def check_checkpoint(config: EngineConfig, *, serves_text: bool = True) -> None:
                 checkpoint.kv_scales()
     if serves_text and not holds_tokenizer(tokenizer):
         raise CheckpointError(f"{tokenizer} holds no tokenizer; set `tokenizer` to a directory with one")
+
+
+def read_model(config: EngineConfig, path: Path) -> ModelConfig:
+    """The model at `path`, without a draft head. Raises CheckpointError if a file is missing or corrupt."""
+    model = read_model_config(path, config.max_model_len)
+    return with_own_lm_head(model, path) if config.has_local_weights else model
 
 
 def check_tokenizer(config: EngineConfig) -> None:

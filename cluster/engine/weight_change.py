@@ -21,11 +21,11 @@ from cluster.engine.changes import WeightChange
 from cluster.engine.coordinator import Coordinator
 from cluster.engine.engine_spec import EngineSpec
 from cluster.engine.fingerprint import system_fingerprint
+from cluster.engine.preflight import read_model
 from cluster.messages.engine import Running, Weights, WeightsChanged
 from cluster.ranks.rank import RankStarter
 from configs.checkpoint import model_name, resolve_model_path
 from configs.errors import ConfigError
-from configs.read_config import read_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def starter_with(now: RankStarter, model: str, revision: str | None) -> RankStar
     path = resolve_model_path(model, revision, weights=config.has_local_weights)
     # The dtypes of the weights may differ. The draft head stays, including an MTP layer.
     kept: dict[str, Any] = {"dtype": now.model.dtype, "draft_head": now.model.draft_head}
-    found = dataclasses.replace(read_model_config(path, now.model.max_context), **kept)
+    found = dataclasses.replace(read_model(config, path), **kept)
     scales, has_mxfp4 = now.model.weight_scales, now.model.has_mxfp4
     comparable = dataclasses.replace(found, weight_scales=scales, has_mxfp4=has_mxfp4)
     if differ := list(itertools.islice(_differences(comparable, now.model), _SHOWN_DIFFERENCES)):

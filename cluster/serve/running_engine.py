@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.engine.engine_spec import EngineSpec
 from cluster.engine.fingerprint import system_fingerprint
-from cluster.engine.preflight import find_tokenizer
+from cluster.engine.preflight import find_tokenizer, read_model
 from cluster.engine.resizing import Resized
 from cluster.messages.engine import WeightsChanged
 from cluster.observability.telemetry import Telemetry
@@ -31,7 +31,6 @@ from cluster.version import VERSION
 from configs.checkpoint import resolve_model_path
 from configs.errors import EngineError, LockstepError
 from configs.generation_config import read_generation_defaults
-from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
 from configs.resolve import resolve
 from configs.schema import EngineConfig
@@ -52,7 +51,7 @@ def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> Engi
         announce: whether to log each decision. False if `gpus` is a guess.
     """
     model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
-    model = with_draft_head(read_model_config(model_path, config.max_model_len), config)
+    model = with_draft_head(read_model(config, model_path), config)
     resolved = resolve(config, model, host_facts(gpus=gpus))
     if announce:
         for decision in resolved.decisions:

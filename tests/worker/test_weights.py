@@ -24,7 +24,7 @@ from tests.helpers.dense_model import dense_model
 from worker.models.decoder import Decoder
 from worker.weights import range_reader
 from worker.weights import safetensors_file as safetensors_weights
-from worker.weights.checkpoint import Checkpoint, expected_shapes
+from worker.weights.checkpoint import Checkpoint, expected_shapes, with_own_lm_head
 from worker.weights.range_reader import RangeReader
 from worker.weights.safetensors_file import SafetensorsFile
 
@@ -89,11 +89,30 @@ def test_tied_embeddings_are_read_once(tmp_path: Path) -> None:
     model = _model(tie_word_embeddings=True)
     tensors = _tensors(model)
     # Some checkpoints store the copy all the same.
-    save_file({**tensors, "lm_head.weight": torch.zeros(700, 40)}, tmp_path / "model.safetensors")
+    copy = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": copy}, tmp_path / "model.safetensors")
+    assert with_own_lm_head(model, tmp_path) is model
     ((recorder, _),) = _load_ranks(tmp_path, model, 1)
     assert [name for name, *_ in recorder.reads if "embed" in name or "lm_head" in name] == [
         "model.embed_tokens.weight"
     ]
+
+
+def test_an_lm_head_that_differs_from_the_embedding_is_used_though_the_config_ties_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = _model(tie_word_embeddings=True)
+    head = _tensors(model)["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 1
+    save_file({**_tensors(model), "lm_head.weight": head}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="another lm_head"):
+        Checkpoint.open(tmp_path, model)
+    own = with_own_lm_head(model, tmp_path)
+    assert not own.tie_word_embeddings
+    assert "lm_head.weight is not the embedding" in caplog.text
+    with Checkpoint.open(tmp_path, own) as checkpoint:
+        checkpoint.read("lm_head.weight", out := torch.empty(700, 40))
+    assert torch.equal(out, head)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -314,7 +333,7 @@ from pathlib import Path
 from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.models.decoder import Decoder
-from worker.weights.checkpoint import Checkpoint
+from worker.weights.checkpoint import Checkpoint, with_own_lm_head
 model = pickle.loads(Path({str(pickled)!r}).read_bytes())
 group = TensorParallelGroup(rank={tp_size - 1}, size={tp_size}, device=torch.device("cpu"), collectives=None)
 def memory(kind):

@@ -7,9 +7,11 @@ read, so a missing, surplus or misshapen tensor stops the start.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from configs.draft_head import PREFIX, MTPHead
 from configs.errors import CheckpointError
+from configs.layers import tensors_of
 from configs.model_config import ModelConfig
 from configs.quantization import INPUT_SCALE, WeightScales
 from parallel.numerics.tensor_source import TensorSource
@@ -27,6 +30,8 @@ from worker.weights.safetensors_file import SafetensorsFile
 if TYPE_CHECKING:  # checks of headers skip torch's slow import
     import torch
 
+logger = logging.getLogger(__name__)
+
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _IGNORED_SUFFIXES = (
     # Old checkpoints store the rotary frequencies, which follow from the config.
@@ -35,6 +40,7 @@ _IGNORED_SUFFIXES = (
     ".self_attn.bias",
     ".self_attn.masked_bias",
 )
+_COMPARED_ROWS = 4096
 _UNREAD_OF_HEADS = ("t2d", "embed_tokens.weight")
 """The inverse of d2t, and a copy of the model's embedding."""
 
@@ -296,6 +302,11 @@ class Checkpoint(AnyCheckpoint):
                 "ignoring them would change its answers"
             )
 
+        if self._model.tie_word_embeddings and _has_own_lm_head(self._files, self._model):
+            raise CheckpointError(
+                f"{path}: config.json ties the LM head to the embedding, but the file has another lm_head.weight; "
+                "download the checkpoint and set `model` to its directory"
+            )
         have = {name for name in expected if kind is not None and name + kind.suffix in self._owner}
         if odd := have ^ {name for file in self._files for name in file.scaled() if name in expected}:
             raise CheckpointError(
@@ -305,7 +316,7 @@ class Checkpoint(AnyCheckpoint):
 
     def _is_ignored(self, name: str) -> bool:
         # A tied model needs no separate LM head, but some checkpoints store the copy.
-        tied_copy = self._model.tie_word_embeddings and name == "lm_head.weight"
+        tied_copy = self._model.tie_word_embeddings and name == f"{self._model.tensor_prefix}lm_head.weight"
         of_activations = self._model.weight_scales is not None and name.endswith(INPUT_SCALE)
         is_beside = not name.startswith(self._model.tensor_prefix)
         layer = re.match(self._model.layer_prefix(r"(\d+)"), name)
@@ -314,6 +325,44 @@ class Checkpoint(AnyCheckpoint):
         if isinstance(head, MTPHead) and name.startswith(head.layer_prefix):
             is_mtp = name in head.unread
         return tied_copy or is_beside or is_mtp or of_activations or name.endswith(_IGNORED_SUFFIXES)
+
+
+def with_own_lm_head(model: ModelConfig, path: Path) -> ModelConfig:
+    """`model`, with an LM head of its own if the checkpoint at `path` has one that differs from the embedding. Logs a
+    warning then: config.json says that the two are one tensor."""
+    if not model.tie_word_embeddings:
+        return model
+    files = [SafetensorsFile.open(file) for file in _weight_files(path)]
+    try:
+        if not _has_own_lm_head(files, model):
+            return model
+    finally:
+        for file in files:
+            file.close()
+    logger.warning("%s: tie_word_embeddings is true, but lm_head.weight is not the embedding, so it is used", path)
+    return replace(model, tie_word_embeddings=False)
+
+
+def _has_own_lm_head(files: Sequence[TensorFile], model: ModelConfig) -> bool:
+    """Whether the files have an LM head, and it differs from the embedding."""
+    [head], [embedding] = (
+        tensors_of(it) for it in (replace(model, tie_word_embeddings=False).lm_head, model.embedding) if it is not None
+    )
+    owner = {name: file for file in files for name in file.shapes() if name in (head.name, embedding.name)}
+    if len(owner) < 2:
+        return False
+    if any(owner[name].shapes()[name] != head.shape for name in owner):
+        return True
+    import torch
+
+    for start in range(0, model.vocab_size, _COMPARED_ROWS):
+        rows = Span(start, min(start + _COMPARED_ROWS, model.vocab_size))
+        parts = torch.empty(2, rows.size, model.hidden_size)
+        for part, name in zip(parts, owner, strict=True):
+            owner[name].read(name, part, rows, None)
+        if not torch.equal(*parts):
+            return True
+    return False
 
 
 def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
