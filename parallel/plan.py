@@ -17,19 +17,13 @@ from typing import NamedTuple
 from configs.kv_pages import PageBytes, dtype_bytes
 from configs.layers import Amounts, Axis, Columns, Cut, HeadGroups, LayerSpec, elements_of
 from configs.model_config import ModelConfig, check_tensor_parallel_size
+from configs.numerics import leaf_columns
 from configs.quantization import MXFP4_BYTES
 from configs.schema import EngineConfig
 from configs.weight_dtypes import WeightDtypes, weight_dtypes
 
 _LARGEST_GRANULE = 128
 _VOCAB_GRANULE = 64
-_LARGEST_LEAF = 512
-# Leaves for few columns, if these allow it. Up to this many ranks get an even share, within a third.
-_FEWEST_LEAVES = 12
-# With many columns, the time to add leaves on GPUs matters more. On an H200, with 12288 columns, 256 rows and the norm
-# after them: 8 leaves 56 us, 12 leaves 65, 24 leaves 80, and 45 if cuBLAS chooses the order.
-_LEAVES_OF_COLUMNS = ((16384, 16), (4096, 8))
-_WIDE_LEAF_UNIT = 64
 
 
 class Span(NamedTuple):
@@ -189,19 +183,6 @@ def column_granule(columns: Columns, tp_size: int) -> int:
     return min(
         fine or allowed[:1] or [1], key=lambda granule: (-(-columns.size // granule // tp_size) * granule, -granule)
     )
-
-
-def leaf_columns(size: int) -> int:
-    """Columns per leaf of the exact sums over `size` columns. It depends on the matrix alone, not on the number of
-    ranks: an eighth of 4096 or more columns, a sixteenth of 16384 or more. For fewer columns, the largest power of two
-    up to 512 that gives at least 12 leaves, or else the most leaves."""
-    for least, num_leaves in _LEAVES_OF_COLUMNS:
-        if size >= least and size % (num_leaves * _WIDE_LEAF_UNIT) == 0:
-            return size // num_leaves
-    leaf = _LARGEST_LEAF
-    while leaf > 1 and (size % leaf or size // leaf < _FEWEST_LEAVES):
-        leaf //= 2
-    return leaf
 
 
 def vocab_granule(vocab_size: int, tp_size: int) -> int:

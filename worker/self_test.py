@@ -24,13 +24,14 @@ from attention.layer import AttentionLayer
 from attention.registry import create_backend
 from configs.errors import EngineError
 from configs.layers import Axis, Cut
+from configs.numerics import leaf_columns
 from parallel.collectives.fused_sum import PartialSum
 from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.arithmetic import Arithmetic, LayerContext
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.rank_sum import ExactSum
 from parallel.numerics.weight import ChainWeight
-from parallel.plan import LayerShard, Span, leaf_columns
+from parallel.plan import LayerShard, Span
 from parallel.tree import SumTree
 from worker.layers.norm import RMSNorm
 from worker.models.decoder import Decoder

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from configs.layers import Axis, Columns, Cut, HeadGroups, Linear
+from configs.numerics import leaf_columns
 from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.rank_sum import CudaExactSum, ExactSum, FastSum, RankSum
@@ -29,7 +30,7 @@ from parallel.numerics.weight import (
     NodeWeight,
     Weight,
 )
-from parallel.plan import LayerShard, ShardPlan, Span, leaf_columns
+from parallel.plan import LayerShard, ShardPlan, Span
 from parallel.tree import SumTree
 
 _T = TypeVar("_T")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from configs.errors import ConfigError
 from configs.layers import Axis, Columns, DenseMLP, GroupedQueryAttention, HeadGroups
 from configs.model_config import ModelConfig
-from configs.numerics import check_exact
-from parallel.plan import ShardPlan, Span, column_granule, leaf_columns, vocab_granule
+from configs.numerics import check_exact, leaf_columns
+from parallel.plan import ShardPlan, Span, column_granule, vocab_granule
 from tests.helpers.dense_model import dense_model
 
 MAX_SKEW = 1.10
@@ -129,6 +129,17 @@ def test_an_exact_plan_deals_whole_leaves_or_is_refused(name: str, tp_size: int)
     for shards in plan.layers:
         assert all(border % heads == 0 for shard in shards for border in shard[Axis.QUERY_HEADS])
         assert all(border % columns == 0 for shard in shards for border in shard[Axis.MLP_COLUMNS])
+
+
+def test_exact_sums_of_more_leaves_than_a_gpu_adds_are_refused() -> None:
+    for size in (10_944, 11_008, 8384):  # 171, 43 and 131 times 64
+        model = dense_model(intermediate_size=size)
+        check_exact(model, "cpu", 2)
+        if size // leaf_columns(size) <= 127:
+            check_exact(model, "cuda", 2)
+        else:
+            with pytest.raises(ConfigError, match="8384 MLP columns have 131 parts"):
+                check_exact(model, "cuda", 2)
 
 
 @pytest.mark.parametrize(("name", "tp_size"), CASES)

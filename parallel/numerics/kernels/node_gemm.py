@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from configs.numerics import MOST_LEAVES
 from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
 from parallel.kernels.tree_sum import append, sum_subtrees
 from parallel.numerics.kernels.fp8_tile import AnyWeight, pieces_of, plain_tile, scales_of
@@ -65,7 +66,6 @@ _BATCHED_ROWS = range(_MORE_ROWS + 1, 513)
 _BATCHED_LEAF = 1024
 _MAX_BATCHED = 8
 _MAX_PARTS = 15  # boundaries of 8 bits in two words
-_MAX_LEAVES = 127
 
 
 @triton.jit
@@ -311,7 +311,7 @@ def pack_parts(parts: tuple[Span, ...]) -> tuple[int, int, int]:
     borders = [start - parts[0][0] for start, _ in parts] + [parts[-1][1] - parts[0][0]]
     assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)), f"{parts} do not follow one another"
     assert len(parts) <= _MAX_PARTS, f"{len(parts)} parts"
-    assert borders[-1] <= _MAX_LEAVES, f"{borders[-1]} leaves"
+    assert borders[-1] <= MOST_LEAVES, f"{borders[-1]} leaves"
     low, high = (sum(b << (8 * i) for i, b in enumerate(word)) for word in (borders[:8], borders[8:]))
     return low, high, max(stop - start - 1 for start, stop in parts).bit_length()
 
