@@ -9,7 +9,7 @@ from typing import Any
 from configs.biased_mixture import BiasedMixture
 from configs.errors import CheckpointError
 from configs.families import FAMILIES, ExpertsFamily, Family
-from configs.fields import MOST_PARTS, Fields, checked_rope, read_json
+from configs.fields import MOST_PARTS, Fields, checked_rope, read_json, rotary_layers
 from configs.layers import DenseMLP, FeedForward, GroupedQueryAttention, LayerSpec, MixtureOfExperts
 from configs.model_config import ModelConfig, layers_of
 from configs.quantization import read_weight_scales
@@ -72,15 +72,17 @@ def _layers(fields: Fields, family: Family, max_model_len: int | None) -> tuple[
     default_kv = num_q if "num_key_value_heads" in fields.values else family.num_key_value_heads or num_q
     has_bias = family.attention_bias is not None and fields.flag("attention_bias", family.attention_bias)
     num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
-    types = _attention_types(fields, family, num_layers)
+    turning = rotary_layers(fields, num_layers) if family.reads_no_rope_layers else (True,) * num_layers
+    types = _attention_types(fields, family, turning)
     window = _window(fields, family) if _SLIDING in types else None
-    by_type = {
-        type_: GroupedQueryAttention(
+    kinds = list(zip(types, turning, strict=True))
+    by_kind = {
+        (type_, turns): GroupedQueryAttention(
             hidden_size=hidden_size,
             num_attention_heads=num_q,
             num_key_value_heads=fields.count("num_key_value_heads", default_kv),
             head_dim=fields.count("head_dim", family.head_dim or hidden_size // num_q),
-            rope=ropes[type_],
+            rope=ropes[type_] if turns else RopeConfig(theta=ropes[type_].theta, partial=0.0),
             qkv_bias=has_bias or (fields.flag("qkv_bias", True) if family.qkv_bias is None else family.qkv_bias),
             o_bias=has_bias and family.reads_o_bias,
             fused_qkv=family.fused_qkv,
@@ -91,10 +93,10 @@ def _layers(fields: Fields, family: Family, max_model_len: int | None) -> tuple[
             has_sinks=family.has_sinks,
             window=window if type_ == _SLIDING else None,
         )
-        for type_ in set(types)
+        for type_, turns in set(kinds)
     }
     return layers_of(
-        [by_type[type_] for type_ in types],
+        [by_kind[kind] for kind in kinds],
         _feed_forwards(fields, family, num_layers),
         hidden_size,
         norm_names=family.norm_names,
@@ -236,8 +238,10 @@ def _rope(
     return replace(checked, partial=partial, interleaved=family.interleaved_rope)
 
 
-def _attention_types(fields: Fields, family: Family, num_layers: int) -> list[str]:
-    """The attention type of each layer, which decides whether `sliding_window` applies to it."""
+def _attention_types(fields: Fields, family: Family, turning: tuple[bool, ...]) -> list[str]:
+    """The attention type of each layer, which decides whether `sliding_window` applies to it. `turning`: whether the
+    layer has a rotary embedding."""
+    num_layers = len(turning)
     if family.windows == "none":
         return [_FULL] * num_layers
     if family.windows not in ("every layer", "by turns") and not fields.flag("use_sliding_window", False):
@@ -251,6 +255,8 @@ def _attention_types(fields: Fields, family: Family, num_layers: int) -> list[st
     if layer_types is None and family.windows == "by turns":
         pattern = fields.count("sliding_window_pattern", family.window_pattern)
         return [_SLIDING if (layer + 1) % pattern else _FULL for layer in range(num_layers)]
+    if layer_types is None and family.windows == "without rope":
+        return [_FULL if turns else _SLIDING for turns in turning]
     if not isinstance(layer_types, list) or len(layer_types) != num_layers or not set(layer_types) <= set(_TYPES):
         raise CheckpointError(
             f"{fields.where}: layer_types must name {' or '.join(_TYPES)} for each of {num_layers} layers"

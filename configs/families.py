@@ -73,11 +73,17 @@ class Family:
     """If None, the file's `use_qk_norm` counts, and false if the file has none."""
     has_sinks: bool = False
     """See GroupedQueryAttention."""
-    windows: Literal["none", "every layer", "every layer if used", "as said", "by type", "by turns"] = "none"
+    reads_no_rope_layers: bool = False
+    """Whether layers that `no_rope_layers` marks with 0, or every `no_rope_layer_interval`th layer if the file has no
+    such list, have no rotary embedding."""
+    windows: Literal["none", "every layer", "every layer if used", "as said", "by type", "by turns", "without rope"] = (
+        "none"
+    )
     """The layers to which `sliding_window` applies. "as said": layers named in `layer_types`, or layers from
     `max_window_layers` on if the file has no types. "by type": layers named in `layer_types`. "by turns": layers named
-    in `layer_types`, or all but every `sliding_window_pattern`th layer. For "every layer if used", "as said" and "by
-    type", only if the file sets `use_sliding_window`."""
+    in `layer_types`, or all but every `sliding_window_pattern`th layer. "without rope": layers named in `layer_types`,
+    or layers without a rotary embedding. For "every layer if used", "as said", "by type" and "without rope", only if
+    the file sets `use_sliding_window`."""
     window_pattern: int = 1
     """Used if the file has no pattern."""
     default_window: int | None = 4096
@@ -215,6 +221,17 @@ FAMILIES = {
         fused_qkv=True,
         mlp_projections=_FUSED_MLP,
         windows="every layer",
+        default_window=None,
+    ),
+    "smollm3": Family(
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+        rope_theta=2e6,
+        attention_bias=False,
+        reads_mlp_bias=True,
+        tie_word_embeddings=True,
+        reads_no_rope_layers=True,
+        windows="without rope",
         default_window=None,
     ),
     "glm": _GLM,

@@ -66,6 +66,21 @@ class Fields:
         return value
 
 
+def rotary_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has a rotary embedding, as `no_rope_layers` says. Without it, every `no_rope_layer_interval`th
+    layer has none.
+
+    Raises CheckpointError if the list has fewer than `num_layers` entries.
+    """
+    # Despite the key's name, a 1 marks a layer with a rotary embedding. An empty list means the default.
+    if said := fields.ids("no_rope_layers"):
+        if len(said) < num_layers:
+            raise CheckpointError(f"{fields.where}: no_rope_layers does not name {num_layers} layers")
+        return tuple(map(bool, said[:num_layers]))
+    interval = fields.count("no_rope_layer_interval", 4)
+    return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ experts."""
 from __future__ import annotations
 
 from configs.errors import CheckpointError
-from configs.fields import MOST_PARTS, Fields
+from configs.fields import MOST_PARTS, Fields, rotary_layers
 from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts
 from configs.model_config import layers_of
 from configs.rope import RopeConfig
@@ -15,15 +15,13 @@ _CHUNKED, _FULL = "chunked_attention", "full_attention"
 def llama4_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
     """All layers of the model. Raises CheckpointError if a field is missing or not supported."""
     num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
-    interval, step = fields.count("no_rope_layer_interval", 4), fields.count("interleave_moe_layer_step", 1)
-    # Despite the key's name, a 1 marks a layer with a rotary embedding. An empty list means the default.
-    turning = fields.ids("no_rope_layers") or tuple(int((i + 1) % interval != 0) for i in range(num_layers))
+    turning, step = rotary_layers(fields, num_layers), fields.count("interleave_moe_layer_step", 1)
     types = fields.values.get("layer_types")
     types = [_CHUNKED if turns else _FULL for turns in turning] if types is None else types
-    if len(turning) != num_layers or not isinstance(types, list) or len(types) != num_layers:
-        raise CheckpointError(f"{fields.where}: no_rope_layers or layer_types do not name {num_layers} layers")
-    if not set(types) <= {_CHUNKED, _FULL}:
-        raise CheckpointError(f"{fields.where}: layer_types must name {_CHUNKED} or {_FULL}")
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {_CHUNKED, _FULL}:
+        raise CheckpointError(
+            f"{fields.where}: layer_types must name {_CHUNKED} or {_FULL} for each of {num_layers} layers"
+        )
     if rope.scaling_type not in ("default", "linear", "llama3"):
         # Other types scale cosine and sine, and the norms after the rotary embedding would cancel that factor.
         raise CheckpointError(f"{fields.where}: rope scaling type {rope.scaling_type} of Llama 4 is not supported")
@@ -31,7 +29,7 @@ def llama4_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
     with_experts = range(step - 1, num_layers, step) if said is None else fields.ids("moe_layers")
     experts, dense = _experts(fields), _dense(fields)
     return layers_of(
-        [_attention(fields, rope, bool(turns), type_) for turns, type_ in zip(turning, types, strict=True)],
+        [_attention(fields, rope, turns, type_) for turns, type_ in zip(turning, types, strict=True)],
         [experts if i in with_experts else dense for i in range(num_layers)],
         fields.count("hidden_size"),
     )

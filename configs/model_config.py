@@ -125,8 +125,11 @@ class ModelConfig:
 
     @property
     def max_context(self) -> int:
-        """The longest sequence that the rotary embeddings of all layers support."""
-        return min(layer.mixer.rope.max_context(self.max_position_embeddings) for layer in self.layers)
+        """The longest sequence that the rotary embeddings of all layers support. Layers without one support any."""
+        ropes = {layer.mixer.rope for layer in self.layers if layer.mixer.rotary_dim}
+        return min(
+            (rope.max_context(self.max_position_embeddings) for rope in ropes), default=self.max_position_embeddings
+        )
 
     def _vocabulary(self, name: str) -> Linear:
         cut = Cut(Axis.VOCABULARY, 0)

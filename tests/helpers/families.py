@@ -139,6 +139,15 @@ FAMILIES: dict[str, Family] = {
             "long_factor": [1.0, 1.5, 2.5, 4.0, 8.0, 16.0],
         },
     ),
+    # One layer of three has no positions, and a window.
+    "smollm3": _grouped(
+        "smollm3",
+        no_rope_layer_interval=2,
+        use_sliding_window=True,
+        sliding_window=8,
+        pad_token_id=0,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, **YARN},
+    ),
     "glm4": _grouped("glm4", pad_token_id=0, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}),
     # Of the layers with experts one has positions, and one has none.
     "llama4_text": _grouped(

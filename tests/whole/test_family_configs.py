@@ -131,6 +131,40 @@ def test_what_a_config_of_llama_4_leaves_out_is_as_transformers_has_it(tmp_path:
         assert rope.temperature == (None if layer.self_attn.use_rope else (theirs.attn_scale, theirs.floor_scale))
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"use_sliding_window": True, "sliding_window": 8},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"no_rope_layers": [0, 1, 1, 0, 1, 1, 1, 1, 0], "use_sliding_window": True, "sliding_window": 8},
+        {"no_rope_layer_interval": 3, "layer_types": ["sliding_attention", *["full_attention"] * 7]},
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"] * 8},
+    ],
+)
+def test_what_a_config_of_smollm_3_leaves_out_is_as_transformers_has_it(tmp_path: Path, said: dict[str, Any]) -> None:
+    left_out = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
+    ours = _read(tmp_path, "smollm3", num_attention_heads=8, num_hidden_layers=8, pad_token_id=0,
+                 **dict.fromkeys(left_out, ...), **said)  # fmt: skip
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        hf = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert expected_shapes(ours) == {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+    assert (ours.rms_norm_eps, ours.max_context) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    for i, layer in enumerate(hf.model.layers):
+        attention = _attention(ours, i)
+        assert attention.rope.theta == theirs.rope_parameters["rope_theta"]
+        assert attention.rotary_dim == (layer.self_attn.head_dim if layer.self_attn.use_rope else 0)
+        assert attention.window == layer.self_attn.sliding_window
+
+
+def test_layers_without_a_rotary_embedding_do_not_limit_the_context(tmp_path: Path) -> None:
+    yarn = {"rope_scaling": {"type": "yarn", "factor": 2.0}}
+    assert _read(tmp_path, "smollm3", **yarn, no_rope_layers=[1, 0, 1]).max_context == 2 * 2048
+    assert _read(tmp_path, "smollm3", **yarn, no_rope_layers=[0, 0, 0]).max_context == 2048
+
+
 @pytest.mark.parametrize("model_type", WITH_EXPERTS)
 def test_what_a_config_of_experts_leaves_out_is_as_transformers_has_it(tmp_path: Path, model_type: str) -> None:
     left_out = dict.fromkeys(("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"), ...)
@@ -257,6 +291,17 @@ def test_layers_of_deepseek_without_experts_are_the_first_and_those_between(tmp_
         ),
         (
             {
+                "model_type": "smollm3",
+                "num_hidden_layers": 36,
+                "hidden_size": 2048,
+                "intermediate_size": 11008,
+                "vocab_size": 128256,
+                "num_attention_heads": 16,
+            },
+            3_075_098_624,
+        ),
+        (
+            {
                 "model_type": "gpt_oss",
                 "num_hidden_layers": 24,
                 "hidden_size": 2880,
@@ -269,7 +314,7 @@ def test_layers_of_deepseek_without_experts_are_the_first_and_those_between(tmp_
             20_914_757_184,
         ),
     ],
-    ids=["gemma-2-2b", "gemma-3-1b", "gpt-oss-20b"],
+    ids=["gemma-2-2b", "gemma-3-1b", "smollm3-3b", "gpt-oss-20b"],
 )
 def test_published_models_have_so_many_parameters(
     tmp_path: Path, published: dict[str, Any], num_parameters: int
@@ -289,7 +334,9 @@ def test_published_models_have_so_many_parameters(
         ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 2, "swiglu_limit": 0}, "swiglu_limit=0.0 is not"),
         ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1.0 is not positive"),
         ("llama4_text", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "type yarn of Llama 4 is not supported"),
-        ("llama4_text", {"no_rope_layers": [1]}, "no_rope_layers or layer_types do not name 3 layers"),
+        ("llama4_text", {"no_rope_layers": [1]}, "no_rope_layers does not name 3 layers"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers does not name 3 layers"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval=0 is less than 1"),
         ("llama4_text", {"layer_types": ["sliding_attention"] * 3}, "must name chunked_attention or full_attention"),
         ("llama4_text", {"num_experts_per_tok": 17}, "num_experts_per_tok=17 exceeds num_local_experts=16"),
         ("llama4_text", {"hidden_act": "gelu"}, "hidden_act=gelu of experts is not supported"),
