@@ -58,7 +58,7 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
         has_mxfp4=quantization.get("quant_method") == "mxfp4",
         tensor_prefix=family.tensor_prefix,
         num_mtp_layers=fields.integer("num_nextn_predict_layers", 0),
-        bos_token_id=next(iter(fields.ids("bos_token_id")), None),
+        bos_token_id=next(iter(fields.integers("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, path),
     )
 
@@ -137,7 +137,7 @@ def _feed_forwards(fields: Fields, family: Family, num_layers: int) -> list[Feed
         return [_mlp(fields, family)] * num_layers
     dense = set[int]()
     if family.experts.mixes_dense_layers:
-        step, listed = fields.count("decoder_sparse_step", 1), fields.ids("mlp_only_layers")
+        step, listed = fields.count("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
         dense = {layer for layer in range(num_layers) if layer in listed or (layer + 1) % step}
     return [_mlp(fields, family) if layer in dense else experts for layer in range(num_layers)]
 
@@ -282,10 +282,10 @@ def _dtype(fields: Fields) -> str:
 
 
 def _eos_token_ids(config: Fields, path: Path) -> tuple[int, ...]:
-    found = list(config.ids("eos_token_id"))
+    found = list(config.integers("eos_token_id"))
     generation_path = path / "generation_config.json"
     if generation_path.is_file():
-        found += Fields(read_json(generation_path), str(generation_path)).ids("eos_token_id")
+        found += Fields(read_json(generation_path), str(generation_path)).integers("eos_token_id")
     tokenizer_path = path / "tokenizer_config.json"
     if tokenizer_path.is_file():
         tokenizer = read_json(tokenizer_path)

@@ -47,12 +47,12 @@ class Fields:
     def text(self, key: str, default: str | None = None) -> str:
         return self._typed(key, default, (str,), "a string")
 
-    def ids(self, key: str) -> tuple[int, ...]:
-        """A token id or a list of token ids. Empty if the file has none."""
+    def integers(self, key: str) -> tuple[int, ...]:
+        """An integer or a list of integers. Empty if the file has none."""
         value = self.values.get(key)
         many = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in many):
-            raise CheckpointError(f"{self.where}: {key}={value!r} is neither a token id nor a list of them")
+        if any(isinstance(it, bool) or not isinstance(it, int) for it in many):
+            raise CheckpointError(f"{self.where}: {key}={value!r} is neither an integer nor a list of integers")
         return tuple(many)
 
     def _typed(self, key: str, default: Any, types: tuple[type, ...], what: str) -> Any:
@@ -73,7 +73,7 @@ def rotary_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     Raises CheckpointError if the list has fewer than `num_layers` entries.
     """
     # Despite the key's name, a 1 marks a layer with a rotary embedding. An empty list means the default.
-    if said := fields.ids("no_rope_layers"):
+    if said := fields.integers("no_rope_layers"):
         if len(said) < num_layers:
             raise CheckpointError(f"{fields.where}: no_rope_layers does not name {num_layers} layers")
         return tuple(map(bool, said[:num_layers]))

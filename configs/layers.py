@@ -2,8 +2,8 @@
 token.
 
 This module is plain data. All code that needs a model's tensors or state computes it from these specs: the checkpoint
-check and readers, dummy weights, the shard plan, the size of the KV pool, the cost of a step. To add a layer kind, add
-a spec class here and a module in worker/layers that computes it.
+check and readers, dummy weights, the shard plan, the size of the KV pool, the cost of a step.
+docs/extend.md says how to add a layer kind.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def llama4_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
         # Other types scale cosine and sine, and the norms after the rotary embedding would cancel that factor.
         raise CheckpointError(f"{fields.where}: rope scaling type {rope.scaling_type} of Llama 4 is not supported")
     said = fields.values.get("moe_layers")
-    with_experts = range(step - 1, num_layers, step) if said is None else fields.ids("moe_layers")
+    with_experts = range(step - 1, num_layers, step) if said is None else fields.integers("moe_layers")
     experts, dense = _experts(fields), _dense(fields)
     return layers_of(
         [_attention(fields, rope, turns, type_) for turns, type_ in zip(turning, types, strict=True)],

@@ -93,7 +93,7 @@ def _read(path: Path, model: ModelConfig) -> Eagle3Head:
 def _state_layers(eagle: Fields, num_layers: int) -> tuple[int, ...]:
     """Layers that the head reads the input states of. Checkpoints with explicit ids count either the layer entered or,
     if the first id is 1, the layer left."""
-    found = eagle.ids("eagle_aux_hidden_state_layer_ids")
+    found = eagle.integers("eagle_aux_hidden_state_layer_ids")
     if found and found[0] == 1:
         found = tuple(layer + 1 for layer in found)
     found = found or (2, num_layers // 2, num_layers - 3)
