@@ -201,7 +201,7 @@ def test_weights_in_fp8_say_what_their_scales_are_of(tmp_path: Path) -> None:
         ({"head_dim": 15}, "head_dim=15 is odd"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps='small' is not a number"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' is not true or false"),
-        ({"eos_token_id": "</s>"}, "eos_token_id='</s>' is neither a token id nor a list"),
+        ({"eos_token_id": "</s>"}, "eos_token_id='</s>' is neither an integer nor a list"),
         ({"dtype": "float64"}, "dtype=float64 is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised weights are read in FP8 with scales"),
         (
