@@ -159,7 +159,9 @@ def table() -> dict[str, int]:
 def draw(seed: str, number: int, kind: str) -> list[Text]:
     """`number` texts drawn at random: docstrings and comments, or messages."""
     wanted = ("message",) if kind == "messages" else ("docstring", "comment")
-    return random.Random(seed).sample([text for text in texts() if text.kind in wanted], number)
+    directive = re.compile(r"noqa|type: ignore|fmt: ")
+    found = [text for text in texts() if text.kind in wanted and not directive.match(text.words)]
+    return random.Random(seed).sample(found, number)
 
 
 def main(arguments: list[str]) -> int:
