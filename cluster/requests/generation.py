@@ -141,8 +141,12 @@ class Output:
         self.num_tokens += num_taken
         self.finish_reason = delta.finish_reason
         if self._reader is not None:
-            ended, cut = delta.finish_reason is not None, delta.finish_reason is not FinishReason.STOP
+            ended = delta.finish_reason is not None
+            cut = delta.finish_reason is not FinishReason.STOP or delta.stop_reason is not None
             delta.events = self._reader.read(delta.text, offsets, ended=ended, cut=cut)
+            if ended and self._reader.cuts_call and delta.finish_reason is FinishReason.STOP:
+                # Clients run calls of an answer that stopped. One that was cut inside a call ends as at a limit.
+                self.finish_reason = delta.finish_reason = FinishReason.LENGTH
         return delta
 
     def _finish(self, delta: Delta, end: Finished) -> str:

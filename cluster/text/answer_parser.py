@@ -75,7 +75,7 @@ class AnswerReader:
         Args:
             starts: number of characters of the answer before each new token. The tokens may be ahead of the text.
             ended: nothing follows.
-            cut: the answer ended at a limit, and the model would have continued.
+            cut: the answer ended at a limit or a stop, and the model would have continued.
         """
         if self._reading is None:
             return [Content(text)] if text else []
@@ -93,6 +93,11 @@ class AnswerReader:
             if end is not None and self._starts and self._starts[-1] >= end:
                 self._starts = None
         return self._sink.take()
+
+    @property
+    def cuts_call(self) -> bool:
+        """Whether the answer, once ended, has a call that is not complete."""
+        return self._sink.cuts_call
 
     def _read(self, form: AnswerFormat) -> Reading[None]:
         text, sink = self._text, self._sink

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,35 @@ def test_every_surface_gives_part_of_a_cut_call_as_a_call_and_streams_the_same(
         assert got[-1] == ARGUMENTS
 
     runner(smollm2, tmp_path)(scenario, ServerConfig(tool_call_parser=name), 1024, reply=reply, timeout_s=120)
+
+
+STOPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "/v1/chat/completions": ("length", {"stop": "Paris"}),
+    "/v1/messages": ("max_tokens", {"stop_sequences": ["Paris"]}),
+    "/v1/responses": ("incomplete", {"stop": "Paris"}),
+}
+
+
+@pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.path)
+@pytest.mark.parametrize("ends", ["stop string", "end of sequence"])
+def test_a_call_that_a_stop_cuts_is_never_told_as_complete(
+    surface: Surface, ends: str, smollm2: Tokenizer, tmp_path: Path
+) -> None:
+    whole = forced(STYLES["hermes"])
+    text = whole if ends == "stop string" else whole[: whole.index("Paris")]
+    reply = [*smollm2.encode(text, add_special_tokens=False), EOS]
+    reason, stop = STOPS[surface.path]
+    surface = copy.copy(surface)
+    surface.body = {**surface.body, **(stop if ends == "stop string" else {})}
+
+    async def scenario(stack: Stack) -> None:
+        answers = [await surface.ask(stack, 200, stream=stream) for stream in (False, True)]
+        assert answers[0] == answers[1]
+        content, arguments, told = answers[0]
+        assert (content, told) == ("", reason)
+        check_beginning(arguments)
+
+    runner(smollm2, tmp_path)(scenario, ServerConfig(tool_call_parser="hermes"), 1024, reply=reply, timeout_s=120)
 
 
 @pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.path)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Reasoning
 from cluster.text.tools.text_stream import SPACE
 
@@ -17,6 +19,7 @@ class Sink:
     """The events of one answer. Neighbouring events of one kind are merged."""
 
     __slots__ = (
+        "_arguments",
         "_calls_only",
         "_dropping",
         "_events",
@@ -49,6 +52,7 @@ class Sink:
         self._calls_only = calls_only
         self._dropping = False
         # (kind, pieces of text); a call's index stands for its arguments.
+        self._arguments: list[str] = []  # of the last call
         self._events: list[tuple[type[Content | Reasoning] | CallStarted | int, list[str]]] = []
         self._space: list[str] = []  # held whitespace
         self._kind: type[Content | Reasoning] = Content  # the kind of the held whitespace
@@ -76,10 +80,19 @@ class Sink:
         if not self._dropping:
             self._events.append((CallStarted(self.num_calls, id_ or self._new_id(), name), []))
             self.num_calls += 1
+            self._arguments = []
 
     def arguments(self, fragment: str) -> None:
         if not self._dropping:
+            self._arguments.append(fragment)
             self._add(self.num_calls - 1, fragment)
+
+    @property
+    def cuts_call(self) -> bool:
+        """Whether the answer has a call, and the JSON of the last one's arguments is not complete."""
+        text = "".join(self._arguments)
+        # A number that is cut after a sign, point or e is malformed to msgspec, and truncated with a digit.
+        return bool(self.num_calls) and (_is_truncated(text) or _is_truncated(text + "0"))
 
     def end(self) -> None:
         """Ends the answer: held whitespace was text, unless a call is before it."""
@@ -102,6 +115,14 @@ class Sink:
         if not self._events or self._events[-1][0] != kind:
             self._events.append((kind, []))
         self._events[-1][1].append(text)
+
+
+def _is_truncated(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        return "truncated" in str(error)
+    return False
 
 
 def _event(kind: type[Content | Reasoning] | CallStarted | int, text: str) -> Event:
