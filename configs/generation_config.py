@@ -35,8 +35,10 @@ def _read(path: Path) -> GenerationDefaults:
         return GenerationDefaults()
     if not isinstance(content, dict):
         return GenerationDefaults()
-    # `do_sample` is not read: if unset it means greedy to transformers, and temperature 1.0 to API clients.
     known = {name: content[name] for name in GenerationDefaults.model_fields if content.get(name) is not None}
+    # If `do_sample` is not set, it means greedy to transformers, and temperature 1.0 to API clients.
+    if content.get("do_sample") is False:
+        known["temperature"] = 0.0
     try:
         return GenerationDefaults.model_validate(known)
     except pydantic.ValidationError as error:

@@ -25,11 +25,18 @@ def setting(value: Any) -> Any:
 
 
 def test_the_operators_values_go_over_the_models(tmp_path: Path) -> None:
-    path = write(tmp_path, {"temperature": 0.6, "top_k": 20, "do_sample": False, "eos_token_id": [1, 2]})
+    path = write(tmp_path, {"temperature": 0.6, "top_k": 20, "eos_token_id": [1, 2]})
     assert read_generation_defaults(path, setting("auto")) == GenerationDefaults(temperature=0.6, top_k=20)
     over = setting({"temperature": 1, "max_new_tokens": 9})
     assert read_generation_defaults(path, over) == GenerationDefaults(temperature=1.0, top_k=20, max_new_tokens=9)
     assert read_generation_defaults(path, setting("off")) == GenerationDefaults()
+
+
+def test_a_model_that_does_not_sample_is_greedy(tmp_path: Path) -> None:
+    greedy = write(tmp_path, {"temperature": 0.6, "do_sample": False})
+    assert read_generation_defaults(greedy, "auto") == GenerationDefaults(temperature=0.0)
+    samples = write(tmp_path, {"temperature": 0.6, "do_sample": True})
+    assert read_generation_defaults(samples, "auto") == GenerationDefaults(temperature=0.6)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "null"])

@@ -250,13 +250,16 @@ def test_names_missing_surplus_and_misshapen_tensors(tmp_path: Path) -> None:
             Checkpoint.open(tmp_path, model)
 
     without = {k: v for k, v in tensors.items() if k != "model.layers.1.mlp.up_proj.weight"}
-    refused(without, r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight")
+    refused(without, r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight; download the rest")
+    renamed = {name.replace("layers.1.mlp.up_proj", "layers.1.mlp.up"): it for name, it in tensors.items()}
+    refused(renamed, r"mlp\.up_proj\.weight; the files have model\.layers\.1\.mlp\.up\.weight instead")
     refused({**tensors, "model.layers.0.mlp.extra": torch.zeros(1)}, r"does not use: model\.layers\.0\.mlp\.extra")
     refused({**tensors, "model.norm.weight": torch.zeros(41)}, r"model\.norm\.weight has shape \[41\].*\[40\]")
     refused({**tensors, "model.norm.weight": torch.zeros(40, dtype=torch.int32)}, "is of type I32")
     # Known leftovers of old checkpoints are fine.
     leftovers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     save_file({**tensors, **leftovers}, tmp_path / "model.safetensors")
+    save_file({"layers.0.attention.wq.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
     Checkpoint.open(tmp_path, model).close()
 
 

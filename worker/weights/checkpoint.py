@@ -6,6 +6,7 @@ read, so a missing, surplus or misshapen tensor stops the start.
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import math
@@ -41,6 +42,7 @@ _IGNORED_SUFFIXES = (
     ".self_attn.masked_bias",
 )
 _COMPARED_ROWS = 4096
+_SHOWN_NAMES = 8
 _UNREAD_OF_HEADS = ("t2d", "embed_tokens.weight")
 """The inverse of d2t, and a copy of the model's embedding."""
 
@@ -294,8 +296,13 @@ class Checkpoint(AnyCheckpoint):
                 self._owner[name] = file
         self._packed = {name: expected[name] for name, it in packed.items() if it.keys() <= self._owner.keys()}
         missing = [name for name in expected if name not in self._owner and name not in self._packed]
+        if missing and surplus:
+            raise CheckpointError(
+                f"{path}: missing tensors: {_listed(missing)}; the files have {_listed(_nearest(missing, surplus))} "
+                "instead, so config.json is not that of these weights"
+            )
         if missing:
-            raise CheckpointError(f"{path}: missing tensors: {_listed(missing)}; is the download complete?")
+            raise CheckpointError(f"{path}: missing tensors: {_listed(missing)}; download the rest")
         if surplus:
             raise CheckpointError(
                 f"{path}: tensors that a {self._model.model_type} model does not use: {_listed(surplus)}; "
@@ -399,7 +406,8 @@ def _weight_files(path: Path) -> list[Path]:
     if index.is_file():
         return _indexed_files(index)
     if files := sorted(path.glob("*.safetensors")):
-        return files
+        # Mistral's checkpoints have a copy in another format, whose tensors have other names.
+        return [file for file in files if not file.name.startswith("consolidated")] or files
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
     if pickles:
         raise CheckpointError(
@@ -421,6 +429,12 @@ def _indexed_files(index: Path) -> list[Path]:
     return files
 
 
+def _nearest(names: Sequence[str], found: Sequence[str]) -> list[str]:
+    """The most similar name among `found` for each of the first `names`."""
+    nearest = (difflib.get_close_matches(name, found, 1, 0.0)[0] for name in names[:_SHOWN_NAMES])
+    return list(dict.fromkeys(nearest))
+
+
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+    shown = ", ".join(names[:_SHOWN_NAMES])
+    return shown if len(names) <= _SHOWN_NAMES else f"{shown} and {len(names) - _SHOWN_NAMES} more"
