@@ -289,7 +289,7 @@ class FlashInferBackend(AttentionBackend):
                 wrapper.plan(of_rows.qo_indptr, *paged, causal=True, **options)
             else:
                 wrapper.plan(of_rows.qo_indptr, *paged, packed_custom_mask=mask.packed, **options)
-                # FlashInfer would read a row's number of bits as bytes.
+                # FlashInfer's own offsets count bits, but its kernel reads bytes. These count bytes.
                 wrapper._mask_indptr_buf = mask.begins
             self._uploads.record()
 

@@ -129,7 +129,7 @@ class TorchNativeBackend(AttentionBackend):
         num_rows, kv_heads, head_dim = group.num_rows, layer.tp_k_head_num, layer.head_dim
         kv_shape = (num_rows, -1, kv_heads, head_dim)
         out = _attend(
-            # The query heads of a KV head take the dimension of a prompt's tokens, so one product reads each key once.
+            # The query heads of a KV head stand where a prompt's tokens would, so one product reads each key once.
             q.reshape(num_rows, kv_heads, -1, head_dim),
             k.view(kv_shape).transpose(1, 2),
             v.view(kv_shape).transpose(1, 2),

@@ -105,23 +105,24 @@ class BackendSpec:
     compute_capabilities: tuple[tuple[int, int], ...] | None = None
     """Compute capabilities of the GPUs that it runs on. If None, all from `min_compute_capability` on."""
     min_compute_capability: tuple[int, int] = (0, 0)
-    """The smallest compute capability that it runs on."""
+    """The smallest compute capability that the backend runs on."""
     dtypes: frozenset[str]
     max_page_size: int | None = None
     max_head_dim: int | None = None
     head_dims: frozenset[int] | None = None
-    """Head sizes that it supports. If None, any size up to `max_head_dim`. Latent layers are not restricted by this."""
+    """Head sizes that the backend supports. If None, any size up to `max_head_dim`. This does not restrict latent
+    layers."""
     features: frozenset[Feature]
     by_build: frozenset[Feature] = frozenset()
     """The part of `features` that only some builds of the package have. A rank finds out when it loads the package."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
     """Reasons for missing features, shown in messages."""
     apart: tuple[tuple[Feature, Feature], ...] = ()
-    """Pairs of `features` that it cannot combine."""
+    """Pairs of `features` that the backend cannot combine."""
     whole_chunks: bool = False
     """Whether chunks of `Feature.CHUNK` must consist of whole pages."""
     latent_sizes: LatentSizes | None = None
-    """Sizes of latent layers that it supports. If None, all."""
+    """Sizes of latent layers that the backend supports. If None, all."""
     first_capability: Mapping[Feature, tuple[int, int]] = field(default_factory=dict)
     """The first compute capability with a feature, for features that not all supported GPUs have."""
 

@@ -68,8 +68,7 @@ class Segment:
         number = _FUTEX_NUMBER.get(platform.machine())
         if number is None:
             raise ConfigError(
-                f"parallel.all_reduce=shared_memory and the shared step channel know x86_64 and aarch64, not "
-                f"{platform.machine()}; choose parallel.all_reduce=gloo"
+                f"ranks of one node share memory on x86_64 and aarch64, not on {platform.machine()}; use one of these"
             )
         self._futex_number = ctypes.c_long(number)
         # A handle that no other code shares, because argument types are set on it.

@@ -70,8 +70,8 @@ ITEM_DTYPE = np.dtype([("row", "<i4"), ("len", "<i4")])
 positions continue from there. The row's requested log probabilities are those of the token after the item."""
 
 PROMPT_LOGPROBS_DTYPE = np.dtype([("row", "<i4"), ("start", "<i4"), ("num", "<i4"), ("k", "<i4")])
-"""`num` positions of a row from `start` on, all inputs of this step, before known tokens. The known tokens' log
-probabilities and the `k` likeliest tokens at these positions are requested. No such position is sampled."""
+"""A request for prompt log probabilities: of `num` inputs of a row, from position `start` on. The token after each is
+known, and its log probability is wanted, with the `k` likeliest tokens there. Nothing is sampled there."""
 
 
 class FrameKind(IntEnum):

@@ -309,7 +309,11 @@ class TPWorker:
             gc.unfreeze()
             gc.collect()
             torch.cuda.empty_cache()
-        _log.info("left after %.2f s, memory freed in %.2f s", waited - began, time.monotonic() - waited)
+        _log.info(
+            "left the failed generation: the device was idle after %.2f s, and its memory free %.2f s later",
+            waited - began,
+            time.monotonic() - waited,
+        )
 
     @staticmethod
     def _next_frame(frames: FrameSource, pending: deque[PendingStep], send: Callable[[bytes], None] | None) -> bytes:

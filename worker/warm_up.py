@@ -76,7 +76,10 @@ def _load_kernels(config: EngineConfig, model: ModelConfig, device: torch.device
         _run_steps(config, replace(model, layers=tuple(dict.fromkeys(model.layers))), device)
         _log.info("kernels are loaded on %s (%.1f s)", device, time.monotonic() - began)
     except (RuntimeError, EngineError) as error:
-        _log.warning("the kernels could not be loaded in advance: %s", str(error).split("\n", 1)[0])
+        _log.warning(
+            "the kernels could not be loaded in advance, so the first steps take longer: %s",
+            str(error).split("\n", 1)[0],
+        )
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -224,7 +224,9 @@ def _tools(config: EngineConfig, model_path: Path) -> str:
         sources = template_sources(tokenizer) if given is None else read_template(given)
         template = None if sources is None else ChatTemplate(sources, {})
     except TemplateError as error:
-        raise ConfigError(f"the chat template of {tokenizer} cannot be read: {error}") from error
+        raise ConfigError(
+            f"the chat template of {tokenizer} cannot be read; set server.chat_template to a Jinja file: {error}"
+        ) from error
     if template is None:
         return "none: there is no chat template"
     match ModelFormats.of(template, config.server):

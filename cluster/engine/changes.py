@@ -103,7 +103,8 @@ class WeightChange:
     """Makes the ranks use the staged weights. Raises LockstepError if a rank cannot; then all processes have ended."""
 
     def is_due(self, scheduler: Scheduler) -> bool:
-        """With `running` "finish", once no request runs that has begun; new ones wait meanwhile."""
+        """Whether the weights may change now. With `running` "finish", only when all requests that have begun have
+        ended; until then new requests wait."""
         if self.running == "finish" and scheduler.has_begun:
             scheduler.pause_admission()
             return False

@@ -39,7 +39,7 @@ class _KeyMeter(Meter):
     def begin(self, num_sequences: int, num_tokens: int) -> None:
         more, most = num_sequences - self.held, self.key.concurrency
         if most is not None and num_sequences > most:
-            raise RequestError(f"This key may have {most} sequences at once; the request has {num_sequences}.")
+            raise RequestError(f"This key may have {most} sequences at once; send fewer than {num_sequences}.")
         if most is not None and self.used.running + more > most:
             raise _exceeded(f"{most} requests at once, each prompt and choice counted", _TRY_AGAIN_S)
         limit, tokens, now = self.key.tokens, self.used.tokens, self.clock()
@@ -91,5 +91,8 @@ class Quotas:
 
 def _exceeded(limit: str, retry_after_s: float) -> RequestError:
     return RequestError(
-        f"This key is limited to {limit}.", code="rate_limit_exceeded", status=429, retry_after_s=retry_after_s
+        f"This key is limited to {limit}; try again in {retry_after_s:.0f} s.",
+        code="rate_limit_exceeded",
+        status=429,
+        retry_after_s=retry_after_s,
     )

@@ -36,7 +36,7 @@ class ReachedLength(msgspec.Struct, tag_field="type", tag="length"):
 
 
 class WasAborted(msgspec.Struct, tag_field="type", tag="abort"):
-    """The request was ended from outside."""
+    """The request was cancelled before its answer ended, for example by POST /abort_request."""
 
     message: str
 

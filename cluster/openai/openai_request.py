@@ -173,7 +173,7 @@ def _supported(message: Any) -> Any:
     if not isinstance(message, dict):
         return message
     if message.get("role") == "function":
-        raise RequestError("must not be function: tools take its place", code="unsupported_parameter", param="role")
+        raise RequestError("must not be function; use the role tool", code="unsupported_parameter", param="role")
     for key in ("function_call", "audio"):
         if message.get(key):
             raise RequestError("is not supported; leave it out", code="unsupported_parameter", param=key)

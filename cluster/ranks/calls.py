@@ -62,7 +62,7 @@ def watch(
                 done, _ = ray.wait(list(runs.values()), num_returns=1, timeout=_WATCH_INTERVAL_S)
             if not is_over():
                 on_failure(failure_of(runs, size))
-        except Exception as error:  # requests must not run without a watch, whatever stopped it
+        except Exception as error:  # without this thread, nobody would see a rank die
             logger.exception("watching the ranks failed; please report this bug")
             if not is_over():
                 on_failure(EngineError(f"watching the ranks failed: {error!r}"))

@@ -75,7 +75,8 @@ class WarmSpares:
                     ray.get([call, become], timeout=_ANSWER_TIMEOUT_S)
             except ray.exceptions.RayError as error:  # includes GetTimeoutError
                 logger.warning(
-                    "a warm spare cannot be used, so a new process starts: %s", str(error).strip().split("\n")[0]
+                    "a warm spare cannot be used; another spare or a new process takes its place: %s",
+                    str(error).strip().split("\n")[0],
                 )
                 ray.kill(spare)
                 continue

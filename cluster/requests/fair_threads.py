@@ -43,8 +43,8 @@ class FairThreads:
         self._threads.shutdown(wait=False)
 
     async def prepared(self, body: bytes, prepare: Callable[[dict[str, Any]], _Done]) -> _Done:
-        """Decodes a body and calls `prepare` with its JSON, to check it and encode its texts. Runs like `off_loop`.
-        Raises what `decode_body`, `check_lists`, `prepare` and `run` raise."""
+        """Decodes a body and calls `prepare` with its JSON, to check it and encode its texts: at once if the body is
+        short, else in a thread. Raises what `decode_body`, `check_lists`, `prepare` and `run` raise."""
 
         def work() -> _Done:
             raw = decode_body(body, max_values=self._max_model_len + _MAX_OTHER_VALUES)

@@ -81,7 +81,8 @@ class Chunks:
         return self._pages.next_page_key(row, prefix, tokens)
 
     def is_computed_by_another(self, row: int, prefix: Prefix, key: PageKey | None, plan: PrefillPlan) -> bool:
-        """Whether a chunk of the plan computes whole pages with at least half of the row's next tokens."""
+        """Whether the row should wait for another row of the plan, whose chunk computes whole pages with at least half
+        of the row's next tokens. The row finds these in the prefix cache afterwards."""
         if key is None or (index := plan.computing.get(key)) is None or self._rows.request(row).wants_prompt_logprobs:
             return False
         table, page_size = self._rows, self._limits.page_size

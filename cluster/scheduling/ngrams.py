@@ -54,8 +54,8 @@ class NgramHistory:
 
     @property
     def chances(self) -> tuple[float, float] | None:
-        """Probability that the next token is as predicted, and of each further one given the ones before. None if
-        nothing is predicted."""
+        """Two probabilities: that the next token is as predicted, and that each further one is, if those before it
+        were. None if nothing is predicted."""
         return None if self._source < 0 else (self._rates[self._is_going], self._rates[True])
 
     def take(self, tokens: Int32Array, *, is_whole: bool) -> None:

@@ -228,7 +228,7 @@ class PrefillQueue:
         if self._is_blocked or not waiting:
             return
         budget = plan.budget if early_budget is None else early_budget
-        num_left: dict[str, int] = {}  # by client with a prompt in progress
+        num_left: dict[str, int] = {}  # by client: tokens left of its prompt in progress
         if shares is not None and early_budget is not None:
             num_left = {self._rows.request(row).terms.client: self._num_left(row) for row in self.prefilling}
 

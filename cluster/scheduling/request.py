@@ -165,7 +165,7 @@ class Request:
     mask: UInt32Array | None = None
     """Mask for the first token after admission. A request with a guide has it before it is queued."""
     arrival_s: float = 0.0
-    """Deadline on the scheduler's clock."""
+    """Time of arrival, on the scheduler's clock."""
     waits_since_s: float = 0.0
     """When the request arrived, or was last preempted."""
     admission_s: float | None = None

@@ -24,7 +24,8 @@ class Launched:
     rows: Int32Array
     """All rows that the frame names."""
     starts: Int32Array
-    """[num_rows]: smallest number of tokens that each row had computed before."""
+    """[num_rows]: number of tokens that each row had computed before, at least. Rows with unverified drafts may have
+    computed more."""
     sampled: Int32Array
     """[num_sampled_rows]: rows that get tokens."""
     num_samples: Int32Array

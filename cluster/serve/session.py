@@ -39,7 +39,7 @@ _DIRECTORY_NAME = Path(DIRECTORY).name  # followed by the command's process id
 
 @dataclass(frozen=True)
 class Session:
-    """A connection to Ray."""
+    """What a command knows about the Ray cluster that it is connected to."""
 
     own: bool
     """Whether this command started the cluster and ends it."""

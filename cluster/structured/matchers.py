@@ -25,7 +25,7 @@ class Matchers:
         try:
             self._tokenizer = LLTokenizer(setup.tokenizer, n_vocab=setup.vocab_size, eos_token=eos)
         except ValueError:
-            # It may have more ids than the model, so masks are cut to the model's.
+            # The tokenizer may have more ids than the model. `mask` cuts its masks to the model's ids.
             self._tokenizer = LLTokenizer(setup.tokenizer, eos_token=eos)
         self._limits = LLParserLimits(**PARSER_LIMITS)
         size = setup.vocab_size

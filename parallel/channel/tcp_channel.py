@@ -124,7 +124,7 @@ class Connection:
             except (TimeoutError, BlockingIOError):
                 if left > _LONGEST_WAIT_S:
                     continue
-                raise DeadlineError(f"no frame came from {self.peer} within {bound}") from None
+                raise DeadlineError(f"no frame came from {self.peer} within {bound}; see what holds it up") from None
             except OSError as error:
                 raise self._broken(error.strerror or str(error)) from error
             if not arrived:
@@ -307,6 +307,6 @@ def _read_exactly(sock: socket.socket, count: int) -> bytes:
     while len(data) < count:
         part = sock.recv(count - len(data))
         if not part:
-            raise OSError("the stream ended")
+            raise OSError("it closed the connection; see its log")
         data += part
     return data

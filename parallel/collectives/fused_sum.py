@@ -33,7 +33,7 @@ _ROW_ALIGNMENT = 16  # bytes per load
 _MAX_CACHED_SUMS = 256
 _MAX_SMALL_ROWS = 128  # One program per row, at most one per SM, so that all run at once.
 _SMALL_BYTES = 2 << 20  # largest size of a small sum's summands
-_MIN_SHARED_BYTES = 8 << 20  # smallest half of the memory for exchanged rows
+_MIN_SHARED_BYTES = 8 << 20  # the memory for exchanged rows has two halves, each at least this large
 _SHARED_UNIT = 1 << 16  # a multiple of 256 bytes for each program
 
 

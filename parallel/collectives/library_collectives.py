@@ -63,7 +63,7 @@ class LibraryCollectives(Collectives):
         except RuntimeError as error:  # includes torch's DistStoreError
             raise DeadlineError(
                 f"rank {rank} could not meet the other {size - 1} ranks over {strategy} within "
-                f"parallel.step_timeout_s={timeout_s:g}: {_first_line(error)}"
+                f"parallel.step_timeout_s={timeout_s:g}; see what holds them up, or raise it: {_first_line(error)}"
             ) from error
         return cls(backend, rank=rank, size=size, device=device, timeout_s=timeout_s)
 

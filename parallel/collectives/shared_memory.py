@@ -69,7 +69,7 @@ class SharedMemoryCollectives(Collectives):
             try:
                 store.wait(["segment"], timedelta(seconds=timeout_s))
             except RuntimeError as error:
-                raise late(rank, "rank 0", "the meeting of the ranks", timeout_s) from error
+                raise late(rank, "rank 0", "the start of shared memory", timeout_s) from error
             segment = Segment.attach(store.get("segment").decode())
         self = cls(segment, rank=rank, size=size, timeout_s=timeout_s, spin_us=spin_us, buffer_bytes=buffer_bytes)
         try:

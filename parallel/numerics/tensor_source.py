@@ -26,7 +26,7 @@ class TensorSource(Protocol):
     def read_fp8(self, name: str, out: torch.Tensor, scales: torch.Tensor, *, rows: Span, columns: Span) -> None:
         """Fills `out` with rows and columns of a matrix in e4m3, and `scales` with the fp32 scales of all blocks that
         they touch."""
-        raise AssertionError(f"{name} cannot be read in FP8")
+        raise AssertionError(f"{name} cannot be read in FP8; please report this bug")
 
     def is_mxfp4(self, name: str) -> bool:
         """Whether the matrices of this tensor (inputs first) can be read in MXFP4."""
@@ -42,4 +42,4 @@ class TensorSource(Protocol):
         Returns:
             False if the tensor data already lies where it belongs and nothing was read.
         """
-        raise AssertionError(f"{name} cannot be read in MXFP4")
+        raise AssertionError(f"{name} cannot be read in MXFP4; please report this bug")

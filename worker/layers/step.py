@@ -19,7 +19,7 @@ class Padding:
     """[num_tokens] int64: the slots in the KV pool of the step's tokens."""
     first_slot: int
     tokens: torch.Tensor | None = None
-    """[num_kept] int64 or int32: the step's tokens in question. If None, all tokens."""
+    """[num_tokens] int64 or int32: indices of the step's tokens that this object covers. If None, all."""
 
     def of(self, tokens: torch.Tensor) -> Padding:
         """The padding among only these of the step's tokens. Launches nothing, because most layers never read it."""

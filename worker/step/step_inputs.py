@@ -101,7 +101,8 @@ class StepInputs:
         return Step.of(StepFrame(frame.generation, frame.step, frame.kind, **(frame.arrays | {"starts": starts})))
 
     def next_starts(self, num_rows: int) -> torch.Tensor:
-        """[num_rows] int32, device: position of the next input of each row of the last upload. 0 for padding."""
+        """[num_rows] int32, device: for each row of the last uploaded frame, the position of its next input. 0 for
+        padding."""
         assert self._next_starts is not None, "positions are not tracked, as the ranks make no drafts"
         rows = self._buffer[self._layout.rows(num_rows)]
         return self._next_starts.index_select(0, rows).where(rows > 0, 0)

@@ -128,7 +128,9 @@ def _read_header(reader: RangeReader) -> dict[str, _Entry]:
         if kind not in _DTYPES:
             raise CheckpointError(f"{path}: tensor {name} is of type {kind}; supported are {', '.join(_DTYPES)}")
         if begin < 0 or min(shape, default=0) < 0 or end - begin != _DTYPES[kind][1] * prod(shape):
-            raise CheckpointError(f"{path}: tensor {name} of shape {list(shape)} has bytes {begin} to {end}")
+            raise CheckpointError(
+                f"{path}: tensor {name} of shape {list(shape)} cannot be at bytes {begin} to {end}; download it again"
+            )
         if 8 + length + end > reader.size:
             raise CheckpointError(
                 f"{path} is truncated: tensor {name} ends at byte {8 + length + end} of {reader.size}; "

@@ -73,7 +73,10 @@ def turns(items: Sequence[Mapping[str, Any]], instructions: str | None, num_earl
         if kind == "function_call_output":
             if item["call_id"] not in called:
                 param = f"{path}.call_id"
-                raise RequestError(f"{param}: no function call has the id {item['call_id'][:100]!r}.", param=param)
+                raise RequestError(
+                    f"{param}: no function call has the id {item['call_id'][:100]!r}; send the call before its output.",
+                    param=param,
+                )
             made.append(Turn(role="tool", text=_text(item["output"]), call_id=item["call_id"], path=path))
         elif kind == "message" and item["role"] != "assistant":
             role: Role = "user" if item["role"] == "user" else "system"

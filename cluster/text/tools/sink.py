@@ -55,7 +55,7 @@ class Sink:
         self._arguments: list[str] = []  # of the last call
         self._events: list[tuple[type[Content | Reasoning] | CallStarted | int, list[str]]] = []
         self._space: list[str] = []  # held whitespace
-        self._kind: type[Content | Reasoning] = Content  # the kind of the held whitespace
+        self._kind: type[Content | Reasoning] = Content  # whether the held whitespace is content or reasoning
 
     def take(self) -> list[Event]:
         """The events since the last call."""

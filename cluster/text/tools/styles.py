@@ -27,7 +27,7 @@ def _random_id() -> str:
 
 
 def _mistral_id() -> str:
-    """Mistral's templates accept only nine letters and digits."""
+    """A call's id. Mistral's templates accept only ids of nine letters and digits."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
