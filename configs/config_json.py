@@ -40,7 +40,9 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
             )
         fields = Fields({**fields.values, **text}, f"{config_path}: text_config")
     if fields.values.get("use_bidirectional_attention"):
-        raise CheckpointError(f"{config_path}: use_bidirectional_attention is not supported")
+        raise CheckpointError(
+            f"{config_path}: use_bidirectional_attention is not supported; choose a model that generates text"
+        )
     hidden_size = fields.count("hidden_size")
     return ModelConfig(
         model_type=model_type,
@@ -124,7 +126,9 @@ def _softcap(fields: Fields, family: Family, key: str) -> float | None:
 def _positive(fields: Fields, key: str, default: float | None) -> float:
     value = fields.number(key, default)
     if not value > 0:
-        raise CheckpointError(f"{fields.where}: {key}={value} is not positive; the checkpoint is corrupt")
+        raise CheckpointError(
+            f"{fields.where}: {key}={value} is not positive; the checkpoint is corrupt, so download it again"
+        )
     return value
 
 

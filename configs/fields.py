@@ -52,7 +52,9 @@ class Fields:
         value = self.values.get(key)
         many = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(it, bool) or not isinstance(it, int) for it in many):
-            raise CheckpointError(f"{self.where}: {key}={value!r} is neither an integer nor a list of integers")
+            raise CheckpointError(
+                f"{self.where}: {key}={value!r} is neither an integer nor a list of integers; the checkpoint is corrupt"
+            )
         return tuple(many)
 
     def _typed(self, key: str, default: Any, types: tuple[type, ...], what: str) -> Any:

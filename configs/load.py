@@ -218,7 +218,9 @@ def _assign(args: dict[str, Any], key: str, value: Any) -> None:
             inner = {}
         if not isinstance(inner, dict):
             where = ".".join(sections[: i + 1])
-            raise ConfigError(f"override {key}: {where}={inner!r} is a value and has no settings inside")
+            raise ConfigError(
+                f"override {key}: {where}={inner!r} is a value and has no settings inside; give {where}=VALUE"
+            )
         args[section] = dict(inner)
         args = args[section]
     args[name] = value

@@ -45,7 +45,9 @@ def _check(model: ModelConfig, path: Path) -> None:
             if not isinstance(factors, tuple) or len(factors) != want or not all(_is_positive(it) for it in factors):
                 raise CheckpointError(f"{path}: rope scaling longrope: {key} must be {want} positive numbers")
         if not rope.theta > 0:
-            raise CheckpointError(f"{path}: rope theta={rope.theta} is not positive; the checkpoint is corrupt")
+            raise CheckpointError(
+                f"{path}: rope theta={rope.theta} is not positive; the checkpoint is corrupt, so download it again"
+            )
 
 
 def _is_positive(value: object) -> bool:

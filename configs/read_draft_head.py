@@ -66,7 +66,7 @@ def _read(path: Path, model: ModelConfig) -> Eagle3Head:
     eagle = Fields(fields.values.get("eagle_config") or {}, f"{where}: eagle_config")
     is_eagle3 = any(str(name).endswith("Eagle3") for name in fields.values.get("architectures") or ())
     if not is_eagle3 or not eagle.flag("use_aux_hidden_state", True):
-        raise CheckpointError(f"{where} is not an EAGLE-3 head, which reads states of several layers")
+        raise CheckpointError(f"{where} is not an EAGLE-3 head, which reads states of several layers; choose one")
     vocab_size = fields.count("draft_vocab_size", model.vocab_size, at_most=model.vocab_size)
     for key, own, of_model in (
         ("num_hidden_layers", head.num_hidden_layers, 1),

@@ -246,7 +246,7 @@ def _decide_attention(
         value, why = ("exact" if device == "cpu" else "fast"), str(device)
     except ConfigError as error:
         if config.numerics == "exact":
-            raise ConfigError(f"numerics=exact is impossible: {error}") from None
+            raise ConfigError(f"numerics=exact is impossible; choose auto: {error}") from None
         value, why = "fast", str(error)
     is_exact = resolver.decide("numerics", config.numerics, value, why) == "exact"
     resolver.decisions += _choose_backends(config, exactly if is_exact else needs, packages)

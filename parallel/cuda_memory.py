@@ -83,7 +83,7 @@ def new_descriptor(num_bytes: int, device: torch.device) -> int:
     if _driver().cuMemCreate(*args, ctypes.c_uint64(0)) == _OUT_OF_MEMORY:
         torch.cuda.empty_cache()  # torch caches freed memory
         if _driver().cuMemCreate(*args, ctypes.c_uint64(0)) == _OUT_OF_MEMORY:
-            raise torch.OutOfMemoryError(f"{device} has no room for {num_bytes} bytes")
+            raise torch.OutOfMemoryError(f"{device} has no room for {num_bytes} bytes; lower kv_cache.memory_fraction")
     if not handle.value:
         raise EngineError(f"{device} has no memory that outlives a process")
     descriptor = ctypes.c_int()

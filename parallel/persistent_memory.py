@@ -112,7 +112,7 @@ class Keeper:
                     if is_ours(peer):
                         self._answer(peer)
                 except (OSError, msgspec.DecodeError):  # a rank that dies during a call needs no answer
-                    _log.warning("a call to the keeper failed", exc_info=True)
+                    _log.warning("a call to the keeper failed; please report this bug", exc_info=True)
 
     def _answer(self, peer: socket.socket) -> None:
         requested, fds = _receive(peer)

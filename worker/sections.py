@@ -134,7 +134,7 @@ class Message:
             raise EngineError(f"step message of {len(buffer)} bytes is shorter than its header; please report this bug")
         magic, checksum, kind, generation, step, *lengths = cls._header.unpack_from(buffer)
         if magic != _MAGIC:
-            raise EngineError(f"step message begins with {magic:#x}, not {_MAGIC:#x}")
+            raise EngineError(f"step message begins with {magic:#x}, not {_MAGIC:#x}; please report this bug")
         if zlib.crc32(memoryview(buffer)[_SEAL.size :]) != checksum:
             raise EngineError(
                 f"step message {step} of generation {generation} fails its checksum; please report this bug"

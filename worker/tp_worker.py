@@ -237,14 +237,14 @@ class TPWorker:
             EngineError: the frame does not fit this rank's tables.
         """
         if self._runner is None:
-            raise EngineError("launch() was called before allocate()")
+            raise EngineError("launch() was called before allocate(); please report this bug")
         return self._runner.launch(frame)
 
     @torch.inference_mode()
     def capture_next(self) -> int:
         """Captures one CUDA graph that `allocate` left out, on every rank. Returns how many are left."""
         if self._runner is None:
-            raise EngineError("capture_next() was called before allocate()")
+            raise EngineError("capture_next() was called before allocate(); please report this bug")
         with self.shard.in_use:
             return self._runner.capture_next()
 
@@ -272,7 +272,7 @@ class TPWorker:
                 if generation is not None and (frame.generation, frame.step) != (generation, step + 1):
                     raise EngineError(
                         f"rank {self._group.rank} got step {frame.step} of generation {frame.generation} after step "
-                        f"{step} of generation {generation}"
+                        f"{step} of generation {generation}; please report this bug"
                     )
                 generation, step = frame.generation, frame.step
                 if frame.kind is FrameKind.CLOSE:

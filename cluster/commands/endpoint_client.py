@@ -89,14 +89,16 @@ class EndpointClient:
         try:
             yield
         except httpx.HTTPError as error:
-            raise EngineError(f"nothing answers at {self.url} ({error}); is `cluster serve` running there?") from None
+            raise EngineError(
+                f"nothing answers at {self.url} ({error}); check the address, and that `cluster serve` runs there"
+            ) from None
 
 
 def _base_url(url: str) -> str:
     try:
         parsed = httpx.URL(url if "://" in url else f"http://{url}")
     except httpx.InvalidURL as error:
-        raise ConfigError(f"{url} is no URL: {error}") from None
+        raise ConfigError(f"{url} is no URL; give one like http://127.0.0.1:8000/v1: {error}") from None
     return str(parsed.copy_with(path=parsed.path.rstrip("/") or "/v1"))
 
 

@@ -218,7 +218,9 @@ class Coordinator:
         keeps_kv = self.ranks.keeps_kv(failure)
         lost = self.requeue(keeps_kv=keeps_kv)
         if (reason := self.ranks.reason_never or self._recovery.reason_against(failure, lost)) is not None:
-            logger.error("the engine ends, because its failed ranks are not replaced: %s", reason)
+            logger.error(
+                "the engine ends, and its replica with it, because its failed ranks are not replaced: %s", reason
+            )
             raise failure
         logger.warning("replacing failed ranks while %d requests wait: %s", len(self.scheduler.live_ids()), failure)
         began = time.monotonic()
@@ -229,7 +231,7 @@ class Coordinator:
                 raise
             return error
         self.num_rebuilds += 1
-        logger.warning("replaced the failed ranks after %.2f s", time.monotonic() - began)
+        logger.warning("replaced the failed ranks after %.2f s; requests continue", time.monotonic() - began)
         self.send_report()
         return None
 

@@ -185,7 +185,7 @@ def _check_pool(memory: GroupMemory, new: RankGroup, old: RankGroup) -> None:
     if most is not None and max(takes) > most:
         raise ConfigError(
             f"the KV pool of {num_pages} pages takes {max(takes)} bytes on a rank of {new.size}, more than "
-            f"kv_cache.memory_bytes={most}"
+            f"kv_cache.memory_bytes={most}; raise it, or use more ranks"
         )
     plan = old.plan
     pages = [plan.kv_page_bytes(rank, config.kv_cache.page_size, config.kv_dtype) for rank in range(old.size)]

@@ -169,7 +169,10 @@ class EngineSocket:
                 time.sleep(_ACCEPT_AGAIN_S)
             return None  # the caller may have disconnected, or this end is being closed
         if not is_ours(peer) or self._peer is not None:
-            logger.warning("refused a connection to the engine socket: another user's, or a second one of the Engine")
+            logger.warning(
+                "refused a connection to the engine socket: another user's, or a second one of the Engine; see what "
+                "else connects"
+            )
             peer.close()
             return None
         peer.setblocking(False)

@@ -127,7 +127,11 @@ def _check_local(scope: Scope, address: str | None) -> None:
         )
     for name, value in scope["headers"]:
         if name == b"origin" and not is_loopback(urlsplit(value.decode("latin-1")).hostname or ""):
-            raise RequestError("Pages of other sites may not call this server.", code="origin_refused", status=403)
+            raise RequestError(
+                "Pages of other sites may not call this server; call it from a program.",
+                code="origin_refused",
+                status=403,
+            )
 
 
 def _network(address: str) -> str:

@@ -172,7 +172,7 @@ class KeyRing:
                 logger.info("%d API keys, read again", len(self._keys))
         except (ConfigError, OSError) as error:
             # The old keys stay valid, so that a half-written file locks no one out.
-            logger.error("the file of API keys has an error, so the old keys stay valid: %s", error)
+            logger.error("the file of API keys has an error, so the old keys stay valid; correct the file: %s", error)
 
     def _read(self) -> tuple[tuple[ApiKey, ...], tuple[int, ...]]:
         try:

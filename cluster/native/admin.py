@@ -123,7 +123,7 @@ async def sleep(model: ServedModel, body: bytes, context: RequestContext, *, wak
         RequestError: the engine is in that state already, or cannot sleep.
     """
     if model.sleep is None:
-        raise RequestError("This engine has no ranks that could sleep.", code="no_change")
+        raise RequestError("This engine has no ranks that could sleep; leave the call out.", code="no_change")
     try:
         return json_response(Slept(round(await model.sleep(wakes=wakes), 3)))
     except ConfigError as error:

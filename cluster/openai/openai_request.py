@@ -332,7 +332,8 @@ def _check_counts(request: ChatRequest | CompletionRequest, server: ServerConfig
             raise RequestError("top_logprobs needs logprobs to be true.", param=name)
         if request.continue_final_message and request.add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
+                "continue_final_message and add_generation_prompt exclude each other; send one.",
+                param="continue_final_message",
             )
     else:
         name = "logprobs"

@@ -86,7 +86,7 @@ def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[TokenizeReques
         return request, model.prompts.encode(request.prompt, add_special_tokens=special, use="count"), ignored
     if request.add_special_tokens:
         raise RequestError(
-            "add_special_tokens: the chat template writes them.",
+            "add_special_tokens is not for messages; leave it out.",
             code="unsupported_parameter",
             param="add_special_tokens",
         )

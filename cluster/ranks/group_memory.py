@@ -49,7 +49,7 @@ def pool_within(memory: GroupMemory, pool: PoolShape, config: EngineConfig, mode
     if most * kv_cache.page_size < pool.max_model_len:
         raise ConfigError(
             f"the KV pool of {size} ranks has room for {max(most, 0) * kv_cache.page_size} tokens beside the weights "
-            f"of those that go, fewer than max_model_len={pool.max_model_len}"
+            f"of those that go, fewer than max_model_len={pool.max_model_len}; use more ranks"
         )
     if most >= pool.num_pages:
         return pool

@@ -407,5 +407,5 @@ def _strategy(config: ParallelConfig, device: str, *, one_node: bool) -> Strateg
     assert chosen != "auto", "all_reduce is resolved before the ranks start"
     if one_node or chosen != ONE_NODE_STRATEGY[device]:
         return chosen
-    logger.warning("parallel.all_reduce: %s -> %s (several nodes)", chosen, ANY_NODES_STRATEGY[device])
+    logger.warning("parallel.all_reduce: %s -> %s (ranks on several nodes)", chosen, ANY_NODES_STRATEGY[device])
     return ANY_NODES_STRATEGY[device]

@@ -394,7 +394,9 @@ class RankGroup:
         loaded = time.monotonic()
         for rank in replaced if kv is not None else ():
             if not rank.await_end(_LEAVE_TIMEOUT_S):
-                raise EngineError(f"rank {rank.index}'s process does not end, and may still write to its KV pool")
+                raise EngineError(
+                    f"rank {rank.index}'s process does not end, and may still write to its KV pool; end it by hand"
+                )
         self.run(self.pool, self._on_failure, at_once=True, kv=kv)
         logger.warning(
             "rank %s replaced (pid %s) in generation %d: the others left after %.2f s, start %.2f s, weights %.2f s, "
@@ -455,7 +457,7 @@ class RankGroup:
             self.close(str(error))
             raise
         logger.info(
-            "the others left after %.2f s, weights %.2f s, tables and channel %.2f s",
+            "replaced the group: the old ranks left after %.2f s, weights %.2f s, tables and channel %.2f s",
             stopped - began,
             loaded - stopped,
             time.monotonic() - loaded,

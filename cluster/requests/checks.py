@@ -51,7 +51,9 @@ def num_sequences(n: int, num_prompts: int, param: str, server: ServerConfig) ->
     if n > server.max_n:
         raise RequestError(f"n={n} exceeds server.max_n={server.max_n}.", param=param)
     if n * num_prompts > MAX_SEQUENCES:
-        raise RequestError(f"{num_prompts} prompts times n={n} exceed {MAX_SEQUENCES}.", param=param)
+        raise RequestError(
+            f"{num_prompts} prompts times n={n} exceed {MAX_SEQUENCES}; send fewer at once.", param=param
+        )
 
 
 def num_logprobs(count: int, param: str, server: ServerConfig) -> None:

@@ -364,6 +364,6 @@ async def _open(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
 def _fail_all(streams: Iterable[RequestStream], reason: str) -> None:
     lost = list(streams)
     if lost:
-        logger.error("engine connection lost with %d open requests: %s", len(lost), reason)
+        logger.error("engine connection lost, and %d open requests end with it: %s", len(lost), reason)
     for stream in lost:
         stream._finish(Finished(id=stream.id, reason=FinishReason.ERROR, error=reason, error_code="engine_error"))

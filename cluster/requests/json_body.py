@@ -59,9 +59,9 @@ def decode_body(body: bytes, *, max_values: int = 0) -> dict[str, Any]:
     try:
         decoded = msgspec.json.decode(body)
     except ValueError as error:  # DecodeError, UnicodeDecodeError, and Python's limit on the digits of an int
-        raise RequestError(f"The body is not valid JSON: {_reason(error, body)}", code="invalid_json") from error
+        raise RequestError(f"The body must be valid JSON: {_reason(error, body)}", code="invalid_json") from error
     except RecursionError as error:
-        raise RequestError("The body is nested too deep.", code="invalid_json") from error
+        raise RequestError("The body is nested too deep; flatten it.", code="invalid_json") from error
     if not isinstance(decoded, dict):
         raise RequestError("The body must be a JSON object.", code="invalid_json")
     return decoded
@@ -88,7 +88,7 @@ def _check_size(body: bytes, marks: bytes, most: int, what: str) -> None:
         if num_marks > most:
             break
     if num_marks + sum(body.count(mark, end) for mark in marks) > most:
-        raise RequestError(f"The body has more than {most} {what}.", code="request_too_large", status=413)
+        raise RequestError(f"The body has more than {most} {what}; send fewer.", code="request_too_large", status=413)
 
 
 def _reason(error: ValueError, body: bytes) -> str:

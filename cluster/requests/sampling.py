@@ -144,5 +144,6 @@ def _check_choice_left(allowed: Sequence[int], bias: dict[int, float], ends: set
     """Raises RequestError if none of the allowed tokens may be sampled."""
     if allowed and all(bias.get(token) == -math.inf or token in ends for token in allowed):
         raise RequestError(
-            "allowed_token_ids leaves no token: bad_words or min_tokens forbid all of them.", param="allowed_token_ids"
+            "allowed_token_ids leaves no token, because bad_words or min_tokens forbid all of them; allow others.",
+            param="allowed_token_ids",
         )

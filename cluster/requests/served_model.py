@@ -137,7 +137,7 @@ class ServedModel:
         async with aclosing(self.run(job).deltas()) as steps:
             num_tokens = sum([len(delta.token_ids) async for deltas in steps for delta in deltas])
         if num_tokens != 1:
-            raise EngineError(f"one token was asked for, and {num_tokens} came")
+            raise EngineError(f"one token was requested, and {num_tokens} came; please report this bug")
 
     async def probe(self, timeout_s: float) -> None:
         """Waits for one token, like `generate_one`. Concurrent calls wait for the same token."""
@@ -213,7 +213,7 @@ class ServedModel:
             ContextLengthError: prompt and requested tokens do not fit.
         """
         if not prompt:
-            raise RequestError(f"{param} has no tokens.", code="empty_string", param=param)
+            raise RequestError(f"{param} has no tokens; send some text.", code="empty_string", param=param)
         room = max(self.max_model_len - len(prompt), 1)  # at least 1, so that the error has the prompt's length
         max_tokens = asked if asked is not None else room if default is None else min(default, room)
         # The engine always generates a token, even if only the prompt is of interest.
@@ -268,7 +268,7 @@ class ServedModel:
         num_outputs = len(prompts) * options.num_choices
         if grammar is not None and len(grammar) * num_outputs > MAX_REQUEST_GRAMMAR_BYTES:
             raise RequestError(
-                f"A grammar of {len(grammar)} bytes is too long for {num_outputs} answers.",
+                f"A grammar of {len(grammar)} bytes is too long for {num_outputs} answers; request fewer.",
                 code="grammar_too_complex",
                 param="n",
             )

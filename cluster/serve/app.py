@@ -109,7 +109,7 @@ class Engine:
             await self._engine.resize(live_size(user_config, self._engine.spec.config.tensor_parallel_size))
         except LockstepError as error:
             # If this raised, Serve would end this replica and try the same with another.
-            logger.error("user_config was not applied, the replica is unchanged: %s", error)
+            logger.error("user_config was not applied, and the replica is unchanged; correct it: %s", error)
 
     async def check_health(self) -> None:
         """Records that Serve checks the health, so it is not stopping this replica."""
@@ -121,7 +121,7 @@ class Engine:
         while True:
             await asyncio.sleep(_WATCH_S)
             if (failure := self._engine.failure) is not None:
-                logger.critical("the engine failed, this replica ends: %s", failure)
+                logger.critical("the engine failed, and this replica ends; Ray Serve starts another: %s", failure)
                 await self._requests.drain(0.0)
                 logging.shutdown()
                 os._exit(1)
@@ -218,5 +218,7 @@ def engine_app(
         try:
             deployment = deployment.options(**options)
         except (TypeError, ValueError, ImportError) as error:
-            raise ConfigError(f"applications[0].deployments: Ray Serve does not accept it: {error}") from None
+            raise ConfigError(
+                f"applications[0].deployments: Ray Serve does not accept it; correct it: {error}"
+            ) from None
     return deployment.bind(config, gpus)

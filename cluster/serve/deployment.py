@@ -191,7 +191,7 @@ def _engine_options(application: dict[str, Any]) -> dict[str, Any]:
     names = [entry.get("name") for entry in given]
     if names not in ([], [DEPLOYMENT]):
         raise ConfigError(
-            f"applications[0].deployments names {', '.join(map(str, names))}; the application has one deployment, "
+            f"applications[0].deployments names {', '.join(map(str, names))}; name only its one deployment, "
             f"{DEPLOYMENT}"
         )
     options = {key: value for entry in given for key, value in entry.items() if key != "name"}

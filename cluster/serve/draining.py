@@ -69,7 +69,7 @@ def replicas_are_stopping(app_name: str) -> bool:
     try:
         app = serve.status().applications.get(app_name)
     except Exception as error:  # noqa: BLE001 -- Ray raises many kinds for a controller that restarts
-        logger.warning("Ray Serve's controller does not answer: %s", error)
+        logger.warning("Ray Serve's controller does not answer, and is asked again: %s", error)
         return False
     if app is None or app.status == ApplicationStatus.DELETING:
         return True

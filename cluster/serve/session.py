@@ -200,7 +200,9 @@ def _connect(address: str | None, min_cpus: float) -> Session:
         context = ray.init(address=address, **options)
     except (ConnectionError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"the Ray cluster at {address} cannot be joined: {reason}") from None
+        raise ConfigError(
+            f"the Ray cluster at {address} cannot be joined; check the address and the token: {reason}"
+        ) from None
     url = context.dashboard_url
     return Session(
         own=False,

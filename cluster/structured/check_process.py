@@ -47,7 +47,7 @@ class _Checks:
             try:
                 mask = self._matchers.mask(self._matchers.build(grammar))
             except MatchError as error:
-                raise RequestError(f"The grammar cannot be used: {error}") from None
+                raise RequestError(f"The grammar cannot be used; correct it: {error}") from None
             if mask is None:
                 raise RequestError("The grammar matches the empty text alone; let it match some text.")
         except RequestError as error:

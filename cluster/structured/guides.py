@@ -188,7 +188,7 @@ class RequestGuides:
         """
         words = [word for word in request.sampling.bad_words if len(word) > 1]
         if any(not 0 <= token < self._vocab_size for word in words for token in word):
-            raise GuideError(f"bad_words has an id outside 0 to {self._vocab_size - 1}")
+            raise GuideError(f"bad_words has an id outside 0 to {self._vocab_size - 1}; please report this bug")
         bad_words = BadWordsGuide(words, self._every) if words else None
         if request.sampling.grammar is None:
             return bad_words

@@ -43,7 +43,9 @@ def prepare_schema(schema: object, param: str, *, strict: bool = True) -> dict[s
         if not isinstance(node, dict):
             continue
         if "x-guidance" in node:
-            raise RequestError(f"{path}: x-guidance is not supported.", code="unsupported_parameter", param=path)
+            raise RequestError(
+                f"{path}: x-guidance is not supported; leave it out.", code="unsupported_parameter", param=path
+            )
         values = node.get("enum")
         num_values += len(values) if isinstance(values, list) else 0
         if num_values > MAX_ENUM_VALUES:

@@ -98,7 +98,7 @@ def read_grammar(own: GrammarSpec | None = None, **fields: Any) -> GrammarSpec |
     specs = [spec for spec in (own, *read) if spec is not None]
     if len(specs) > 1:
         raise RequestError(
-            f"{specs[0].param} and {specs[1].param} cannot both be given: an answer has one grammar.",
+            f"{specs[0].param} and {specs[1].param} cannot both be given; an answer has one grammar, so leave one out.",
             param=specs[1].param,
         )
     return specs[0] if specs else None

@@ -63,7 +63,7 @@ def read_template(path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"server.chat_template={path} cannot be read ({error}); name a Jinja file") from error
     except TemplateError as error:
-        raise ConfigError(f"server.chat_template={path} is not Jinja: {error}") from None
+        raise ConfigError(f"server.chat_template={path} is not Jinja; correct it: {error}") from None
     return source
 
 

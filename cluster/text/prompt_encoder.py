@@ -116,14 +116,17 @@ def check(conversation: Conversation, template: ChatTemplate | None, formats: Mo
         for turn in conversation.turns:
             if turn.speaks_of_tools:
                 raise RequestError(
-                    f"{turn.path}: this model's chat template shows neither calls nor their results to it.",
+                    f"{turn.path}: this model's chat template shows neither calls nor their results; leave "
+                    "them out, or have the server set server.chat_template.",
                     code="unsupported_parameter",
                     param=turn.path,
                 )
     formats.shown_tools(conversation.tools)
     if template is not None and conversation.documents and not template.reads("documents"):
         raise RequestError(
-            "This model's chat template reads no documents.", code="unsupported_parameter", param="documents"
+            "This model's chat template reads no documents; put them into a message.",
+            code="unsupported_parameter",
+            param="documents",
         )
 
 
@@ -162,7 +165,9 @@ def render(conversation: Conversation, template: ChatTemplate | None, formats: M
                 break
     # `raise_exception` in a template has a message for the caller.
     reason = str(failure) if isinstance(failure, TemplateError) else type(failure).__name__
-    raise RequestError(f"The chat template refuses these messages: {reason}", param=conversation.param) from failure
+    raise RequestError(
+        f"The chat template refuses these messages; change them: {reason}", param=conversation.param
+    ) from failure
 
 
 def _as_text(arguments: object) -> object:

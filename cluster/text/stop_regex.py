@@ -35,7 +35,7 @@ class StopRegex:
             self._at_end = re2.compile(rf"(?:{source})\z", options)
         except re2.error as error:
             reason = error.args[0].decode("utf-8", "replace") if isinstance(error.args[0], bytes) else str(error)
-            raise RequestError(f"{param} is not a regular expression of RE2: {reason}.", param=param) from None
+            raise RequestError(f"{param} must be a regular expression of RE2: {reason}.", param=param) from None
         if self._at_end.programsize > _MAX_PROGRAM_SIZE:
             raise RequestError(f"{param} is too large; use smaller counts.", param=param)
         if self._pattern.fullmatch("") is not None:

@@ -168,7 +168,7 @@ def _byte_of_char() -> dict[str, int]:
 
 def _load_directory(directory: Path) -> PreTrainedTokenizerFast:
     if not directory.is_dir():
-        raise CheckpointError(f"no tokenizer: {directory} is no directory")
+        raise CheckpointError(f"no tokenizer, because {directory} is no directory; set `tokenizer` to one")
     try:
         if (directory / "tokenizer.json").is_file():
             # Not AutoTokenizer, because it imports torch (2.7 s against 0.6 s), and tokenizer.json has all it would

@@ -131,7 +131,7 @@ class Ring:
     def reader_status(self, index: int) -> ReaderStatus:
         """The last state of reader `index`, for any process. Raises EngineError after `close`."""
         if self._segment.closed:
-            raise EngineError("the ring is closed")
+            raise EngineError("the ring is closed; please report this bug")
         cursor, heartbeat = self._segment.words[self.cursor(index) : self.cursor(index) + 2]
         age_s = (time.monotonic_ns() - heartbeat) * 1e-9 if heartbeat else float("inf")
         return ReaderStatus(num_received=cursor % _GONE, heartbeat_age_s=age_s, closed=cursor >= _GONE)
@@ -204,7 +204,7 @@ class RingWriter:
             ):
                 raise DeadlineError(
                     f"reader {index} left no room among {ring.slots} frames for {STEP_TIMEOUT}={timeout_s:g}; "
-                    f"its heartbeat is {ring.reader_status(index).heartbeat_age_s:.1f} s old"
+                    f"its heartbeat is {ring.reader_status(index).heartbeat_age_s:.1f} s old; see what holds it up"
                 )
         self._free_until = min(segment.words[cursor] for cursor in cursors) + ring.slots
 
@@ -270,7 +270,9 @@ class RingReader:
             spin_s = 0.0
             segment.words[self._cursor + 1] = time.monotonic_ns()
             if time.monotonic() >= deadline:
-                raise DeadlineError(f"no frame came within {STEP_TIMEOUT}={timeout_s:g}")
+                raise DeadlineError(
+                    f"no frame came within {STEP_TIMEOUT}={timeout_s:g}; see what holds the coordinator up"
+                )
 
 
 def _slot_stride(slot_bytes: int) -> int:

@@ -186,7 +186,7 @@ class TcpListener:
                 for connection in connections.values():
                     connection.close()
                 raise DeadlineError(
-                    f"channel ends {missing} did not connect within {_INIT_TIMEOUT}={timeout_s:g}"
+                    f"channel ends {missing} did not connect within {_INIT_TIMEOUT}={timeout_s:g}; see their logs"
                 ) from None
             try:
                 index = self.admit(sock, min(_HANDSHAKE_S, left))
@@ -216,7 +216,7 @@ class TcpListener:
         sock.sendall(challenge)
         magic, index, proof, counter_challenge = _HELLO.unpack(_read_exactly(sock, _HELLO.size))
         if magic != _MAGIC or not hmac.compare_digest(proof, _proof(self._token, b"connector", index, challenge)):
-            raise EngineError("a connection to the step channel did not prove its secret")
+            raise EngineError("refused a connection to the step channel, because it did not prove the secret")
         sock.sendall(_proof(self._token, b"listener", index, counter_challenge))
         return index
 
@@ -238,12 +238,12 @@ def connect(address: str, index: int, *, timeout_s: float) -> Connection:
         sock.sendall(_HELLO.pack(_MAGIC, index, proof, challenge))
         answer = _read_exactly(sock, _CHALLENGE_BYTES)
     except TimeoutError:
-        raise DeadlineError(f"{peer} did not answer within {_INIT_TIMEOUT}={timeout_s:g}") from None
+        raise DeadlineError(f"{peer} did not answer within {_INIT_TIMEOUT}={timeout_s:g}; see its log") from None
     except OSError as error:
         raise EngineError(f"{peer} cannot be reached: {error.strerror or error}") from error
     if not hmac.compare_digest(answer, _proof(token, b"listener", index, challenge)):
         sock.close()
-        raise EngineError(f"{peer} does not know the channel's secret")
+        raise EngineError(f"{peer} does not know the channel's secret; please report this bug")
     return Connection(sock, peer)
 
 

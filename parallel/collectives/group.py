@@ -234,7 +234,7 @@ class _Closed:
     """The collectives of a group after `close`: they raise."""
 
     def __getattr__(self, name: str) -> Any:
-        raise EngineError("the tensor-parallel group is closed")
+        raise EngineError("the tensor-parallel group is closed; please report this bug")
 
     def abort(self, reason: str) -> None:
         """Nothing is left to end."""

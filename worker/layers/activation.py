@@ -28,7 +28,9 @@ class ActAndMul:
 
     def __init__(self, hidden_act: str) -> None:
         if hidden_act not in _ACTIVATIONS:
-            raise ConfigError(f"hidden_act={hidden_act} is not one of {', '.join(sorted(_ACTIVATIONS))}")
+            raise ConfigError(
+                f"hidden_act={hidden_act} is not supported; supported are {', '.join(sorted(_ACTIVATIONS))}"
+            )
         self._act = _ACTIVATIONS[hidden_act]
 
     def __call__(self, x: torch.Tensor, groups: Groups | None = None) -> torch.Tensor | Fp8Rows:

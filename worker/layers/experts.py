@@ -43,7 +43,7 @@ class Experts(ABC):
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
         if isinstance(spec, MixtureOfExperts) and spec.hidden_act != "silu":
-            raise ConfigError(f"hidden_act={spec.hidden_act} of a mixture of experts is not silu")
+            raise ConfigError(f"hidden_act={spec.hidden_act} of experts is not supported; only silu is")
         self._spec = spec
         self._experts = spec.experts if isinstance(spec, MixtureOfExperts) else ()
         self._columns = context.shard[Axis.EXPERT_COLUMNS]

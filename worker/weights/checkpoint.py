@@ -346,7 +346,7 @@ def with_own_lm_head(model: ModelConfig, path: Path) -> ModelConfig:
     finally:
         for file in files:
             file.close()
-    logger.warning("%s: tie_word_embeddings is true, but lm_head.weight is not the embedding, so it is used", path)
+    logger.warning("%s: tie_word_embeddings is true, but lm_head.weight is not the embedding, so both are used", path)
     return replace(model, tie_word_embeddings=False)
 
 
@@ -401,7 +401,7 @@ def _head_files(path: Path | None) -> list[TensorFile]:
 def _weight_files(path: Path) -> list[Path]:
     """The files in a directory that hold the weights."""
     if not path.is_dir():
-        raise CheckpointError(f"{path} does not exist")
+        raise CheckpointError(f"{path} does not exist; set `model` to where the weights are")
     index = path / "model.safetensors.index.json"
     if index.is_file():
         return _indexed_files(index)
@@ -414,14 +414,14 @@ def _weight_files(path: Path) -> list[Path]:
             f"{path} holds pickled weights only ({_listed(pickles)}), which can run any code when opened; "
             "convert them to safetensors"
         )
-    raise CheckpointError(f"{path} holds no .safetensors file")
+    raise CheckpointError(f"{path} holds no .safetensors file; set `model` to where the weights are")
 
 
 def _indexed_files(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{index} is no index of safetensors files ({error!r})") from error
+        raise CheckpointError(f"{index} is no index of safetensors files ({error!r}); download it again") from error
     files = [index.parent / name for name in names]
     missing = [file.name for file in files if not file.is_file()]
     if missing:

@@ -81,7 +81,7 @@ class WeightMemory:
             return False
         self._load(_Nothing(source), functools.partial(self._to_block, is_new=False), on_progress)
         if self._checksum() != note.checksum:
-            raise EngineError("the checksum of the weights in persistent memory has changed")
+            raise EngineError("the checksum of the weights in persistent memory has changed, so they are read again")
         self._note, self.num_bytes = last.note, note.num_bytes
         return True
 

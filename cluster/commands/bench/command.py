@@ -37,7 +37,7 @@ def run_bench(
         try:
             json_path.touch()
         except OSError as error:
-            raise ConfigError(f"--json={json_path} cannot be written: {error.strerror}") from None
+            raise ConfigError(f"--json={json_path} cannot be written ({error.strerror}); give another path") from None
     console = Console(highlight=False, soft_wrap=True)
     with EndpointClient(url) as endpoint:
         model = model or endpoint.first_model()

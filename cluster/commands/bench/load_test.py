@@ -74,7 +74,7 @@ def takes_ids(endpoint: EndpointClient, model: str) -> bool:
     for prompt in ([_IDS[0], _IDS[1] - 1], "Hello"):
         if endpoint.accepts("completions", {"model": model, "max_tokens": 1, "prompt": prompt}):
             return isinstance(prompt, list)
-    raise EngineError(f"{endpoint.url} does not complete text for model {model}")
+    raise EngineError(f"{endpoint.url} does not complete text for model {model}; check --model")
 
 
 def run_levels(traffic: Traffic, levels: Sequence[int], requests: int | None = None) -> Iterator[dict[str, Any]]:

@@ -101,7 +101,7 @@ class ResponseStore:
         shelf = self._shelves.get(client)
         if shelf is None or response_id not in shelf.entries:
             raise RequestError(
-                f"There is no stored response {response_id[:100]!r}; it is too old, or another replica made it.",
+                f"There is no stored response {response_id[:100]!r}; send the conversation as input instead.",
                 code="response_not_found",
                 param="response_id",
                 status=404,

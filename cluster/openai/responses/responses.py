@@ -94,7 +94,7 @@ class ResponsesServing:
 
         def check() -> Conversation:
             if request.input is None and not earlier:
-                raise RequestError("input is required.", code="missing_required_parameter", param="input")
+                raise RequestError("input is required; add it.", code="missing_required_parameter", param="input")
             new_items = [] if request.input is None else input_items(request.input)
             return conversation(request, earlier + new_items, len(earlier))
 
