@@ -1,7 +1,7 @@
 """The notice that streams take of ranks that die and stop: nothing but a pause, and how long that is.
 
     python -m benchmarks.chaos MODEL [--ranks 3] [--streams 32] [--tokens 64] [--kills 50] [--stops 20]
-        [--spares 0] [--calm 0] [--seed 0] [--out FILE]
+        [--spares N] [--calm 0] [--seed 0] [--out FILE]
     python -m benchmarks.chaos --config CONFIG [--set KEY=VALUE ...] [--ranks 3] ...
     python -m benchmarks.chaos --plot RESULT.json
 
@@ -221,8 +221,10 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     faults = [signal.SIGKILL] * arguments.kills + [signal.SIGSTOP] * arguments.stops
     random_.shuffle(faults)
     config = configuration(arguments)
-    recovery = {"max_rebuilds": len(faults) + 1, "warm_spares": arguments.spares}
-    config = config.model_copy(update={"recovery": config.recovery.model_copy(update=recovery)})
+    if arguments.spares is not None:
+        config = config.model_copy(
+            update={"recovery": config.recovery.model_copy(update={"warm_spares": arguments.spares})}
+        )
     async with served_config(config, "chaos") as group:
         await prepared(group.engine)
         began = time.monotonic()
@@ -235,7 +237,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": config.model,
         "device": config.device,
         "ranks": arguments.ranks,
-        "spares": arguments.spares,
+        "spares": group.engine.spec.config.recovery.warm_spares,
         "calm_s": arguments.calm,
         "streams": arguments.streams,
         "faults": {name: sum(kind == name for kind, _, _ in chaos.struck) for name in chaos.pauses},
@@ -266,7 +268,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--stops", type=int, default=20)
-    parser.add_argument("--spares", type=int, default=0)
+    parser.add_argument("--spares", type=int, help="default: what the config decides")
     parser.add_argument("--calm", type=float, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)

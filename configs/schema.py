@@ -154,8 +154,8 @@ class RecoveryConfig(_Section):
     possible, the requests end with an error and Ray Serve replaces the replica."""
 
     max_rebuilds: int = Field(3, ge=0)
-    """Most rebuilds of one group in ten minutes. After that, the replica is replaced. 0: the first failure ends the
-    group."""
+    """Most rebuilds of one group in ten minutes without a sampled token in between. After that, the replica is
+    replaced. 0: the first failure ends the group."""
     min_ranks: int | None = Field(None, ge=1)
     """Fewest ranks with which the group may go on if a device is lost. A device counts as lost when two new processes
     in its rank's place have failed by themselves. None: the group fails instead."""

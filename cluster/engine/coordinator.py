@@ -217,7 +217,8 @@ class Coordinator:
         self._failure = failure
         keeps_kv = self.ranks.keeps_kv(failure)
         lost = self.requeue(keeps_kv=keeps_kv)
-        if (reason := self.ranks.reason_never or self._recovery.reason_against(failure, lost)) is not None:
+        num_tokens = self.scheduler.num_answer_tokens
+        if (reason := self.ranks.reason_never or self._recovery.reason_against(failure, lost, num_tokens)) is not None:
             logger.error(
                 "the engine ends, and its replica with it, because its failed ranks are not replaced: %s", reason
             )

@@ -3,7 +3,7 @@
 A rebuild computes the lost steps again, so a request that causes a failure causes it again. If a step fails twice in a
 row with the same message, and both times computed a request that got no token in between, that request is taken for the
 cause. A killed process leaves no message, and after an out-of-memory error the steps are smaller; for these only the
-budget counts.
+number of rebuilds without a token in between counts.
 """
 
 from __future__ import annotations
@@ -34,15 +34,19 @@ class Recovery:
         """`max_rebuilds`: `recovery.max_rebuilds`."""
         self._max_rebuilds = max_rebuilds
         self._clock = clock
-        self._began: deque[float] = deque()
+        self._began: deque[float] = deque()  # times of the rebuilds since the last token
+        self._num_tokens = 0
         self._last: tuple[str, frozenset[tuple[int, int]]] = ("", frozenset())
 
-    def reason_against(self, failure: LockstepError, lost: frozenset[tuple[int, int]]) -> str | None:
-        """The reason why the group is not rebuilt after `failure`. None if it is, and then the rebuild counts against
-        the budget.
+    def reason_against(
+        self, failure: LockstepError, lost: frozenset[tuple[int, int]], num_tokens: int = 0
+    ) -> str | None:
+        """The reason why the group is not rebuilt after `failure`. None if it is, and then the rebuild counts.
 
         Args:
             lost: what the steps in flight were computing, from `Scheduler.requeue_all`.
+            num_tokens: number of tokens that the group has sampled so far. More than at the last rebuild: the group
+                works, so earlier rebuilds no longer count.
         """
         if isinstance(failure, ConfigError):
             return "it would fail again"
@@ -50,10 +54,13 @@ class Recovery:
         self._last = (str(failure), lost)
         if words == str(failure) and lost & before and not isinstance(failure, RankLostError | OutOfMemoryError):
             return f"request {min(lost & before)[0]} was computed both times that this happened"
+        if num_tokens > self._num_tokens:
+            self._began.clear()
+        self._num_tokens = num_tokens
         now = self._clock()
         while self._began and self._began[0] <= now - _WINDOW_S:
             self._began.popleft()
         if len(self._began) >= self._max_rebuilds:
-            return f"it was rebuilt recovery.max_rebuilds={self._max_rebuilds} times in the last ten minutes"
+            return f"it was rebuilt recovery.max_rebuilds={self._max_rebuilds} times without a token in between"
         self._began.append(now)
         return None

@@ -71,7 +71,8 @@ class Scheduler:
         self._drafts = DraftCounts()
         self._max_step_tokens = limits.max_num_batched_tokens
         self._total_preemptions = 0
-        self._total_answer_tokens = 0
+        self.num_answer_tokens = 0
+        """Number of tokens sampled since the start."""
         self._next_look_s = 0.0
         self._reset()
 
@@ -262,7 +263,7 @@ class Scheduler:
         scored = prompt_logprobs(table, launched.prompt_runs, result) if launched.prompt_runs else []
         rows, _, tokens, stopped, is_last = new
         ids = table.ids[rows].tobytes()
-        self._total_answer_tokens += len(tokens)
+        self.num_answer_tokens += len(tokens)
         if table.num_guided:
             self._guided.take_tokens(rows, tokens, stopped)
             is_last = is_last & ~table.guided[rows]
@@ -329,7 +330,7 @@ class Scheduler:
             total_prefix_hit_tokens=queue.chunks.total_prefix_hit_tokens,
             total_prompt_tokens=queue.total_prompt_tokens,
             total_preemptions=self._total_preemptions,
-            total_answer_tokens=self._total_answer_tokens,
+            total_answer_tokens=self.num_answer_tokens,
             total_drafted=self._drafts.num_drafted,
             total_accepted=self._drafts.num_accepted,
             total_refused=self._life.total_refused,

@@ -73,6 +73,14 @@ def test_a_budget_of_rebuilds_comes_back_after_ten_minutes() -> None:
     assert "recovery.max_rebuilds=2" in str(reasons[2])
 
 
+def test_rebuilds_count_only_until_the_group_samples_a_token() -> None:
+    recovery, killed = judge(2), RankLostError("rank 1 died")
+    num_tokens = [0, 0, 1, 1, 2, 3, 4, 5, 5, 5]
+    reasons = [recovery.reason_against(killed, NOTHING, number) for number in num_tokens]
+    assert [reason is None for reason in reasons] == [*[True] * 9, False]
+    assert "max_rebuilds=2 times without a token" in str(reasons[-1])
+
+
 def test_what_fails_twice_at_the_same_place_is_not_tried_a_third_time() -> None:
     def failures(*lost: set[tuple[int, int]], errors: list[LockstepError]) -> list[bool]:
         recovery = judge(9)
@@ -534,7 +542,7 @@ async def streams(group: ServedGroup, bodies: list[dict[str, Any]]) -> list[Stre
 @pytest.mark.timeout(600)
 def test_eight_streams_of_three_ranks_go_on_through_kills_and_a_stop(ray_cluster: None, smollm2_path: Path) -> None:
     async def main() -> None:
-        changes = {"tensor_parallel_size": 3, "recovery": {"max_rebuilds": 9}}
+        changes = {"tensor_parallel_size": 3, "recovery": {"max_rebuilds": 1}}  # a token resets the count
         async with served_group(smollm2_path, "recovery", **changes) as group:
             expected = await streams(group, BODIES)
             assert all(len(it.reasons) == len(it.texts) > 0 for it in expected)
