@@ -50,17 +50,20 @@ class Turn:
         """Whether it has calls or is a result."""
         return bool(self.calls) or self.role == "tool"
 
-    def message(self, shape: Callable[[Any], object] = as_given) -> dict[str, Any]:
-        """The turn as chat templates read it. `shape` converts the arguments of calls for the template."""
+    def message(
+        self, shape: Callable[[Any], object] = as_given, shown_id: Callable[[str], str] = str
+    ) -> dict[str, Any]:
+        """The turn as chat templates read it. `shape` converts the arguments of calls for the template, and `shown_id`
+        their ids."""
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
         if self.call_id is not None:
-            message["tool_call_id"] = self.call_id
+            message["tool_call_id"] = shown_id(self.call_id)
         if self.calls:
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": call.name, "arguments": shape(call.arguments)}}
-                | ({} if call.id is None else {"id": call.id})
+                | ({} if call.id is None else {"id": shown_id(call.id)})
                 for call in self.calls
             ]
         if self.thinking:

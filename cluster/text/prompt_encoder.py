@@ -149,10 +149,11 @@ def render(conversation: Conversation, template: ChatTemplate | None, formats: M
     if formats.generic is not None and conversation.speaks_of_tools:
         turns = formats.generic.turns(turns, conversation.tools)
     failure: Exception | None = None
+    shown_id = str if formats.calls is None else formats.calls.shown_id
     for shape in (as_given, _as_text, _as_object):
         try:
             return template.render(
-                [turn.message(shape) for turn in turns],
+                [turn.message(shape, shown_id) for turn in turns],
                 tools=formats.shown_tools(conversation.tools),
                 documents=conversation.documents or None,
                 variables=conversation.variables(template),

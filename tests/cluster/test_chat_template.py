@@ -11,11 +11,12 @@ import pytest
 from jinja2.exceptions import SecurityError, TemplateError
 
 from cluster.text.chat_template import ChatTemplate, TemplateLimitError
-from cluster.text.conversation import Conversation
+from cluster.text.conversation import Call, Conversation, Turn
 from cluster.text.formats import ModelFormats
 from cluster.text.prompt_encoder import render
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import CheckpointError, ConfigError, RequestError
+from configs.schema import ServerConfig
 from tests.helpers.chats import parse_turns
 from tests.helpers.scripted_engine import Run, Stack, error_of, runner
 
@@ -202,3 +203,24 @@ def test_messages_a_template_did_not_foresee_are_the_callers_error(smollm2_path:
     tokenizer = with_template(smollm2_path, tmp_path, "{{ messages[5].content.nothing }}")
     with pytest.raises(RequestError, match="refuses these messages"):
         render(Conversation(turns=parse_turns(USER)), tokenizer.template, ModelFormats())
+
+
+def test_ids_of_another_models_calls_are_shown_as_mistrals_templates_accept_them() -> None:
+    source = (
+        "{{ tools }}[TOOL_CALLS]{% for message in messages %}{% for call in message.tool_calls or [] %}"
+        "{% if call.id|length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}{{ call.id }}"
+        "{% endfor %}{% if message.role == 'tool' %}={{ message.tool_call_id }}{% endif %}{% endfor %}"
+    )
+    made = template(source)
+    formats = ModelFormats.of(made, ServerConfig(tool_call_parser="mistral"))
+
+    def shown(call_id: str) -> tuple[str, str]:
+        call = Turn(role="assistant", calls=(Call("now", {}, call_id),))
+        turns = [Turn(role="user", text="hi"), call, Turn(role="tool", text="12:00", call_id=call_id)]
+        call_text, result = render(Conversation(turns=turns), made, formats).split("]")[-1].split("=")
+        return call_text, result
+
+    assert shown("abcdEFG12") == ("abcdEFG12", "abcdEFG12")
+    one, other = shown("call_7f3a"), shown("toolu_01")
+    assert one[0] == one[1] != other[0] == other[1]
+    assert all(len(it) == 9 and it.isalnum() for it in (*one, *other))

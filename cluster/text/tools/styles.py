@@ -6,7 +6,9 @@ only looked like a call becomes content. In every format, a call must name one o
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import secrets
 import string
 from collections.abc import Callable, Mapping
@@ -29,6 +31,11 @@ def _random_id() -> str:
 def _mistral_id() -> str:
     """A call's id. Mistral's templates accept only ids of nine letters and digits."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+def _as_mistral_id(id_: str) -> str:
+    """An id that Mistral's templates accept: `id_`, or for an id of another model nine digits of its hash."""
+    return id_ if re.fullmatch("[a-zA-Z0-9]{9}", id_) else hashlib.sha256(id_.encode()).hexdigest()[:9]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,8 @@ class CallStyle:
     tags: tuple[str, ...] = ()
     """Tags that may be special tokens, which an answer's text must then show."""
     new_id: Callable[[], str] = _random_id
+    shown_id: Callable[[str], str] = str
+    """Converts the id of a call in the request for the template."""
     layout: CallLayout | None = None
     """How a grammar writes calls in this format. None if it cannot."""
 
@@ -404,6 +413,7 @@ STYLES: Mapping[StyleName, CallStyle] = {
             read=_mistral,
             tags=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
             new_id=_mistral_id,
+            shown_id=_as_mistral_id,
             layout=CallLayout("[TOOL_CALLS][", ", ", "]", tag="[TOOL_CALLS]"),
         ),
         CallStyle(name="json", read=_plain_json, layout=CallLayout("[", ", ", "]")),
