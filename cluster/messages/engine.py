@@ -234,15 +234,6 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True):
     """Seconds from first admission to first token, preemptions included."""
 
 
-class Drafted(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Drafts that a step verified for one request."""
-
-    id: int
-    num_drafts: int
-    num_accepted: int
-    """Number of right drafts, which are tokens of the answer."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
     """Current gauges, and counters since the start (`total_*`)."""
@@ -347,7 +338,6 @@ class StepOutput(msgspec.Struct, tag="output", frozen=True, kw_only=True):
     """For requests that want them: each prompt position once, in order, the last one with or before the first token."""
     prefilled: list[Prefilled] = []
     """Requests that got their first token in this output."""
-    drafted: list[Drafted] = []
     finished: list[Finished] = []
     stats: EngineStats | None = None
     """Not in every output. See EngineStats."""

@@ -96,10 +96,6 @@ class RequestStream:
     _client: EngineClient
     id: int
     sampling: SamplingParams
-    num_drafted: int = 0
-    """Number of verified drafts."""
-    num_accepted: int = 0
-    """Number of drafts that became tokens."""
     prefilled: Prefilled | None = None
     """Facts about the prompt's prefill. None until the first token."""
     done: bool = False
@@ -312,10 +308,6 @@ class EngineClient:
         for prefilled in output.prefilled:
             if (stream := streams.get(prefilled.id)) is not None:
                 stream.prefilled = prefilled
-        for drafted in output.drafted:
-            if (stream := streams.get(drafted.id)) is not None:
-                stream.num_drafted += drafted.num_drafts
-                stream.num_accepted += drafted.num_accepted
         for run in output.prompt_logprobs:
             if (stream := streams.get(run.id)) is not None and stream._prompt_runs is not None:
                 stream._prompt_runs.append(run)

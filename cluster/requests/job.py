@@ -34,9 +34,6 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
-    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    """Number of drafts that became tokens. Absent, like the next field, if there were no drafts."""
-    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Usage(msgspec.Struct):
@@ -185,11 +182,8 @@ class Run:
         firsts = self._outputs[:: self.job.num_choices]
         cached = sum(it.num_cached_tokens for output in firsts if (it := output.stream.prefilled) is not None)
         thought = sum(output.num_reasoning_tokens for output in self._outputs)
-        details = CompletionTokensDetails(thought)
-        if drafted := sum(output.stream.num_drafted for output in self._outputs):
-            details.accepted_prediction_tokens = sum(output.stream.num_accepted for output in self._outputs)
-            details.rejected_prediction_tokens = drafted - details.accepted_prediction_tokens
-        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
+        cached_details, details = PromptTokensDetails(cached), CompletionTokensDetails(thought)
+        return Usage(prompt, completion, prompt + completion, cached_details, details)
 
     def server_timing(self) -> str:
         """The value of a Server-Timing header, in milliseconds: the slowest sequence's time in the queue and its

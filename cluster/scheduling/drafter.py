@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cluster.messages.engine import Drafted
 from cluster.scheduling.decodes import Decodes
 from cluster.scheduling.draft_history import FIRST_RATES, DraftHistory
 from cluster.scheduling.frame_builder import FrameBuilder
@@ -133,15 +132,12 @@ class Drafter:
         self._rest = _FIRST_REST  # steps for which the head is skipped now, or the next time
         self._resting_rows = 0  # number of rows when the head began to be skipped
 
-    def learn(self, launched: Launched, result: StepResult, rows: Int32Array, now: float) -> list[Drafted]:
+    def learn(self, launched: Launched, result: StepResult, rows: Int32Array, now: float) -> None:
         """Records how long a retired step took and which of its drafts were right.
 
         Args:
             rows: live rows that got tokens, one entry per token.
             now: time when the step retired.
-
-        Returns:
-            The drafts of live rows, with the number of right ones.
         """
         table, began = self._rows, launched.launched_s
         num_kept = np.bincount(rows, minlength=len(table.live))
@@ -154,15 +150,11 @@ class Drafter:
         if len(result.drafts):
             is_going = num_kept[launched.sampled] > 0
             self.bring(launched.sampled[is_going], result.drafts[is_going])
-        if not len(at):
-            return []
         at = at[table.live[launched.sampled[at]]]
         of = launched.sampled[at]
         # A stop may have cut off some right drafts.
-        columns = table.ids[of], launched.num_samples[at] - 1, np.minimum(result.num_tokens[at] - 1, num_kept[of])
-        self._counts.num_drafted += int(columns[1].sum())
-        self._counts.num_accepted += int(columns[2].sum())
-        return [Drafted(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
+        self._counts.num_drafted += int((launched.num_samples[at] - 1).sum())
+        self._counts.num_accepted += int(np.minimum(result.num_tokens[at] - 1, num_kept[of]).sum())
 
     def take(self, rows: Int32Array) -> None:
         """Compares the drafts of the live, distinct `rows` with their new tokens."""

@@ -258,7 +258,8 @@ class Scheduler:
             # These rows ended after the launch, or with the token before, so their tokens are dropped.
             new = new.where(valid)
         new.write(table, launched)
-        drafted = [] if self._drafter is None else self._drafter.learn(launched, result, new.rows, self._clock())
+        if self._drafter is not None:
+            self._drafter.learn(launched, result, new.rows, self._clock())
         prefilled = take_prefilled(table, launched.prefilled, self._clock()) if launched.prefilled else []
         scored = prompt_logprobs(table, launched.prompt_runs, result) if launched.prompt_runs else []
         rows, _, tokens, stopped, is_last = new
@@ -280,7 +281,6 @@ class Scheduler:
             logprobs=logprobs,
             prompt_logprobs=scored,
             prefilled=prefilled,
-            drafted=drafted,
             finished=self._life.take_pending(),
         )
 

@@ -44,20 +44,6 @@ def test_a_chat_answer_has_text_usage_and_reason(run: Run) -> None:
     run(scenario)
 
 
-def test_usage_says_what_became_of_drafts(run: Run) -> None:
-    async def scenario(stack: Stack) -> None:
-        stack.coordinator.drafted = (3, 2)
-        body = (await stack.chat(n=2)).json()
-        num_steps = len(stack.coordinator.reply)
-        assert body["usage"]["completion_tokens_details"] == {
-            "reasoning_tokens": 0,
-            "accepted_prediction_tokens": 2 * 2 * num_steps,
-            "rejected_prediction_tokens": 2 * num_steps,
-        }
-
-    run(scenario)
-
-
 def test_a_chat_stream_has_its_chunks_in_order_and_the_same_text(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
         response = await stack.chat(stream=True, stream_options={"include_usage": True})

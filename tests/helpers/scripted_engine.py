@@ -23,7 +23,6 @@ import uvicorn
 from cluster.http.guard import Guard
 from cluster.messages.engine import (
     Abort,
-    Drafted,
     EngineToCoordinator,
     Finished,
     FinishReason,
@@ -62,8 +61,6 @@ class ScriptedCoordinator:
     overloaded: bool = False
     burst: int = 1
     """Tokens that come at once."""
-    drafted: tuple[int, int] = (0, 0)
-    """Drafts that each step verifies, and those that are right."""
     hang_after: int | None = None
     """Tokens after which nothing comes any more."""
     submissions: list[list[GenerateRequest]] = field(default_factory=list)
@@ -131,7 +128,6 @@ class ScriptedCoordinator:
                         if request.sampling.prompt_logprobs >= 0 and position == 0
                     ],
                     prefilled=[Prefilled(request.id, 16) for request in live] if position == 0 else [],
-                    drafted=[Drafted(request.id, *self.drafted) for request in live] if any(self.drafted) else [],
                     finished=finished,
                 )
             )

@@ -272,7 +272,7 @@ def test_a_head_that_does_not_fit_is_refused_with_the_reason(tmp_path: Path, sma
         ({"vocab_size": 1001}, "vocab_size=1001 does not fit"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2 does not fit"),
         ({"draft_vocab_size": 1001}, "draft_vocab_size=1001 is more than 1000"),
-        ({"architectures": ["LlamaForCausalLM"]}, "no EAGLE-3 head"),
+        ({"architectures": ["LlamaForCausalLM"]}, "is not an EAGLE-3 head"),
         ({"num_key_value_heads": 2}, "not a multiple"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, r"enter layers \[2, 3, 4\], and .* has 3"),
         ({"model_type": "mistral", "sliding_window": 8}, "plain attention and a dense MLP"),

@@ -35,7 +35,7 @@ from parallel.persistent_memory import PersistentMemory
 from tests.helpers.local_group import Limits, LocalGroup
 from tests.helpers.odd_ranks import use_ranks
 from tests.helpers.served_group import ServedGroup, Streamed, served_group
-from tests.helpers.streams import chunks_of, next_chunk
+from tests.helpers.streams import chunks_of
 from tests.whole.test_failure import complete, end_of, processes, running, until
 from worker.protocol import StepFrame
 from worker.step.pending_step import PendingStep
@@ -155,7 +155,8 @@ async def whole_answer(
 @pytest.mark.ray
 def test_an_answer_goes_on_after_a_kill_and_a_stop(ray_cluster: None, tiny_path: Path, expected: list[int]) -> None:
     async def main() -> None:
-        async with running(tiny_path, recovery={"max_rebuilds": 2}) as engine:
+        # A token resets the count of rebuilds.
+        async with running(tiny_path, recovery={"max_rebuilds": 1}) as engine:
             for rank, fault in ((0, signal.SIGKILL), (1, signal.SIGSTOP)):
                 pids = (await status(engine))["pids"]
                 tokens, after = await answer_struck(engine, rank, fault)
@@ -167,13 +168,6 @@ def test_an_answer_goes_on_after_a_kill_and_a_stop(ray_cluster: None, tiny_path:
             assert latest.num_rebuilds == 2
             # Of two times 200 tokens and more only what the last page had is computed again.
             assert latest.scheduler.total_prefix_hit_tokens > 400 - 2 * 64
-            # The budget is used up.
-            [stream] = engine.client.submit([PROMPT], [[LONG]])
-            await next_chunk(stream)
-            os.kill((await status(engine))["pids"][0], signal.SIGKILL)
-            end = await asyncio.wait_for(end_of(stream), 5)
-            assert end.error is not None
-            assert end.error.startswith("rank 0 died: ")
 
     asyncio.run(main())
 
