@@ -1,4 +1,5 @@
-"""The backend of CPU ranks: one C kernel. An answer has the same bits in every step and on every rank."""
+"""The attention backend of CPU ranks: one C kernel. A token's output has the same bits in every step and on every
+rank."""
 
 from __future__ import annotations
 

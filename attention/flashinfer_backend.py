@@ -342,7 +342,7 @@ class FlashInferBackend(AttentionBackend):
             return LatentWrapper(mla, geometry, best, workspaces, self._latent_uploads, static)
         module, given = self._library.module, {"use_cuda_graph": indices is not None}
         if kernels == "decode":
-            # Its kernels without tensor cores exist only for groups of 1, 2, 3, 4 and 8 heads.
+            # FlashInfer's kernels without tensor cores exist only for 1, 2, 3, 4 and 8 query heads per KV head.
             wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
                 self._float_workspace,
                 "NHD",

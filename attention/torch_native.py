@@ -146,7 +146,8 @@ class TorchNativeBackend(AttentionBackend):
         group_size = layer.tp_q_head_num // kv_heads
         k, v = self._keys_values(layer, extend.slots)
         num_tokens, num_keys = len(q), len(k)
-        # [tp_k_head_num, group_size, num_keys, head_dim]: KV heads are the batch, each repeated for its query heads
+        # Keys and values become [tp_k_head_num, group_size, num_keys, head_dim]: a KV head is repeated, without a copy,
+        # for each of its query heads.
         kv_shape = (num_keys, kv_heads, 1, head_dim)
         wide = (kv_heads, group_size, num_keys, head_dim)
         out = _attend(

@@ -106,7 +106,8 @@ class TPWorker:
 
     @torch.inference_mode()
     def profile(self) -> DeviceMemory:
-        """Memory that this rank may use for its KV pool, found by running the largest step. Call after `load`."""
+        """Memory that this rank may use for its KV pool, found by running the largest step, or on CPUs the free
+        memory. Call after `load`."""
         scheduler = self._config.scheduler
         if self._device.type == "cpu":
             return DeviceMemory(free_bytes(self._device))

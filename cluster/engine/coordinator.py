@@ -245,7 +245,12 @@ class Coordinator:
             fewer = None if self._closing.is_set() else self._fewer(self.ranks)
             if fewer is None:
                 raise
-            logger.error("tensor_parallel_size is %d from now on: %s", fewer.size, error)
+            logger.error(
+                "some ranks could not be replaced, so the group continues with tensor_parallel_size=%d; resize it when "
+                "devices are back: %s",
+                fewer.size,
+                error,
+            )
             self.requeue()
             self.replace_ranks(fewer)
             self.fit_ranks()
@@ -520,5 +525,5 @@ def _run_into(future: Future[_T], function: Callable[..., _T], *args: object) ->
     except LockstepError as error:
         future.set_exception(error)
     except Exception as error:
-        logger.exception("a rebuild failed; it is tried again while recovery.max_rebuilds allows")
-        future.set_exception(EngineError(f"a rebuild failed: {error!r}"))
+        logger.exception("changing the ranks failed; a rebuild follows while recovery.max_rebuilds allows")
+        future.set_exception(EngineError(f"changing the ranks failed: {error!r}"))

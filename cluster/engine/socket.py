@@ -102,7 +102,7 @@ class EngineSocket:
             self.poll(left)
 
     def close(self) -> None:
-        """Ends the thread and closes all sockets and the address."""
+        """Ends the thread and closes all sockets. Then nobody can connect to the address."""
         with self._taken:
             self._closed = True
             self._taken.notify()

@@ -105,7 +105,7 @@ def starter_with(now: RankStarter, model: str, revision: str | None) -> RankStar
     comparable = dataclasses.replace(found, weight_scales=scales, has_mxfp4=has_mxfp4)
     if differ := list(itertools.islice(_differences(comparable, now.model), _SHOWN_DIFFERENCES)):
         raise ConfigError(
-            f"model={model} is another model than the served one; start an app for it: {'; '.join(differ)}"
+            f"model={model} differs from the served model; start another app for it. Differences: {'; '.join(differ)}"
         )
     changes: dict[str, Any] = {"config": config, "model": found, "model_path": path}
     return dataclasses.replace(now, **changes, is_in_memory=False, weights=secrets.token_hex())

@@ -82,7 +82,7 @@ def parse_keys(text: str, name: str) -> tuple[ApiKey, ...]:
             continue
         key = _parse_line(line, f"{name}:{number}")
         if key.digest in keys:
-            raise ConfigError(f"{name}:{number}: the key of {key.id} is listed twice; remove one")
+            raise ConfigError(f"{name}:{number}: an earlier line has the same key as {key.id}; remove one of the two")
         keys[key.digest] = key
     if not keys:
         raise ConfigError(f"{name} lists no keys; add the line that `python -m cluster key ID` prints")

@@ -76,8 +76,8 @@ class RankSpec:
     replica: str
     """Name of the replica that the rank belongs to."""
     device: str | None = None
-    """See `Location`. Set if the GPU is reserved by another actor. If None, the process uses the device that Ray gave
-    it."""
+    """The rank's GPU if another actor reserved it, named as in `Location`. If None, the process uses the device that
+    Ray gave it."""
     room_bytes: int = 0
     """Memory that must be free on the GPU before a replacement joins, because the old process's memory is freed
     late."""

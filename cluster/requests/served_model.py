@@ -181,7 +181,7 @@ class ServedModel:
         """Raises RequestError (404) for the name of another model. None stands for this one."""
         if name not in (None, self.model_name):
             raise RequestError(
-                f"The model {str(name)[:200]!r} does not exist; this server has {self.model_name!r}.",
+                f"The model {str(name)[:200]!r} does not exist; send {self.model_name!r} or no name.",
                 code="model_not_found",
                 param="model",
                 status=404,
@@ -224,8 +224,8 @@ class ServedModel:
         if (largest := max(prompt)) >= self.vocab_size:
             # A prompt's text may contain such a token, because the tokenizer has more tokens than the model.
             raise RequestError(
-                f"{param} has {self.tokenizer.token_text(largest)[:_SHOWN_CHARS]!r}, which the tokenizer makes token "
-                f"{largest}; this model knows tokens 0 to {self.vocab_size - 1}.",
+                f"{param} contains {self.tokenizer.token_text(largest)[:_SHOWN_CHARS]!r}, token {largest} of the "
+                f"tokenizer, and this model has only tokens 0 to {self.vocab_size - 1}; leave it out.",
                 param=param,
             )
         return max_tokens

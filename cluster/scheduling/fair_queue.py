@@ -193,7 +193,7 @@ class _Client:
 
 
 class _Level:
-    """The requests of one level. Service counts from the time when something began to wait at this level."""
+    """The waiting requests of one level. When none waits, the level forgets what its clients were served."""
 
     def __init__(self) -> None:
         self.num_requests = 0

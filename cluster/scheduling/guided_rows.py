@@ -147,7 +147,8 @@ class GuidedRows:
         return self._held.pop(request.id, None) is not None
 
     def check_integrity(self) -> set[int]:
-        """Ids of the held requests. Raises AssertionError unless the states of the rows agree."""
+        """Checks that the tables of rows and masks fit together, and raises AssertionError if not. Returns the ids of
+        requests that wait for their first mask without a row."""
         table = self._rows
         for row, request in self._awaiting.items():
             assert table.requests[row] is request, f"row {row} awaits a mask for another request"

@@ -67,7 +67,8 @@ class Guide(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adjustments:
-    """Changes to a row's logits that are not in PARAMS_DTYPE. Computed once, when the request arrives. The records have
+    """What a row needs for sampling besides its PARAMS_DTYPE record: changes to its logits, and the tokens with
+    requested log probabilities. Computed once, when the request arrives. The records have
     no row yet; they are copied to a frame whenever the request gets a row."""
 
     biases: npt.NDArray[np.void]
@@ -217,7 +218,7 @@ class Request:
 
     @property
     def num_adjustment_bytes(self) -> int:
-        """Upper bound of the frame bytes for giving the request a row, besides its parameters."""
+        """Upper bound of the bytes that its mask and adjustments take in the frame that gives the request a row."""
         num_bytes = 0
         if self.mask is not None:
             num_bytes += StepFrame.section_bytes(mask=1, mask_word=len(self.mask))

@@ -70,5 +70,5 @@ def check_fits(config: EngineConfig, bundles: list[Bundle], nodes: list[NodeReso
             place = "on one node, the largest has" if one_node else "in the cluster, it has"
             raise PlacementError(
                 f"tensor_parallel_size={config.tensor_parallel_size} needs {needed:g} {unit} {place} {available:g}; "
-                f"lower tensor_parallel_size or placement.cpus_per_rank, or add a node with {needed:g} {unit}"
+                f"lower tensor_parallel_size{' or placement.cpus_per_rank' * (unit == 'CPUs')}, or add {unit}"
             )

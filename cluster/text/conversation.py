@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One message of one side."""
+    """One message, of the system, the user, the model or a tool."""
 
     role: Role
     text: str = ""

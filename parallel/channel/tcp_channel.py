@@ -128,7 +128,7 @@ class Connection:
             except OSError as error:
                 raise self._broken(error.strerror or str(error)) from error
             if not arrived:
-                raise self._broken("the stream ended")
+                raise self._broken("it was closed there; see the log of that end")
             self._received += arrived
 
     def _broken(self, why: str) -> EngineError:

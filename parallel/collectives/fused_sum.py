@@ -32,7 +32,7 @@ _MAX_ROW_ELEMENTS = 16384
 _ROW_ALIGNMENT = 16  # bytes per load
 _MAX_CACHED_SUMS = 256
 _MAX_SMALL_ROWS = 128  # One program per row, at most one per SM, so that all run at once.
-_SMALL_BYTES = 2 << 20  # largest size of a small sum's summands
+_SMALL_BYTES = 2 << 20  # size of a buffer for a small sum's summands, at least _MAX_READ_BYTES
 _MIN_SHARED_BYTES = 8 << 20  # the memory for exchanged rows has two halves, each at least this large
 _SHARED_UNIT = 1 << 16  # a multiple of 256 bytes for each program
 

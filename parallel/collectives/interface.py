@@ -53,7 +53,8 @@ class Collectives(ABC):
         return None
 
     def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
-        """The root of `tree` [num_rows, row_size]. Contiguous `nodes` are this rank's."""
+        """Adds the nodes of all ranks by `tree`, and returns its root [num_rows, row_size]. `nodes`: this rank's,
+        contiguous."""
         shape = nodes.shape[1:]
         most = max(tree.counts)
         sent = nodes.new_empty((most, *shape))  # Messages have equal sizes; the unused part is never read.

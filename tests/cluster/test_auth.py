@@ -96,7 +96,7 @@ def test_a_made_key_is_found_by_its_line_and_only_its_digest_is_written(tmp_path
         ("alice:" + "0" * 64 + ":tokens=", "keys:1: the limit '' is no positive number"),
         ("alice:" + "0" * 64 + ":priority=5", "keys:1: the range '5' is not of the form -10..10"),
         ("alice:" + "0" * 64 + ":priority=5..-5", "keys:1: the range '5..-5' is not of the form -10..10"),
-        ("alice:" + "0" * 64 + "\nbob:" + "0" * 64, "keys:2: the key of bob is listed twice"),
+        ("alice:" + "0" * 64 + "\nbob:" + "0" * 64, "keys:2: an earlier line has the same key as bob"),
     ],
 )
 def test_a_wrong_line_is_named_by_its_number(text: str, message: str) -> None:

@@ -370,7 +370,7 @@ def test_what_the_model_is_may_not_change(small_path: Path, tmp_path: Path) -> N
     starter = RankStarter(
         config=config, model=read_model_config(small_path), model_path=small_path, placement_group=placement, name="x"
     )
-    differ = r"another model .* vocab_size is 1001, not 1000; layers\.0\.mixer\.rope\.theta is 500000\.0, not 10000\.0;"
+    differ = r"differs .* vocab_size is 1001, not 1000; layers\.0\.mixer\.rope\.theta is 500000\.0, not 10000\.0;"
     with pytest.raises(ConfigError, match=differ):
         starter_with(starter, str(tmp_path), None)
     same = starter_with(starter, str(small_path), "main")

@@ -250,7 +250,7 @@ class Biases:
     Gate and up include their biases; up is clamped to +-limit, and gate to at most limit."""
 
     router: torch.Tensor
-    """[num_experts] fp32."""
+    """[num_experts] fp32, added to the router's logits."""
     gate_up: torch.Tensor
     """[num_experts, 2 * width] of this rank's columns: gate, then up."""
     down: torch.Tensor | None

@@ -302,11 +302,11 @@ def _combine(
 def gated_silu_and_mul(
     x: torch.Tensor, logits: torch.Tensor, num_experts: int, slots: torch.Tensor | None, first_slot: int
 ) -> torch.Tensor:
-    """silu(gate) * up times the shared expert's gate, rounded once; 0 for padding. Its down product is like any MLP's.
+    """silu(gate) * up, times the sigmoid of the shared expert's logit if it has one, rounded once; 0 for padding.
 
     Args:
         x: [num_tokens, 2 * size], gate then up, contiguous within a row, with any row stride.
-        logits: as from `router_logits`. If there are more than `num_experts`, the next one belongs to the gate.
+        logits: as from `router_logits`. A column after the first `num_experts` is the shared expert's logit.
         slots, first_slot: as in `moe.mixture`.
 
     Returns:

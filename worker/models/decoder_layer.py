@@ -43,8 +43,8 @@ class MixerModule(Protocol):
         """The groups in which rows of `attend`'s input may be in FP8. None if they may not."""
 
     def attend(self, x: Any, step: Step) -> torch.Tensor:
-        """Computes the input of `project` from [num_tokens, hidden_size], which may be in FP8 only in `row_groups`.
-        Stores the tokens' state in the pool."""
+        """Turns `x` [num_tokens, hidden_size] into the input of `project`, and stores the tokens' state in the pool.
+        `x` may be in FP8 only in the groups of `row_groups`."""
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size], from the output of `attend`. The sum over the ranks may be left to the norm."""

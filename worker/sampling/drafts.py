@@ -53,13 +53,16 @@ class StepDrafts:
             tokens: [num_sampled] int64, device: the sampled tokens.
         """
         is_wrong = tokens != self.tokens
-        num_wrong = is_wrong.cumsum(0) - is_wrong.long()  # before each token, over all rows
+        num_wrong = (
+            is_wrong.cumsum(0) - is_wrong.long()
+        )  # number of wrong drafts before each token, counted over all rows
         return num_wrong == num_wrong.index_select(0, self.firsts)
 
     def lasts(self, tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
         """[num_sampled] bool: whether this is the row's last token of this step. Each row has exactly one.
 
         Args:
-            tokens: as in `accepted`, which returned `accepted`.
+            tokens: the argument of the method `accepted`.
+            accepted: its result.
         """
         return accepted & (tokens != self.tokens)

@@ -46,7 +46,7 @@ class ResampledRows(NamedTuple):
     num_logprobs: Int32Array
     """[num_resampled]: number of likeliest tokens that each row wants besides its own; -1 for no logprobs."""
     num_requested: int
-    """The largest number of log probabilities that one of the rows requests."""
+    """The largest number of tokens for which one row requests log probabilities by id (`StepFrame.requested`)."""
     are_adjusted: bool
     """Whether some of the rows have adjustments."""
 

@@ -77,8 +77,8 @@ class CudaGraphRunner:
         for shape in sorted(shapes, reverse=True):
             self.capture_one(step, shape, prepare=prepare)
         _log.info(
-            "rank %d: %d of %d CUDA graphs, for decodes of up to %d rows and prompts of up to %d tokens, in %.1f s, "
-            "%.2f GiB",
+            "rank %d: captured %d of %d CUDA graphs, for decodes of up to %d rows and prompts of up to %d tokens, in "
+            "%.1f s, %.2f GiB; the others follow while the engine is idle",
             self._group.rank,
             len(shapes),
             len(self._decodes) + len(self._prompts),

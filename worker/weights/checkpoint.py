@@ -305,8 +305,8 @@ class Checkpoint(AnyCheckpoint):
             raise CheckpointError(f"{path}: missing tensors: {_listed(missing)}; download the rest")
         if surplus:
             raise CheckpointError(
-                f"{path}: tensors that a {self._model.model_type} model does not use: {_listed(surplus)}; "
-                "ignoring them would change its answers"
+                f"{path} has tensors that a {self._model.model_type} model does not use: {_listed(surplus)}; check "
+                "that config.json belongs to these weights, because ignoring them would change the answers"
             )
 
         if self._model.tie_word_embeddings and _has_own_lm_head(self._files, self._model):
@@ -401,7 +401,7 @@ def _head_files(path: Path | None) -> list[TensorFile]:
 def _weight_files(path: Path) -> list[Path]:
     """The files in a directory that hold the weights."""
     if not path.is_dir():
-        raise CheckpointError(f"{path} does not exist; set `model` to where the weights are")
+        raise CheckpointError(f"{path} is no directory; set `model` to where the weights are")
     index = path / "model.safetensors.index.json"
     if index.is_file():
         return _indexed_files(index)

@@ -50,7 +50,7 @@ class HostMemory:
             self._pieces[memory._cdata] = pieces
 
     def pieces_of(self, memory: torch.UntypedStorage) -> list[torch.Tensor]:
-        """The memory as vectors of bytes, one after the other, on host or device."""
+        """The bytes of `memory` as one or more vectors, in order: on the host if moved there, else on the device."""
         return self._pieces.get(memory._cdata) or [bytes_of(memory)]
 
     def clear(self) -> None:

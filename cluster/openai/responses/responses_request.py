@@ -235,5 +235,5 @@ def check_options(request: ResponsesRequest) -> None:
     for key, value in (request.metadata or {}).items():
         if len(key) > 64 or len(value) > 512:
             raise RequestError(
-                "metadata has keys of at most 64 and values of at most 512 characters.", param="metadata"
+                "metadata must have keys of at most 64 and values of at most 512 characters.", param="metadata"
             )

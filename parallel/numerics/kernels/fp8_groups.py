@@ -65,7 +65,8 @@ def _groups(first: int, width: int) -> Groups:
 
 
 def groups_of(weight: Fp8Matrix) -> Groups:
-    """The groups in which rows are quantised for a weight: as wide as possible, each within one column block."""
+    """The groups of columns in which a row of activations is quantised: as wide as possible, each within one column
+    block of the weight's scales."""
     return _groups(weight.first, weight.width) if weight.scales.shape[-1] > 1 else Groups(0, GROUP_COLUMNS, 0, 1 << 30)
 
 

@@ -58,7 +58,7 @@ _SEARCH_BLOCK = 8192
 _SEARCH_WARPS = 16
 
 MAX_LISTED_TOP_K = 64
-"""The largest top-k of rows that are sampled from a list."""
+"""Rows with a top-k up to this are sampled from a list of their candidates, not from the whole vocabulary."""
 _MAX_K = tl.constexpr(MAX_LISTED_TOP_K)
 _LIST = tl.constexpr(128)  # entries of a list: key << 32 | id
 _MOST_GROUPS = tl.constexpr(128)  # most groups read at once: those with one of the k largest maxima, ties included
