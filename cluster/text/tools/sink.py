@@ -51,8 +51,8 @@ class Sink:
         self._max_calls = max_calls
         self._calls_only = calls_only
         self._dropping = False
-        # (kind, pieces of text); a call's index stands for its arguments.
         self._arguments: list[str] = []  # arguments of the last call, in pieces
+        # (kind, pieces of text); a call's index stands for its arguments.
         self._events: list[tuple[type[Content | Reasoning] | CallStarted | int, list[str]]] = []
         self._space: list[str] = []  # held whitespace
         self._kind: type[Content | Reasoning] = Content  # whether the held whitespace is content or reasoning
