@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import ray
 from rich.console import Console
 
-from cluster.ranks.rank import NAMESPACE
+from cluster.serve.app_replicas import coordinators
 from cluster.serve.session import cluster_address, ray_session
 from configs.errors import ConfigError, EngineError, LockstepError
-
-
-def coordinators(app: str) -> dict[str, Any]:
-    """Handles of the coordinators of an app's replicas, by name, without those that have just ended."""
-    found: dict[str, Any] = {}
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        name = actor["name"]
-        if actor["namespace"] == NAMESPACE and name.startswith(f"{app}:") and ":tp" not in name:
-            with contextlib.suppress(ValueError):
-                found[name] = ray.get_actor(name, namespace=NAMESPACE)
-    return found
 
 
 def resize_app(size: int, app: str, address: str | None) -> None:

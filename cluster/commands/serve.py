@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from cluster.commands.resize import coordinators
 from cluster.engine.coordinator_actor import Progress
 from cluster.engine.preflight import check_checkpoint
 from cluster.http.keys import open_keys
+from cluster.serve.app_replicas import coordinators
 from cluster.serve.haproxy import METRICS_PORT
 from cluster.serve.placement import NodeResources, group_bundles, uses_gpus
 from cluster.serve.running_engine import describe

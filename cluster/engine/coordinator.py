@@ -92,7 +92,8 @@ class Coordinator:
         self.is_preparing = True
         """Whether the ranks may have CUDA graphs left to capture, which they do while the engine is idle."""
         self._change: tuple[Change, Future[float]] | None = None  # the requested change, until it is made
-        self._weights: Weights | None = None
+        self.weights: Weights | None = None
+        """The weights that replaced those of the start."""
         self.num_rebuilds = 0
         """Number of times that failed ranks were replaced."""
         self.life = EngineLife()
@@ -316,7 +317,7 @@ class Coordinator:
         """Answers requests with `weights` from now on. See `Scheduler.change_weights`."""
         with self._lock:
             self.scheduler.change_weights(recompute=recompute)
-        self._weights = weights
+        self.weights = weights
 
     def sleep_until(self, is_over: threading.Event) -> float | None:
         """Accepts requests until `is_over`, then restarts the ranks.
@@ -494,7 +495,7 @@ class Coordinator:
             state=state,
             is_preparing=self.is_preparing,
             devices=self.ranks.devices,
-            weights=self._weights,
+            weights=self.weights,
         )
 
     def _fail_all(self, error: LockstepError) -> None:

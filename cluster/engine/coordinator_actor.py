@@ -76,6 +76,25 @@ class Progress:
     """Share of the phase that is done, 0 to 1, by rank. Empty if it is not known."""
 
 
+@dataclass(frozen=True)
+class CheckpointInUse:
+    """The weights of a replica."""
+
+    start: tuple[str, str | None]
+    """Model and revision of its config file."""
+    source: dict[str, Any]
+    """Arguments of `update_weights` that lead to these weights."""
+
+    @property
+    def is_other(self) -> bool:
+        """Whether these are not the weights of the start."""
+        return (self.source["model"], self.source["revision"]) != self.start or bool(self.source["version"])
+
+    def starts_as(self, spec: EngineSpec) -> bool:
+        """Whether an engine of `spec` starts with the weights with which this replica started."""
+        return self.start == (spec.config.model, spec.config.revision)
+
+
 class CoordinatorActor:
     """The Ray actor around a `Coordinator` and its `RankGroup`."""
 
@@ -207,6 +226,22 @@ class CoordinatorActor:
         `cluster.engine.weight_change.change_weights`."""
         with self._one_change() as coordinator:
             return change_weights(coordinator, self._spec, self._platforms, model, **how)
+
+    @ray.method(concurrency_group="ctl")
+    def checkpoint(self) -> CheckpointInUse | None:
+        """The weights that answer requests now. None before the start, and if they came from a trainer's memory."""
+        if self._coordinator is None or self._coordinator.ranks.starter.is_in_memory:
+            return None
+        start, now, weights = self._spec.config, self._coordinator.ranks.starter.config, self._coordinator.weights
+        version = "" if weights is None else weights.version
+        source = {"model": now.model, "revision": now.revision, "version": version}
+        return CheckpointInUse((start.model, start.revision), source)
+
+    @ray.method(concurrency_group="ctl")
+    def flush_cache(self) -> None:
+        """Drops the cached prompts that no running request uses."""
+        if self._coordinator is not None:
+            self._coordinator.inspect(lambda scheduler: scheduler.flush_cache())
 
     @ray.method(concurrency_group="ctl")
     def sleep(self) -> float:

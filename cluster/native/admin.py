@@ -1,5 +1,6 @@
 """The routes for operators: /v1/admin/weights, /abort_request and /flush_cache in SGLang's form, and /sleep, /wake_up
-and /is_sleeping in vLLM's. They need an admin key, and act on the replica that answers."""
+and /is_sleeping in vLLM's. They need an admin key. Weights, caches and sleep change on every replica of the app; the
+others act on the replica that answers."""
 
 from __future__ import annotations
 
@@ -92,9 +93,9 @@ async def change_weights(model: ServedModel, body: bytes, context: RequestContex
             the new ones.
     """
     request = await model.threads.prepared(body, partial(validated, WeightsRequest))
-    assert model.update_weights is not None, "an engine behind a socket alone has no ranks to tell"
+    assert model.operations is not None, "an engine behind a socket alone has no ranks to change"
     try:
-        changed = await model.update_weights(**request.model_dump())
+        changed = await model.operations.update_weights(**request.model_dump())
     except ConfigError as error:
         raise RequestError(str(error), code="weights_not_changed", param="model") from None
     except EngineError as error:
@@ -106,6 +107,8 @@ async def change_weights(model: ServedModel, body: bytes, context: RequestContex
 
 async def flush_cache(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /flush_cache: drops every cached prompt that no running request uses."""
+    if model.operations is not None:
+        await model.operations.flush_cache()
     model.engine.flush_cache()
     return json_response(Flushed())
 
@@ -122,9 +125,9 @@ async def sleep(model: ServedModel, body: bytes, context: RequestContext, *, wak
     Raises:
         RequestError: the engine is in that state already, or cannot sleep.
     """
-    if model.sleep is None:
+    if model.operations is None:
         raise RequestError("This engine has no ranks that could sleep; leave the call out.", code="no_change")
     try:
-        return json_response(Slept(round(await model.sleep(wakes=wakes), 3)))
+        return json_response(Slept(round(await model.operations.sleep(wakes=wakes), 3)))
     except ConfigError as error:
         raise RequestError(str(error), code="no_change") from None

@@ -9,10 +9,10 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
@@ -43,6 +43,19 @@ _FIRST = -(1 << 62)  # the level of requests without a granted priority
 _SHOWN_CHARS = 40  # length to which a token is cut in a message
 
 
+class Operations(Protocol):
+    """Changes of all replicas of the app. `RunningEngine` implements them and says which errors they raise."""
+
+    async def sleep(self, *, wakes: bool = False) -> float:
+        """Frees the memory of the devices, or if `wakes`, takes it back."""
+
+    async def update_weights(self, model: str | None = None, **how: Any) -> WeightsChanged | None:
+        """Changes to the weights of checkpoint `model`."""
+
+    async def flush_cache(self) -> None:
+        """Drops the cached prompts that no running request uses."""
+
+
 class ServedModel:
     """One model that serves requests."""
 
@@ -62,8 +75,7 @@ class ServedModel:
         info: EngineInfo | None = None,
         max_item_tokens: int = 0,
         next_seed: Callable[[], int] = lambda: secrets.randbits(63),
-        update_weights: Callable[..., Awaitable[WeightsChanged | None]] | None = None,
-        sleep: Callable[..., Awaitable[float]] | None = None,
+        operations: Operations | None = None,
     ) -> None:
         """Args:
         vocab_size: number of ids with an embedding. If None, the tokenizer's.
@@ -72,7 +84,7 @@ class ServedModel:
         eos_token_ids: if empty, the tokenizer's.
         next_seed: returns an int64, for requests without a seed.
         system_fingerprint: with the weights of the start.
-        update_weights, sleep: those of `RunningEngine`.
+        operations: if None, there are no ranks to change.
         """
         self.engine = engine
         self.tokenizer = tokenizer
@@ -81,8 +93,7 @@ class ServedModel:
         self.server = server
         self.version = version
         self._system_fingerprint = system_fingerprint
-        self.update_weights = update_weights
-        self.sleep = sleep
+        self.operations = operations
         self.info = info
         self.max_item_tokens = max_item_tokens
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.engine.coordinator_actor import CheckpointInUse, CoordinatorActor, EngineFacts
 from cluster.engine.engine_spec import EngineSpec
 from cluster.engine.fingerprint import system_fingerprint
 from cluster.engine.preflight import find_tokenizer, read_model
@@ -26,10 +27,11 @@ from cluster.ranks.rank_actor import actor_class
 from cluster.requests.engine_client import EngineClient
 from cluster.requests.engine_info import EngineInfo
 from cluster.requests.served_model import ServedModel
+from cluster.serve.app_replicas import call_each, call_error, replicas_beside
 from cluster.text.tokenizer import Tokenizer
 from cluster.version import VERSION
 from configs.checkpoint import resolve_model_path
-from configs.errors import EngineError, LockstepError
+from configs.errors import ConfigError, EngineError, LockstepError
 from configs.generation_config import read_generation_defaults
 from configs.read_draft_head import with_draft_head
 from configs.resolve import resolve
@@ -68,6 +70,8 @@ class RunningEngine:
     client: EngineClient
     coordinator: Any
     """Handle of the `CoordinatorActor`."""
+    name: str
+    """The coordinator's name: `<app>:<replica>`, if Ray Serve runs the engine."""
     _run: asyncio.Future[None]
     _stopped: StoppedClock = field(default_factory=StoppedClock)
 
@@ -102,16 +106,16 @@ class RunningEngine:
         except BaseException as error:
             ray.kill(coordinator)  # the coordinator owns the ranks, so they end with it
             if isinstance(error, ray.exceptions.RayError):
-                raise _cause(error) from None
+                raise call_error(error) from None
             raise
-        return cls(spec, facts, client, coordinator, run)
+        return cls(spec, facts, client, coordinator, name, run)
 
     @property
     def failure(self) -> LockstepError | None:
         """The reason why the engine failed. None while it serves. A failed engine must be replaced."""
         if self._run.done():
             error = self._run.exception()
-            return EngineError("the engine was closed") if error is None else _cause(error)
+            return EngineError("the engine was closed") if error is None else call_error(error)
         if self.client.failure is not None:
             return EngineError(self.client.failure)
         timeout_s = self.spec.config.recovery.stall_timeout_s
@@ -139,8 +143,7 @@ class RunningEngine:
             version=VERSION,
             info=EngineInfo.of(config, self.facts.num_pages),
             max_item_tokens=self.facts.max_item_tokens,
-            update_weights=self.update_weights,
-            sleep=self.sleep,
+            operations=self,
             system_fingerprint=system_fingerprint(self.spec, (load.platform for load in self.facts.loads)),
         )
         await _answer(self.coordinator.set_tokenizer.remote(tokenizer.to_json()))
@@ -166,14 +169,61 @@ class RunningEngine:
         return await _answer(self.coordinator.resize.remote(size))
 
     async def sleep(self, *, wakes: bool = False) -> float:
-        """Frees the memory of the devices, or if `wakes`, takes it back. Returns and raises like
-        `CoordinatorActor.sleep` and `wake_up`."""
-        return await _answer((self.coordinator.wake_up if wakes else self.coordinator.sleep).remote())
+        """Frees the memory of the devices of every replica of the app, or if `wakes`, takes it back. Replicas that are
+        in that state already stay in it.
+
+        Returns:
+            Seconds of the slowest replica.
+
+        Raises:
+            ConfigError: no replica changed its state.
+            EngineError: a replica failed.
+        """
+        outcomes = await self._on_every_replica(lambda it: (it.wake_up if wakes else it.sleep).remote())
+        seconds = [it for it in outcomes.values() if isinstance(it, float)]
+        for outcome in outcomes.values():
+            if isinstance(outcome, LockstepError) and not (seconds and isinstance(outcome, ConfigError)):
+                raise outcome
+        return max(seconds)
 
     async def update_weights(self, model: str | None = None, **how: Any) -> WeightsChanged | None:
-        """Replaces the serving weights by another checkpoint, also for requests in flight. Further arguments and errors
-        are those of `cluster.engine.weight_change`."""
-        return await _answer(self.coordinator.update_weights.remote(model, **how))
+        """Replaces the weights of every replica of the app by those of checkpoint `model`, also for requests in flight.
+        Further arguments are those of `cluster.engine.weight_change`. Tensors of a trainer change this replica only.
+
+        Raises:
+            LockstepError: a replica could not. The others have their weights from before again.
+        """
+        if model is None:
+            of_tensors: WeightsChanged | None = await _answer(self.coordinator.update_weights.remote(**how))
+            return of_tensors
+        before = await self._on_every_replica(lambda it: it.checkpoint.remote())
+        outcomes = await self._on_every_replica(lambda it: it.update_weights.remote(model, **how))
+        failed = {name: it for name, it in outcomes.items() if isinstance(it, LockstepError)}
+        if not failed:
+            changed: WeightsChanged = outcomes[self.name]
+            return changed
+        replicas = await replicas_beside(self.name, self.coordinator)
+        for name in outcomes.keys() - failed.keys():
+            logger.warning("%s takes its weights from before, because another replica could not change", name)
+            await _answer(replicas[name].update_weights.remote(**before[name].source))
+        name, error = next(iter(failed.items()))
+        raise type(error)(str(error) if len(outcomes) == 1 else f"{name}: {error}")
+
+    async def take_weights_of_app(self) -> None:
+        """Changes to the weights that the app's other replicas have taken since their start, if they began with the
+        weights of this one."""
+        known = await self._on_every_replica(lambda it: it.checkpoint.remote())
+        for checkpoint in known.values():
+            if isinstance(checkpoint, CheckpointInUse) and checkpoint.is_other and checkpoint.starts_as(self.spec):
+                await _answer(self.coordinator.update_weights.remote(**checkpoint.source))
+                return
+
+    async def flush_cache(self) -> None:
+        """Drops the cached prompts of every replica of the app that no running request uses."""
+        await self._on_every_replica(lambda it: it.flush_cache.remote())
+
+    async def _on_every_replica(self, call: Callable[[Any], Any]) -> dict[str, Any]:
+        return await call_each(await replicas_beside(self.name, self.coordinator), call)
 
     async def close(self) -> None:
         """Ends requests, ranks and coordinator, in that order. Calling it again does nothing."""
@@ -184,7 +234,7 @@ class RunningEngine:
         if not self._run.done():
             logger.warning("the coordinator did not close within %g s", _CLOSE_TIMEOUT_S)
         elif (error := self._run.exception()) is not None:
-            logger.warning("the engine had failed: %s", _cause(error))
+            logger.warning("the engine had failed: %s", call_error(error))
         ray.kill(self.coordinator)
 
 
@@ -193,12 +243,4 @@ async def _answer(call: Any) -> Any:
     try:
         return await call
     except ray.exceptions.RayError as error:
-        raise _cause(error) from None
-
-
-def _cause(error: BaseException) -> LockstepError:
-    """The error that the coordinator's call raised, or one that says that its process died."""
-    if isinstance(error, ray.exceptions.RayTaskError):
-        cause = error.cause
-        return cause if isinstance(cause, LockstepError) else EngineError(f"the coordinator failed: {cause!r}")
-    return EngineError(f"the coordinator died: {str(error).strip().splitlines()[0]}")
+        raise call_error(error) from None

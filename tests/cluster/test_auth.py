@@ -9,6 +9,7 @@ import hmac
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -338,7 +339,8 @@ def test_an_admin_ends_requests_and_flushes_the_cache(run: Run, keys: Keys) -> N
                     raise EngineError("rank 1 died", public_message="The replica is being replaced.")
                 return WeightsChanged("m@r", 0.5, 2.0, "host")
 
-            stack.model.update_weights = update_weights
+            operations: Any = SimpleNamespace(update_weights=update_weights)
+            stack.model.operations = operations
             changed = await http.post("/v1/admin/weights", json=asked, headers=root)
             assert changed.json() == {"version": "m@r", "pause_s": 0.5, "load_s": 2.0, "staged_in": "host"}
             stack.model.version = "full"
@@ -352,7 +354,7 @@ def test_an_admin_ends_requests_and_flushes_the_cache(run: Run, keys: Keys) -> N
                     raise ConfigError("the engine is awake")
                 return 0.25
 
-            stack.model.sleep = sleep
+            operations.sleep = sleep
             assert (await http.post("/sleep", headers=keys.bearer("alice"))).status_code == 403
             assert (await http.post("/sleep", headers=root)).json() == {"seconds": 0.25}
             error_of(await http.post("/wake_up", headers=root), 400, "no_change")

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -111,9 +112,16 @@ def url(smollm2: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     async def update_weights(**fields: Any) -> WeightsChanged:
         return WeightsChanged(fields["version"] or "", 0.1, 1.0, "device")
 
+    async def slept(*, wakes: bool) -> float:
+        return 0.1 + wakes
+
+    async def flushed() -> None:
+        pass
+
     async def scenario(stack: Stack) -> None:
         await stack.model.warm_up()
-        stack.model.update_weights = update_weights
+        operations: Any = SimpleNamespace(update_weights=update_weights, sleep=slept, flush_cache=flushed)
+        stack.model.operations = operations
         stop = asyncio.Event()
         async with served(create_app(stack.model, keys=KeyRing(folder / "keys"))) as url:
             started.put((url, asyncio.get_running_loop(), stop))

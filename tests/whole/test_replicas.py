@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import threading
@@ -15,7 +16,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import ray
 
+from cluster.serve.app_replicas import coordinators
+from configs.load import load_app_config
 from tests.cluster.test_cli import ROOT, Head, bare_head, is_ready
 from tests.whole.test_failure import processes
 
@@ -32,7 +36,6 @@ def serving(endpoint: Any, **settings: Any) -> Iterator[str]:
     from ray import serve
 
     from cluster.serve.app import build_app
-    from configs.load import load_app_config
 
     args = {**load_app_config(EXAMPLE).engine.model_dump(), **settings}
     serve.run(build_app(args), name="replicas", route_prefix="/replicas")
@@ -73,6 +76,54 @@ def chat(url: str, messages: list[dict[str, str]], session: str | None = None, m
     response = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=300)
     assert response.status_code == 200, response.text
     return response.json()
+
+
+@pytest.mark.timeout(600)
+def test_an_operators_change_reaches_every_replica_and_those_that_start_later(
+    endpoint: Any, smollm2_path: Path, tmp_path: Path
+) -> None:
+    """Weights, sleep and caches; a change that one replica cannot make is made by none."""
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in smollm2_path.iterdir():
+        (other / file.name).symlink_to(file)
+    (tmp_path / "keys").write_text(f"root:{hashlib.sha256(b'secret').hexdigest()}:admin\n")
+    root = {"Authorization": "Bearer secret"}
+    server = {**load_app_config(EXAMPLE).engine.server.model_dump(), "api_keys": str(tmp_path / "keys")}
+
+    def of_each(call: str) -> list[Any]:
+        return ray.get([getattr(it, call).remote() for it in coordinators("replicas").values()])
+
+    def versions() -> list[str]:
+        return [it.source["version"] for it in of_each("checkpoint") if it is not None]
+
+    with serving(endpoint, autoscaling_config=None, num_replicas=2, server=server) as url:
+        wait_for(lambda: num_replicas() == 2, 120, "two replicas")
+
+        def post(path: str, body: Any = None) -> httpx.Response:
+            return httpx.post(f"{url}{path}", json=body, headers=root, timeout=120)
+
+        def change(model: Path, version: str) -> httpx.Response:
+            return post("/v1/admin/weights", {"model": str(model), "version": version})
+
+        wait_for(lambda: change(other, "two").status_code == 200, 20, "HAProxy's way to the replicas")
+        assert versions() == ["two", "two"]
+        # One replica cannot change: it is busy with a change of its own.
+        [first, _] = coordinators("replicas").values()
+        asleep = ray.get(first.sleep.remote())
+        assert asleep > 0
+        refused = change(smollm2_path, "three")
+        assert (refused.status_code, "sleeps" in refused.json()["error"]["message"]) == (400, True)
+        assert versions() == ["two", "two"]
+        assert post("/sleep").status_code == 200
+        assert [it["state"] for it in of_each("status")] == ["sleeping"] * 2
+        assert post("/wake_up").status_code == 200
+        assert [it["state"] for it in of_each("status")] == ["running"] * 2
+        assert post("/flush_cache").status_code == 200
+        pid = max(processes("ServeReplica:replicas"))
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: pid not in processes("ServeReplica:replicas"), 30, "the end of a replica")
+        wait_for(lambda: num_replicas() == 2 and versions() == ["two", "two"], 120, "a replica with the app's weights")
 
 
 @pytest.mark.exhaustive
