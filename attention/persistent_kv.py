@@ -55,6 +55,6 @@ def _by_head(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _heads(plan: ShardPlan, layer_id: int, rank: int) -> Span:
-    """The KV heads of a layer that a rank stores. Latents count as one head."""
+    """The range of a layer's KV heads that a rank stores. Latents count as one head."""
     spans = plan.shard(layer_id, rank).spans
     return spans.get(Axis.KV_HEADS) or spans[Axis.LATENT]

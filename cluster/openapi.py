@@ -53,7 +53,7 @@ def build_document(version: str) -> dict[str, Any]:
     schemas = _request_schemas()
     for name, schema in _answer_schemas().items():
         if schemas.setdefault(name, schema) != schema:
-            raise ValueError(f"two models of the API are named {name}")
+            raise ValueError(f"two different types of the API are named {name}; rename one of them")
     paths: dict[str, dict[str, Any]] = {}
     failures: dict[str, Any] = {}
     for route in ROUTES:

@@ -156,8 +156,8 @@ def layers_of(
     norm_names: NormNames = PLAIN_NORMS,
     norm_offset: float = 0.0,
 ) -> tuple[LayerSpec, ...]:
-    """One layer for each pair of `mixers` and `feed_forwards`. Equal layers share one object, so that their sums are
-    computed once."""
+    """One layer for each pair of `mixers` and `feed_forwards`. Equal layers share one object, so that its tensors
+    and element counts are computed once."""
     kinds = list(zip(mixers, feed_forwards, strict=True))
     made = {kind: LayerSpec(hidden_size, *kind, norm_names, norm_offset) for kind in dict.fromkeys(kinds)}
     return tuple(made[kind] for kind in kinds)

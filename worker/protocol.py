@@ -149,7 +149,7 @@ class StepFrame(Message):
     prompt_runs = Section(PROMPT_LOGPROBS_DTYPE, "prompt_run")
     """Positions with log probabilities that rows with HAS_TOKENS request, at most one run a row, in `rows`' order."""
     prompt_targets = Section(np.int32, "prompt_target")
-    """[num_prompt_logprobs], at most MAX_PROMPT_LOGPROBS: the tokens after all `prompt_runs`' positions."""
+    """[num_prompt_logprobs], at most MAX_PROMPT_LOGPROBS: the token after each position of `prompt_runs`, in order."""
 
     items = Section(ITEM_DTYPE, "item")
     """Scored items formed by the last inputs of rows with HAS_TOKENS and SAMPLE, in the order of `rows` and inputs."""

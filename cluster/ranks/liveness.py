@@ -126,7 +126,7 @@ class Liveness:
     Args:
         peaks: measured FLOP/s and bytes/s, all ranks together.
         hang_timeout_s: `recovery.hang_timeout_s`. Infinite: no step counts as hung.
-        clock: of the ranks.
+        clock: counts the time in which the ranks could make progress.
     """
 
     def __init__(

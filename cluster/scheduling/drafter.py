@@ -33,7 +33,7 @@ _FORGET = 0.98
 _TOKEN_SHARE = 0.01
 # Weight of that prior, in squared tokens of difference.
 _PRIOR_WEIGHT = 4.0
-# A step that took longer than this multiple of the expected time was disturbed, and does not count.
+# A step counts as at most this multiple of its expected time, because a longer one was disturbed.
 _MOST_TIMES = 3.0
 _EXTRA_WEIGHT = 0.1
 # The measured extra time of steps with drafts decays in steps without drafts, so that drafts are tried again.

@@ -106,8 +106,8 @@ class GuidedRows:
         return np.diff(np.minimum(np.cumsum(counts), room), prepend=0).astype(np.int32)
 
     def add_masks(self, decodes: Decodes, sampled: Int32Array, builder: FrameBuilder) -> None:
-        """Adds the masks of rows that became ready, one per input in order. The guided rows among `sampled` become
-        ready again once their next masks exist."""
+        """Adds the masks of ready rows to the frame, one for each sampled input, in order. The guided rows among
+        `sampled` are then not ready until their next masks exist."""
         num_samples = dict(zip(decodes.rows.tolist(), decodes.num_samples.tolist(), strict=True))
         builder.add_masks(
             [

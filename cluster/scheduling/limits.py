@@ -25,11 +25,12 @@ _MAX_MASKED_TOKENS = 2048
 
 
 def max_item_tokens(config: EngineConfig, model: ModelConfig) -> int:
-    """`SchedulerLimits.max_item_tokens` of a group with this resolved `config`. 0 if a backend does not support masks.
+    """The most inputs that a row may have in the step with its scored items, for this resolved `config`. 0 if neither
+    backend supports masks, or if the model has local-attention chunks, because a chunk may begin inside an item.
 
-    The limit is at most half of the tokens that decodes leave in a step, because short prompts may take the other half
-    first. The scored items of a row must also fit in the model's smallest window, because the item mask does not apply
-    windows. Models with local-attention chunks get 0, because a chunk may begin inside an item.
+    Otherwise the smallest of: _MAX_MASKED_TOKENS; one chunk of a prompt; half of the tokens that decodes leave in a
+    step, because short prompts may take the other half first; the model's smallest window, because the item mask does
+    not apply windows.
     """
     mixers = [layer.mixer for layer in model.layers]
     backends = (resolved(config.attention.prefill_backend), resolved(config.attention.decode_backend))

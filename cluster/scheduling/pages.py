@@ -124,7 +124,7 @@ class WindowPages:
         return self._allocator.num_free + len(self._idle)
 
     def place(self, pages: Int32Array) -> None:
-        """Makes a row's new pages resident. `num_available` must be at least their number."""
+        """Gives each of a row's new pages a window page. `num_available` must be at least their number."""
         short = len(pages) - self._allocator.num_free
         if short > 0:
             self._vacate(np.array([self._idle.popitem(last=False)[0] for _ in range(short)], np.int32))

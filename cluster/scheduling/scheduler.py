@@ -299,7 +299,7 @@ class Scheduler:
 
     @property
     def is_awaiting_masks(self) -> bool:
-        """Whether some running request waits for a mask."""
+        """Whether some request waits for a mask, in its row or before it gets one."""
         return bool(self._guided.num_awaiting or self._guided.num_held)
 
     @property
@@ -429,6 +429,9 @@ class Scheduler:
         """Ends the requests of `rows` and removes their pages from the prefix cache."""
         for row in rows:
             num_tokens = int(self._rows.num_known[row])
-            error = f"The model's logits after {num_tokens} tokens of this request hold a NaN, which is not a number."
+            error = (
+                f"The model's logits hold a NaN after {num_tokens} tokens of this request, so it ended; if this recurs, "
+                "check the model's weights, or set dtype."
+            )
             self._rows.num_cacheable[row] = 0
             self._life.finish(self._rows.request(row), FinishReason.ERROR, error=error, error_code="not_a_number")

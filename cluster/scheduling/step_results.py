@@ -155,7 +155,8 @@ def find_stopped(
 
 
 def take_prefilled(table: RowTable, rows: list[int], now: float) -> list[Prefilled]:
-    """The prefills of `rows` that got their answer's first token `now`."""
+    """A `Prefilled` for each of `rows` with a request that got its first token, at time `now`. Marks these requests, so
+    that each is returned once."""
     prefilled: list[Prefilled] = []
     for row in rows:
         if table.live[row] and not (request := table.request(row)).has_emitted:

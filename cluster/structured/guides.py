@@ -198,7 +198,7 @@ class RequestGuides:
     def open(self, grammar: str) -> GrammarGuide:
         """A guide for one answer to a checked grammar. Its first mask is being computed. Raises GuideError."""
         if self.matchers is None:
-            raise GuideError("the engine has no tokenizer yet, which grammars need; try again later")
+            raise GuideError("the engine has no tokenizer that grammars can use; try again later, or see its log")
         guide = GrammarGuide(grammar, self.matchers, self._copy, self._work)
         guide.accept(())
         return guide

@@ -147,7 +147,7 @@ def _structural_tag(value: Any, param: str) -> GrammarSpec:
     except msgspec.DecodeError as error:
         reason, _, path = str(error).partition(" - at `$")
         path = param + path.removesuffix("`")
-        raise RequestError(f"{path}: {reason}.", param=path) from None
+        raise RequestError(f"{path}: {reason}; correct the structural tag.", param=path) from None
     return _spec(GrammarKind.STRUCTURAL_TAG, msgspec.json.encode(tag), param)
 
 

@@ -199,7 +199,7 @@ def _twin(tokenizer: Tokenizer, special: tuple[str, ...]) -> tuple[RustTokenizer
         if twin.token_to_id(secret) != tokenizer.token_id(name):
             raise CheckpointError(
                 f"the tokenizer's special token {name!r} cannot be kept apart from text; set "
-                "server.special_tokens_in_text"
+                "server.special_tokens_in_text=true if users may write special tokens"
             )
     return twin, names
 

@@ -115,7 +115,7 @@ class Fp8Rows:
     values: Tensor
     """[room, num_columns] e4m3. `room` is a multiple of 4; rows after the last one are undefined."""
     scales: Tensor
-    """[num_groups, room] fp32."""
+    """[num_groups, room] fp32: a scale for each group of columns of each row."""
     finished: Tensor
     """[MOST_TILES] int32 zeros, for the one product that uses these rows."""
     num_rows: int
@@ -127,7 +127,8 @@ class Fp8Rows:
 
 
 def multiply(out: Tensor, scales: Tensor, block: tuple[int, int], rows: Span, columns: Span) -> None:
-    """Multiplies rows and columns of a matrix by their blocks' scales, in fp32, and rounds once."""
+    """Multiplies every value of `out`, which holds these rows and columns of a matrix, by the scale of its block, in
+    fp32, and rounds once."""
     height, width = block
     scales = scales.to(out.device)
     block_of = torch.arange(columns.start, columns.stop, device=out.device) // width - columns.start // width
