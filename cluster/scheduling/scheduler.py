@@ -430,8 +430,8 @@ class Scheduler:
         for row in rows:
             num_tokens = int(self._rows.num_known[row])
             error = (
-                f"The model's logits hold a NaN after {num_tokens} tokens of this request, so it ended; if this recurs, "
-                "check the model's weights, or set dtype."
+                f"The model's logits hold a NaN after {num_tokens} tokens of this request, so it ended; if this "
+                "recurs, check the model's weights, or set dtype."
             )
             self._rows.num_cacheable[row] = 0
             self._life.finish(self._rows.request(row), FinishReason.ERROR, error=error, error_code="not_a_number")
