@@ -27,7 +27,7 @@ def measured() -> str:
         "# What was measured",
         "",
         "Every figure is read from the file in `benchmarks/results/` that its row names. Each file has its command, "
-        "hardware and versions. Absolute times count only on the GPU that is named.",
+        "hardware and versions. Absolute times count only on the GPU that is named. FA3 is the wheel `tokenspeed-fa3`.",
     ]
     for table in _spec()["tables"]:
         columns: dict[str, list[str]] = table["columns"]
