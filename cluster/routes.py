@@ -343,6 +343,15 @@ ROUTES: tuple[Route, ...] = (
     _admin("GET", "/is_sleeping", "Whether the devices are free.", admin.is_sleeping, answer=admin.Sleeping),
     _admin(
         "POST",
+        "/v1/admin/resize",
+        "Change the number of ranks.",
+        admin.resize,
+        request=admin.ResizeRequest,
+        answer=admin.AppResized,
+        errors=_GENERATES,
+    ),
+    _admin(
+        "POST",
         "/v1/admin/weights",
         "Serve other weights of the same shape.",
         admin.change_weights,

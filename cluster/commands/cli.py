@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -183,19 +183,47 @@ def status(
         print_status(url, as_json=as_json)
 
 
+AppUrl = Annotated[str, typer.Argument(help="Base URL of the app. OPENAI_API_KEY must have an admin key.")]
+_APP = "http://127.0.0.1:8000/v1"
+
+
 @app.command()
 def resize(
     size: Annotated[int, typer.Argument(min=1, help="Ranks of each replica: its `tensor_parallel_size`.")],
-    app_name: Annotated[str, typer.Argument(metavar="APP", help="The app's name, as `serve status` shows it.")],
-    address: Annotated[
-        str | None, typer.Option(help="Ray cluster it runs in. Default: RAY_ADDRESS, else the one on this machine.")
-    ] = None,
+    url: AppUrl = _APP,
 ) -> None:
     """Change the number of ranks of a serving app; its requests wait meanwhile and then continue."""
-    from cluster.commands.resize import resize_app
+    _operate(url, "/v1/admin/resize", {"tensor_parallel_size": size})
+
+
+@app.command()
+def weights(
+    model: Annotated[str, typer.Argument(help="Directory or Hugging Face id of a checkpoint of the same shape.")],
+    url: AppUrl = _APP,
+    revision: Annotated[str | None, typer.Option(help="Commit or tag of the repository on the Hub.")] = None,
+    running: Annotated[str, typer.Option(help="continue, finish or recompute running requests.")] = "continue",
+) -> None:
+    """Change a serving app to other weights; all replicas change, or none."""
+    _operate(url, "/v1/admin/weights", {"model": model, "revision": revision, "running": running})
+
+
+@app.command()
+def sleep(url: AppUrl = _APP) -> None:
+    """Free the devices of a serving app, while its requests wait."""
+    _operate(url, "/sleep")
+
+
+@app.command()
+def wake(url: AppUrl = _APP) -> None:
+    """Take the devices back after `sleep`, and continue with the requests."""
+    _operate(url, "/wake_up")
+
+
+def _operate(url: str, path: str, body: dict[str, Any] | None = None) -> None:
+    from cluster.commands.operate import operate
 
     with _friendly_errors():
-        resize_app(size, app_name, address)
+        operate(url, path, body)
 
 
 @app.command()

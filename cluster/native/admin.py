@@ -1,13 +1,13 @@
-"""The routes for operators: /v1/admin/weights, /abort_request and /flush_cache in SGLang's form, and /sleep, /wake_up
-and /is_sleeping in vLLM's. They need an admin key. Weights, caches and sleep change on every replica of the app; the
-others act on the replica that answers."""
+"""The routes for operators: /v1/admin/weights and /v1/admin/resize, /abort_request and /flush_cache in SGLang's form,
+and /sleep, /wake_up and /is_sleeping in vLLM's. They need an admin key, and change every replica of the app, except
+/abort_request and /is_sleeping, which concern the replica that answers."""
 
 from __future__ import annotations
 
 from functools import partial
 
 import msgspec
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
@@ -50,6 +50,21 @@ class WeightsRequest(Shape):
     running: Running = "continue"
     """What happens to running requests. continue: they continue with their KV. finish: they end with the old weights,
     and others wait. recompute: they keep their tokens and compute their KV again with the new weights."""
+
+
+class ResizeRequest(Shape):
+    """POST /v1/admin/resize."""
+
+    tensor_parallel_size: int = Field(ge=1)
+    """Number of ranks of each replica."""
+
+
+class AppResized(msgspec.Struct):
+    """The answer to /v1/admin/resize."""
+
+    tensor_parallel_size: int
+    pause_s: float
+    """The longest time in seconds for which requests of a replica waited."""
 
 
 class Aborted(msgspec.Struct):
@@ -103,6 +118,23 @@ async def change_weights(model: ServedModel, body: bytes, context: RequestContex
         raise RequestError(str(error), code="engine_error", status=500) from error
     assert changed is not None, "a path is no part"
     return json_response(changed)
+
+
+async def resize(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /v1/admin/resize: changes the number of ranks of every replica, one after the other.
+
+    Raises:
+        RequestError: a replica could not. The replicas after it are unchanged.
+    """
+    request = await model.threads.prepared(body, partial(validated, ResizeRequest))
+    assert model.operations is not None, "an engine behind a socket alone has no ranks to change"
+    try:
+        pause_s = await model.operations.resize_app(request.tensor_parallel_size)
+    except ConfigError as error:
+        raise RequestError(str(error), code="not_resized", param="tensor_parallel_size") from None
+    except EngineError as error:
+        raise RequestError(str(error), code="engine_error", status=500) from error
+    return json_response(AppResized(request.tensor_parallel_size, round(pause_s, 3)))
 
 
 async def flush_cache(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:

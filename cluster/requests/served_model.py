@@ -49,6 +49,9 @@ class Operations(Protocol):
     async def sleep(self, *, wakes: bool = False) -> float:
         """Frees the memory of the devices, or if `wakes`, takes it back."""
 
+    async def resize_app(self, size: int) -> float:
+        """Changes the number of ranks. Returns the seconds for which requests waited."""
+
     async def update_weights(self, model: str | None = None, **how: Any) -> WeightsChanged | None:
         """Changes to the weights of checkpoint `model`."""
 

@@ -168,6 +168,21 @@ class RunningEngine:
         `cluster.engine.resizing.resize`."""
         return await _answer(self.coordinator.resize.remote(size))
 
+    async def resize_app(self, size: int) -> float:
+        """Changes the number of ranks of every replica of the app, one after the other. Raises the errors of `resize`
+        if a replica cannot; the replicas after it are unchanged.
+
+        Returns:
+            The longest time in seconds for which the requests of a replica waited.
+        """
+        pause_s = 0.0
+        for name, coordinator in (await replicas_beside(self.name, self.coordinator)).items():
+            for outcome in (await call_each({name: coordinator}, lambda it: it.resize.remote(size))).values():
+                if isinstance(outcome, LockstepError):
+                    raise type(outcome)(f"{name}: {outcome}")
+                pause_s = max(pause_s, outcome.pause_s)
+        return pause_s
+
     async def sleep(self, *, wakes: bool = False) -> float:
         """Frees the memory of the devices of every replica of the app, or if `wakes`, takes it back. Replicas that are
         in that state already stay in it.

@@ -339,10 +339,19 @@ def test_an_admin_ends_requests_and_flushes_the_cache(run: Run, keys: Keys) -> N
                     raise EngineError("rank 1 died", public_message="The replica is being replaced.")
                 return WeightsChanged("m@r", 0.5, 2.0, "host")
 
-            operations: Any = SimpleNamespace(update_weights=update_weights)
+            async def resize_app(size: int) -> float:
+                if size == 9:
+                    raise ConfigError("tensor_parallel_size=9 exceeds num_attention_heads=8")
+                return 0.1234
+
+            operations: Any = SimpleNamespace(update_weights=update_weights, resize_app=resize_app)
             stack.model.operations = operations
             changed = await http.post("/v1/admin/weights", json=asked, headers=root)
             assert changed.json() == {"version": "m@r", "pause_s": 0.5, "load_s": 2.0, "staged_in": "host"}
+            resized = await http.post("/v1/admin/resize", json={"tensor_parallel_size": 3}, headers=root)
+            assert resized.json() == {"tensor_parallel_size": 3, "pause_s": 0.123}
+            too_many = await http.post("/v1/admin/resize", json={"tensor_parallel_size": 9}, headers=root)
+            assert error_of(too_many, 400, "not_resized")["param"] == "tensor_parallel_size"
             stack.model.version = "full"
             error_of(await http.post("/v1/admin/weights", json=asked, headers=root), 400, "weights_not_changed")
             stack.model.version = "failing"

@@ -247,7 +247,7 @@ def test_who_multiplies_nothing_loads_no_torch(smollm2_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "loaded: []", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("command", ["", "serve", "check", "generate", "chat", "bench", "status", "resize"])
+@pytest.mark.parametrize("command", ["", "serve", "check", "generate", "chat", "bench", "status", "resize", "weights"])
 def test_help_and_completion_load_nothing_heavy(command: str) -> None:
     """A shell completes within a blink: what takes seconds to import is imported when it runs."""
     heavy = ("torch", "ray", "numpy", "transformers", "httpx")

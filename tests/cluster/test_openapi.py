@@ -118,9 +118,14 @@ def url(smollm2: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     async def flushed() -> None:
         pass
 
+    async def resized(size: int) -> float:
+        return 0.1
+
     async def scenario(stack: Stack) -> None:
         await stack.model.warm_up()
-        operations: Any = SimpleNamespace(update_weights=update_weights, sleep=slept, flush_cache=flushed)
+        operations: Any = SimpleNamespace(
+            update_weights=update_weights, sleep=slept, flush_cache=flushed, resize_app=resized
+        )
         stack.model.operations = operations
         stop = asyncio.Event()
         async with served(create_app(stack.model, keys=KeyRing(folder / "keys"))) as url:

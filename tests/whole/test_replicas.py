@@ -20,7 +20,7 @@ import ray
 
 from cluster.serve.app_replicas import coordinators
 from configs.load import load_app_config
-from tests.cluster.test_cli import ROOT, Head, bare_head, is_ready
+from tests.cluster.test_cli import ROOT, Head, bare_head, is_ready, run
 from tests.whole.test_failure import processes
 
 __all__ = ["bare_head"]  # a fixture
@@ -115,10 +115,18 @@ def test_an_operators_change_reaches_every_replica_and_those_that_start_later(
         refused = change(smollm2_path, "three")
         assert (refused.status_code, "sleeps" in refused.json()["error"]["message"]) == (400, True)
         assert versions() == ["two", "two"]
-        assert post("/sleep").status_code == 200
+
+        def command(*words: str) -> str:
+            done = run(*words, f"{url}/v1", OPENAI_API_KEY="secret")
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        assert "seconds: " in command("sleep")
         assert [it["state"] for it in of_each("status")] == ["sleeping"] * 2
-        assert post("/wake_up").status_code == 200
+        assert "seconds: " in command("wake")
         assert [it["state"] for it in of_each("status")] == ["running"] * 2
+        assert "tensor_parallel_size: 2" in command("resize", "2")
+        assert [len(it["pids"]) for it in of_each("status")] == [2, 2]
         assert post("/flush_cache").status_code == 200
         pid = max(processes("ServeReplica:replicas"))
         os.kill(pid, signal.SIGKILL)
