@@ -77,17 +77,19 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class CheckpointInUse:
-    """The weights of a replica."""
+class ReplicaState:
+    """What operators have changed of a replica since its start."""
 
     start: tuple[str, str | None]
     """Model and revision of its config file."""
     source: dict[str, Any]
-    """Arguments of `update_weights` that lead to these weights."""
+    """Arguments of `update_weights` that lead to the weights of now."""
+    size: int | None
+    """The number of ranks of the last resize. None if there was no resize."""
 
     @property
-    def is_other(self) -> bool:
-        """Whether these are not the weights of the start."""
+    def has_other_weights(self) -> bool:
+        """Whether the weights are not those of the start."""
         return (self.source["model"], self.source["revision"]) != self.start or bool(self.source["version"])
 
     def starts_as(self, spec: EngineSpec) -> bool:
@@ -112,6 +114,7 @@ class CoordinatorActor:
         self._coordinator: Coordinator | None = None
         self._changing = threading.Lock()
         self._sleep: Sleep | None = None
+        self._size: int | None = None  # of the last resize
         self._platforms: list[str] = []  # by rank
         self._guides = RequestGuides(spec.model.vocab_size, spec.model.eos_token_ids, self._wake)
 
@@ -217,7 +220,9 @@ class CoordinatorActor:
         """Changes the number of ranks to `size` while the engine runs, and returns when they run. Errors are those of
         `cluster.engine.resizing.resize`."""
         with self._one_change() as coordinator:
-            return resize(size, self._spec.given, coordinator)
+            resized = resize(size, self._spec.given, coordinator)
+            self._size = resized.size
+            return resized
 
     @ray.method(concurrency_group="ctl")
     def update_weights(self, model: str | None = None, **how: Any) -> WeightsChanged | None:
@@ -228,14 +233,15 @@ class CoordinatorActor:
             return change_weights(coordinator, self._spec, self._platforms, model, **how)
 
     @ray.method(concurrency_group="ctl")
-    def checkpoint(self) -> CheckpointInUse | None:
-        """The weights that answer requests now. None before the start, and if they came from a trainer's memory."""
+    def state_in_app(self) -> ReplicaState | None:
+        """What another replica needs to become like this one. None before the start, and if the weights came from a
+        trainer's memory."""
         if self._coordinator is None or self._coordinator.ranks.starter.is_in_memory:
             return None
         start, now, weights = self._spec.config, self._coordinator.ranks.starter.config, self._coordinator.weights
         version = "" if weights is None else weights.version
         source = {"model": now.model, "revision": now.revision, "version": version}
-        return CheckpointInUse((start.model, start.revision), source)
+        return ReplicaState((start.model, start.revision), source, self._size)
 
     @ray.method(concurrency_group="ctl")
     def flush_cache(self) -> None:

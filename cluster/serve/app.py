@@ -90,7 +90,7 @@ class Engine:
             raise
         self._engine = await starting
         self._model: ServedModel = await self._engine.open_model(tokenizer)
-        await self._engine.take_weights_of_app()
+        await self._engine.become_like_others()
         await self._model.grammars.start()
         self._watching = asyncio.gather(self._stop_watch.run(), self._end_with_engine())
         # The start's objects stay, so collections can skip them. They would otherwise delay every stream.

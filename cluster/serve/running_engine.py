@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.engine.coordinator_actor import CheckpointInUse, CoordinatorActor, EngineFacts
+from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts, ReplicaState
 from cluster.engine.engine_spec import EngineSpec
 from cluster.engine.fingerprint import system_fingerprint
 from cluster.engine.preflight import find_tokenizer, read_model
@@ -211,7 +211,7 @@ class RunningEngine:
         if model is None:
             of_tensors: WeightsChanged | None = await _answer(self.coordinator.update_weights.remote(**how))
             return of_tensors
-        before = await self._on_every_replica(lambda it: it.checkpoint.remote())
+        before = await self._on_every_replica(lambda it: it.state_in_app.remote())
         outcomes = await self._on_every_replica(lambda it: it.update_weights.remote(model, **how))
         failed = {name: it for name, it in outcomes.items() if isinstance(it, LockstepError)}
         if not failed:
@@ -224,14 +224,21 @@ class RunningEngine:
         name, error = next(iter(failed.items()))
         raise type(error)(str(error) if len(outcomes) == 1 else f"{name}: {error}")
 
-    async def take_weights_of_app(self) -> None:
-        """Changes to the weights that the app's other replicas have taken since their start, if they began with the
-        weights of this one."""
-        known = await self._on_every_replica(lambda it: it.checkpoint.remote())
-        for checkpoint in known.values():
-            if isinstance(checkpoint, CheckpointInUse) and checkpoint.is_other and checkpoint.starts_as(self.spec):
-                await _answer(self.coordinator.update_weights.remote(**checkpoint.source))
-                return
+    async def become_like_others(self) -> None:
+        """Takes the weights and the number of ranks that operators have given to the app's other replicas since their
+        start, if these started like this one. Warns if this replica cannot have that number of ranks."""
+        known = await self._on_every_replica(lambda it: it.state_in_app.remote())
+        for name, state in known.items():
+            if name == self.name or not isinstance(state, ReplicaState) or not state.starts_as(self.spec):
+                continue
+            if state.has_other_weights:
+                await _answer(self.coordinator.update_weights.remote(**state.source))
+            if state.size is not None:
+                try:
+                    await self.resize(state.size)
+                except ConfigError as error:
+                    logger.warning("this replica has another number of ranks than the app's others: %s", error)
+            return
 
     async def flush_cache(self) -> None:
         """Drops the cached prompts of every replica of the app that no running request uses."""

@@ -95,7 +95,7 @@ def test_an_operators_change_reaches_every_replica_and_those_that_start_later(
         return ray.get([getattr(it, call).remote() for it in coordinators("replicas").values()])
 
     def versions() -> list[str]:
-        return [it.source["version"] for it in of_each("checkpoint") if it is not None]
+        return [it.source["version"] for it in of_each("state_in_app") if it is not None]
 
     with serving(endpoint, autoscaling_config=None, num_replicas=2, server=server) as url:
         wait_for(lambda: num_replicas() == 2, 120, "two replicas")
@@ -132,6 +132,7 @@ def test_an_operators_change_reaches_every_replica_and_those_that_start_later(
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: pid not in processes("ServeReplica:replicas"), 30, "the end of a replica")
         wait_for(lambda: num_replicas() == 2 and versions() == ["two", "two"], 120, "a replica with the app's weights")
+        assert [len(it["pids"]) for it in of_each("status")] == [2, 2]
 
 
 @pytest.mark.exhaustive
