@@ -176,6 +176,14 @@ def test_a_replica_learns_within_a_second_that_a_client_has_left(proxy: Proxy, p
     assert proxy.replica.was_left.wait(1.0)
 
 
+def test_a_client_that_closes_its_sending_side_counts_as_gone(proxy: Proxy) -> None:
+    """docs/guides/deploy.md says so."""
+    with proxy.connect() as client:
+        client.sendall(b"GET /silent HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.shutdown(socket.SHUT_WR)
+        assert b"".join(iter(lambda: client.recv(1 << 16), b"")).startswith(b"HTTP/1.1 400 ")
+
+
 def test_thousands_of_half_open_connections_keep_nobody_waiting(proxy: Proxy) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * NUM_HALF_OPEN)), hard))
