@@ -114,7 +114,7 @@ class CoordinatorActor:
         self._coordinator: Coordinator | None = None
         self._changing = threading.Lock()
         self._sleep: Sleep | None = None
-        self._size: int | None = None  # of the last resize
+        self._size: int | None = None  # number of ranks of the last resize
         self._platforms: list[str] = []  # by rank
         self._guides = RequestGuides(spec.model.vocab_size, spec.model.eos_token_ids, self._wake)
 

@@ -118,6 +118,6 @@ def test_replicas_are_given_once() -> None:
 
 
 def test_options_of_a_deployment_that_does_not_exist_are_refused() -> None:
-    with pytest.raises(ConfigError, match="names Server; the application has one deployment, Engine"):
+    with pytest.raises(ConfigError, match="names Server; name only its one deployment, Engine"):
         _engine_options({"args": {}, "deployments": [{"name": "Server", "num_replicas": 2}]})
     assert _engine_options({"args": {}}) == {}

@@ -99,7 +99,9 @@ def test_the_activation_of_the_gate_scales_the_up_projection(hidden_act: str, de
 
 
 def test_refuses_an_activation_it_does_not_know() -> None:
-    with pytest.raises(ConfigError, match="hidden_act=swish7 is not one of gelu, gelu_pytorch_tanh, silu"):
+    with pytest.raises(
+        ConfigError, match="hidden_act=swish7 is not supported; supported are gelu, gelu_pytorch_tanh, silu"
+    ):
         ActAndMul("swish7")
 
 
