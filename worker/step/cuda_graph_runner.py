@@ -118,7 +118,7 @@ class CudaGraphRunner:
         self._passes[name, shape], _ = self._record(run)
 
     def has_pass(self, name: str, shape: StepShape) -> bool:
-        """Whether `replay_pass` has this pass."""
+        """Whether this pass is captured, so that `replay_pass` can run it."""
         return (name, shape) in self._passes
 
     def replay_pass(self, name: str, shape: StepShape) -> None:
@@ -136,8 +136,8 @@ class CudaGraphRunner:
         return is_due
 
     def close(self) -> None:
-        """Drops the graphs, even if a traceback still refers to this object, since the abort of the group's NCCL
-        communicator waits until they are gone. They may be running."""
+        """Drops the graphs, which may be running, even if a traceback still refers to this object. The abort of the
+        group's NCCL communicator waits until they are gone."""
         for graph in (*(captured.graph for captured in self._captured.values()), *self._passes.values()):
             graph.reset()
         self._captured.clear()

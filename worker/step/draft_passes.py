@@ -1,15 +1,15 @@
 """The draft head's passes after a step: one over all tokens of the step, and one for each draft after the first.
 
 The first pass stores the head's keys and values in the pages that hold the model's. The head needs the token after each
-input: the next input, or the sampled token. After a chunk that is not the last, that token is not known here. After a
-shared page of a prefix, it differs between requests. In both cases the head reads a wrong token. This makes drafts
+input: the next input, or the sampled token. After a chunk that is not the last, this rank does not know the next token.
+After a page of a shared prefix, requests differ in it. In both cases the head reads a wrong token. This makes drafts
 worse, but no answer depends on drafts.
 
 If the backend plans nothing for decodes on the host, passes are CUDA graphs, and the host neither copies nor waits
 between them. The first pass has its own graph of the step's shape, since rows with filters or adjustments have their
 final tokens only after the step's graph. The first pass is eager after eager steps, and after prompts, which take
-longer to run than to launch. Each pass after the first replays the graph for that number of rows, which advances the
-rows.
+longer to run than to launch. Each pass after the first replays one graph, which first moves every row on by one
+position.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ class DraftPasses:
         self._inputs.take_drafts(upload(frame.rows[is_sampled].astype(np.int64), drafts.device), drafts)
 
     def _more(self, frame: StepFrame, wanted: Int32Array) -> Iterator[torch.Tensor]:
-        """Yields the drafts, [num_rows] int64, of each pass after the first. Rows that want fewer have no valid one."""
+        """Yields the drafts, [num_rows] int64, of each pass after the first. A row that wants fewer drafts gets
+        meaningless ones."""
         num_rows, most = len(wanted), int(wanted.max())
         if most == 1:
             return

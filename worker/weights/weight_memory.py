@@ -157,8 +157,8 @@ class WeightMemory:
         self._write_note(staged._note)
 
     def _write_note(self, note: str) -> None:
-        """Writes `note` with the weights in persistent memory. An empty note marks them invalid. It must be written
-        before they are changed in place."""
+        """Writes `note` with the weights in persistent memory. An empty note marks the weights invalid. Write it before
+        changing them in place."""
         self._note = note
         if self._persistent is not None:
             self._persistent.write_note(_REST, note)
