@@ -35,7 +35,7 @@ class CpuBackend(AttentionBackend):
     """Attention by attention/kernels/cpu_attention.c, for every row of every step. The kernel reads keys directly from
     the pool.
 
-    The bits of an answer depend only on its query, the keys that it sees, and their positions in the row.
+    The bits of an output depend only on its query, the keys that the query sees, and their positions in the row.
 
     Args:
         exact: has no effect, because the kernel is always exact.
@@ -137,7 +137,7 @@ def _mask(ranges: Int64Array, batch: ForwardBatch, visible: VisibleRange) -> Non
     for row in np.flatnonzero(starts >= 0):
         prefix_len, num_tokens = batch.prefix_lens[row], batch.extend_lens[row]
         tokens = slice(batch.cu_seqlens_q[row], batch.cu_seqlens_q[row + 1])
-        # Window and chunk hide no new token from another one here.
+        # Between new tokens, only the mask decides: window and chunk hide none of them.
         ranges[tokens, 0] = np.minimum(visible.first_keys(positions[tokens]), prefix_len)
         ranges[tokens, 1] = batch.seq_lens[row]
         ranges[tokens, 2] = prefix_len
@@ -145,8 +145,8 @@ def _mask(ranges: Int64Array, batch: ForwardBatch, visible: VisibleRange) -> Non
 
 
 def _blocks(batch: ForwardBatch, most_tokens: int) -> Int64Array:
-    """Cuts rows into blocks of at most `size` tokens. Returns [num_blocks, 3]: the row, its first token in the block,
-    the end."""
+    """Cuts rows into blocks of at most `most_tokens` tokens. Returns [num_blocks, 3]: the row, its first token in the
+    block, the end."""
     counts = -(-batch.extend_lens // most_tokens)
     rows = np.repeat(np.arange(batch.batch_size), counts)
     firsts = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -15,7 +15,7 @@ from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import ANY_LEN, FEW_ROWS, StepShape
 
-_UNSPLIT_KEYS = 8  # the longest row's length, for each token of a shape that does not split keys
+_UNSPLIT_KEYS = 8  # keys of the longest row, per token of the shape, up to which a captured shape does not split keys
 
 
 @register("fa3")

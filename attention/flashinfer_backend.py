@@ -58,7 +58,7 @@ class _Mask(NamedTuple):
 
     packed: torch.Tensor
     begins: torch.Tensor
-    """`pack_mask` writes both tensors."""
+    """Both tensors are written by `pack_mask`, which describes them."""
     max_len: int
     """Largest number of new tokens of a row."""
 
@@ -72,7 +72,8 @@ class FlashInferBackend(AttentionBackend):
 
     Args:
         prompt_kernels: kernels for steps with prompts only, and for captured steps with few rows. If None, fa3 on
-            Hopper, else fa2. All other steps with prompts or masks, and FP8, use fa2.
+            Hopper, but fa2 on other GPUs and for FP8 pools. All other steps with prompts, and steps with masks, use
+            fa2.
 
     Raises:
         ConfigError: FlashInfer is not installed, or its kernels cannot be compiled or run here.
@@ -243,8 +244,8 @@ class FlashInferBackend(AttentionBackend):
         captured = self._captured[shape]
         num_rows = {self._list_of(it): it.num_rows(shape) for it in self._geometries}
         inputs = self._inputs(captured.indices, prefix_lens, extend_lens, num_rows)
-        # FlashInfer copies its inputs to the buffers that it was created with. They are the same memory here, and
-        # FlashInfer detects that.
+        # FlashInfer copies its inputs to the buffers that it was created with, but detects that these are the same
+        # memory.
         indices = {which: it[: inputs[which].num_pages] for which, it in captured.indices.items()}
         self._plan(captured.kernels, captured.wrappers, inputs, indices, shape)
 
@@ -260,7 +261,7 @@ class FlashInferBackend(AttentionBackend):
         """Plans each of `wrappers`.
 
         Args:
-            shape: of the graph that will run the plan. None for an eager step.
+            shape: shape of the graph that will run the plan. None for an eager step.
             masks: None if all rows are causal.
         """
         pool = self.token_to_kv_pool
@@ -316,7 +317,7 @@ class FlashInferBackend(AttentionBackend):
 
     def _is_full(self, shape: StepShape, geometry: Geometry) -> bool:
         """Whether a graph of `shape` has enough programs without splitting keys. Its grid is fixed at capture. With
-        split keys, every answer goes through memory and a second kernel, even if the plan splits none. FlashInfer makes
+        split keys, every output goes through memory and a second kernel, even if the plan splits none. FlashInfer makes
         no more pieces than the GPU can run at once."""
         num_tiles = shape.num_rows + (0 if shape.is_decode else shape.num_tokens * geometry.group // _TILE)
         return num_tiles * geometry.num_k_heads >= _PROGRAMS_OF_SM * self._library.num_sms

@@ -85,8 +85,8 @@ class Geometry:
 class PlanInputs:
     """The planner's input for one step: int32 arrays on the host, because FlashInfer would wait for device tensors.
 
-    If layers have a chunk, the part of a row inside one chunk is a separate row here, and its pages begin with that
-    chunk.
+    If layers have a chunk, the part of a row inside one chunk is a separate row here, and its pages begin where the
+    chunk begins.
     """
 
     qo_indptr: torch.Tensor
@@ -131,8 +131,8 @@ class PlanInputs:
 
 
 def _cut(prefix_lens: Int64Array, extend_lens: Int64Array, chunk: int) -> tuple[Int64Array, Int64Array]:
-    """Cuts rows at chunk boundaries. Returns the row of each part, the tokens before the part in its chunk, and its new
-    tokens."""
+    """Cuts rows at chunk boundaries. Returns, for each part, the number of tokens before it in its chunk, and of its
+    new tokens."""
     seq_lens, first = prefix_lens + extend_lens, prefix_lens // chunk
     counts = np.maximum(-(-seq_lens // chunk) - first, 1)
     row = np.repeat(np.arange(len(counts)), counts)

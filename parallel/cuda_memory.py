@@ -46,8 +46,8 @@ class _Access(ctypes.Structure):
 
 
 class _Mapping:
-    """Mapped device memory. It is unmapped with its last tensor, when nothing on the device may use it any more. Raises
-    EngineError if the driver cannot map it."""
+    """Mapped device memory. It is unmapped with its last tensor, when nothing on the device may use the memory any
+    more. Raises EngineError if the driver cannot map it."""
 
     def __init__(self, handle: ctypes.c_uint64, num_bytes: int, device: int) -> None:
         self._pointer = ctypes.c_uint64()

@@ -7,8 +7,8 @@ created.
 A small sum needs one meeting of the ranks, because there are two small buffers: a rank writes buffer p again for the
 sum after next. Before that, its next sum has waited for all other ranks, and they came to that sum only after reading
 buffer p. A large sum needs two meetings, and no rank leaves before all have read, so one buffer is enough. Exchanged
-rows use two halves that alternate like the small buffers, for each program by itself. Any collective between two small
-sums separates them too.
+rows use two halves, which each program alternates for itself like the small buffers. Any other collective between two
+small sums is such a meeting too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SHARED_UNIT = 1 << 16  # a multiple of 256 bytes for each program
 
 @dataclass(frozen=True, slots=True)
 class PeerSizes:
-    """Upper bounds of one step's collectives. Larger ones are sent in pieces, or use gathers."""
+    """Upper bounds of one step's collectives. Larger sums and lookups are sent in pieces, or use gathers."""
 
     rows: int = 0
     """Rows of a sum, or ids of a lookup."""
@@ -144,7 +144,8 @@ class PeerMemory:
         self._abort_reason = ""
         self._turn = 0
         self._sums: dict[tuple[tuple[int, int], torch.dtype | SumTree, int], FusedSum] = {}
-        # Flags, two small buffers, two halves for exchanged rows, norm scales, and the large buffer.
+        # Offsets in the memory of flags, two small buffers, two halves for exchanged rows, norm scales, and the large
+        # buffer.
         self._small = FLAG_BYTES
         self._shared = self._small + 2 * _SMALL_BYTES
         self._half_bytes = _half_bytes(sizes)
@@ -213,7 +214,7 @@ class PeerMemory:
             out.view(self._size, -1).view(torch.uint8).copy_(into.view(torch.uint8)[:, : len(flat)])
 
     def look_up(self, ids: Tensor, row_of: Tensor, rows: Tensor) -> Tensor | None:
-        """The rows of `ids`, see the kernel `look_up`. None if they do not fit in the memory."""
+        """The rows of `ids`, found by the kernel `look_up`. None if the memory is too small for them."""
         sizes, row_bytes = self._sizes, rows.shape[1] * rows.element_size()
         if len(ids) > sizes.rows or row_bytes > sizes.row_bytes or row_bytes % _ROW_ALIGNMENT:
             return None

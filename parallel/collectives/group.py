@@ -39,7 +39,8 @@ class TensorParallelGroup:
         self.size = size
         self.device = device
         self._collectives = collectives
-        self._meet: Callable[[Store, int], Collectives] | None = None  # for several ranks
+        # Meets the ranks of a generation; None in a group of one rank
+        self._meet: Callable[[Store, int], Collectives] | None = None
 
     @classmethod
     def create(
@@ -127,21 +128,22 @@ class TensorParallelGroup:
         return cls(rank=rank, size=size, device=device, collectives=collectives)
 
     def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
-        """The next sum of this shape, if the fastest way is to sum inside the norm kernel that follows. None otherwise.
+        """A pending sum of this shape that the norm kernel after it finishes. None if that is not the fastest way to
+        sum.
 
         The producer writes `summand`, then calls `add_norm` before any other call for a sum. All ranks ask with the
         same shape. Each step (or graph replay) must begin with another collective, or have an even number of these
         sums: see PeerMemory.
 
         Args:
-            of: the dtype of the summands, or the tree of the summed nodes. The bits are those of any other way to sum
-                them.
+            of: the dtype of the summands, or the tree of the summed nodes. A tree gives the same bits as in
+                `sum_nodes`.
         """
         return None if self._collectives is None else self._collectives.partial_sum(shape, of)
 
     def look_up(self, ids: Tensor, row_of: Tensor, rows: Tensor) -> Tensor | None:
-        """Looks up rows of a matrix with rows divided among the ranks. None if summing each rank's contribution is used
-        instead.
+        """Looks up rows of a matrix with rows divided among the ranks. None if the group cannot: then sum the rows that
+        each rank contributes.
 
         Args:
             ids: [num_ids] int64.
@@ -237,10 +239,10 @@ class _Closed:
         raise EngineError("the tensor-parallel group is closed; please report this bug")
 
     def abort(self, reason: str) -> None:
-        """Nothing is left to end."""
+        """Does nothing, as no collective is left to end."""
 
     def close(self) -> None:
-        """Already left."""
+        """Does nothing, as the group is closed already."""
 
 
 def _check_multicast_is_off() -> None:

@@ -29,7 +29,7 @@ class Collectives(ABC):
         self._size = size
 
     def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
-        """The next sum of this shape, if it is best done inside the norm kernel that follows. None otherwise.
+        """A pending sum of this shape that the norm kernel after it finishes. None if that is not the best way to sum.
 
         Args:
             of: the dtype of the summands, or the tree of the summed nodes.
@@ -48,7 +48,7 @@ class Collectives(ABC):
         return x
 
     def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
-        """fp32 memory from which `sum_nodes` is fastest, valid until the next other call. None if any memory is as
+        """fp32 memory from which `sum_nodes` is fastest, valid until another method is called. None if any memory is as
         fast."""
         return None
 

@@ -83,12 +83,13 @@ class RowParallelLinear:
         return _row_groups(self._weight)
 
     def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        """The sum, valid as long as RankSum says."""
+        """[num_tokens, out_features]: the sum over the ranks, with the bias."""
         y = self._sum(len(x), lambda out: self.partial(x, out))
         return y if self._bias is None else y.add_(self._bias)
 
     def for_norm(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | PartialSum:
-        """The input of `RMSNorm.add`. The layer must have no bias, because a bias is added to the finished sum."""
+        """The input of `RMSNorm.add`. If the layer has a bias, it is the finished sum, because the bias is added to
+        that."""
         return self(x) if self._linear.bias else self._sum.for_norm(len(x), lambda out: self.partial(x, out))
 
     def partial(self, x: torch.Tensor | Fp8Rows, out: torch.Tensor | None = None) -> torch.Tensor:

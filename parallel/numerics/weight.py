@@ -92,7 +92,8 @@ class Fp8Weight:
         return self._product(x, torch.float32, out)
 
     def row_groups(self) -> Groups | None:
-        """The groups in which the producer of the input may quantise its rows. None if only the product can."""
+        """The groups of columns in which the code that makes the input may quantise its rows. None if only the product
+        may."""
         from parallel.numerics.kernels.fp8_gemm import row_groups
 
         return row_groups(self._weight)
@@ -149,7 +150,8 @@ class ChainWeight:
 class NodeWeight:
     """Computes a rank's nodes of an exact sum [num_nodes, num_tokens, out_features] fp32 on a GPU, like CpuLeaves.
 
-    If `out` has more parts, they are those of `node_gemm.subtrees`, which saves a kernel.
+    If `out` has more parts than nodes, the parts of `node_gemm.subtrees` are computed, which saves a kernel that adds
+    them.
     """
 
     __slots__ = ("_nodes", "_weight", "_width")
@@ -206,7 +208,8 @@ class CpuLeaves:
     """Computes a rank's nodes of an exact sum [num_nodes, num_tokens, out_features]; a leaf has `width` inputs.
 
     Args:
-        weight: [out_features, in_features of this rank], as CpuWeight takes it.
+        weight: [out_features, in_features of this rank]. It may be packed in place, so the caller must not use it any
+            more.
         nodes: ranges of this rank's leaves.
     """
 

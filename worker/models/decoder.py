@@ -166,7 +166,7 @@ class Decoder:
 
     @property
     def num_local_logits(self) -> int:
-        """Columns of `local_logits`: this rank's vocabulary span."""
+        """Number of columns of `local_logits`: the size of this rank's vocabulary span."""
         return self._lm_head.num_local_columns
 
     def local_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
