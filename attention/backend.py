@@ -40,8 +40,7 @@ class AttentionBackend(ABC):
     step, `prepare_capture` is called instead, and `prepare_replay` before each replay.
 
     configs/attention.py says which layers and steps a backend serves. Constructors and steps do not check this again,
-    except for features that only some builds of a package have. Backends with `Feature.EXACT` take the argument
-    `exact`.
+    except for features that only some builds of a package have. Those with `Feature.EXACT` take the argument `exact`.
     """
 
     captures_cuda_graphs: bool = False
@@ -80,8 +79,8 @@ class AttentionBackend(ABC):
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
         """Prepares for the capture of a step of `shape`, one of `capture_shapes`.
 
-        The tensors of `batch` are static. Its host arrays belong to no particular step. Kernels that this method queues
-        are captured too.
+        The tensors of `batch` are static. Its host arrays belong to no particular step. Kernels queued here are
+        captured too.
         """
         self.init_forward_metadata(batch)
 
@@ -114,7 +113,7 @@ class AttentionBackend(ABC):
         """Applies norms and rotary embedding to the new tokens' heads, writes their K and V to the pool, and attends.
 
         Args:
-            qkv: [num_tokens, (tp_q_head_num + 2 * tp_k_head_num) * head_dim], contiguous. The query columns may be
+            qkv: [num_tokens, (tp_q_head_num + 2 * tp_k_head_num) * head_dim], contiguous. The queries may be
                 overwritten.
             rotation: the rotary embedding at the batch's positions.
             norms: norms of query and key heads, or None if the layer has none.
@@ -127,8 +126,7 @@ class AttentionBackend(ABC):
         return self.attend(q, layer)
 
     def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
-        """Attends over a pool that already holds the new tokens' latents. Only backends with `Feature.LATENT` implement
-        this.
+        """Attends over a pool that already holds the new tokens' latents. Only for backends with `Feature.LATENT`.
 
         Args:
             q: [num_tokens, tp_q_head_num, nope_dim + rope_dim], the last columns after the rotary embedding.
@@ -151,8 +149,7 @@ class AttentionBackend(ABC):
 
         Args:
             q: [num_tokens, tp_q_head_num, nope_dim + rope_dim]. The rotary embedding is applied in place.
-            latents: [num_tokens, latent_dim + rope_dim]: the latent before its norm, and the key before its rotary
-                embedding.
+            latents: [num_tokens, latent_dim + rope_dim]: the latent before its norm, and the key before its rotation.
             rotation: the rotary embedding at the batch's positions.
 
         Returns:

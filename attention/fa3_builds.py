@@ -70,8 +70,7 @@ class FA3Provider(ABC):
 
         Args:
             q: [num_tokens, tp_q_head_num, head_dim] bf16 or fp16; the last dimension is contiguous.
-            k_pages: [num_pages, page_size, tp_k_head_num, head_dim] in q's dtype. `v_pages` has the same shape and
-                dtype.
+            k_pages: [num_pages, page_size, tp_k_head_num, head_dim] in q's dtype. `v_pages` has the same shape.
             paged: `page_table` is read up to each row's last page. FA3 chooses the number of splits from its width
                 times page_size, so keep one width if results must be equal bit for bit.
             layer: its scale, window, chunk and softcap are applied. Positions count from the start of the row: the
@@ -81,8 +80,7 @@ class FA3Provider(ABC):
                 with the values are added to the scores. Keys may then have another width than values, and keys and
                 values may be parts of one tensor.
             num_splits: largest number of pieces of a row's keys. 0 lets FA3 choose: up to 19 times as fast as one piece
-                for one row of 32k tokens (H200, two KV heads), but a row's last bits then depend on the rest of the
-                batch.
+                for one row of 32k tokens (H200, two KV heads), but a row's last bits then depend on the batch.
             out: [num_tokens, tp_q_head_num, columns of a value], written. If None, a new tensor.
 
         Returns:
@@ -169,8 +167,7 @@ class SglKernel(FA3Provider):
 
 
 class FlashAttention3(FA3Provider):
-    """FA3's own package, called through its operator: its Python function has no `out` and allocates two more
-    tensors."""
+    """FA3's own package, called through its operator: its Python function has no `out` and allocates more."""
 
     name = "flash_attention_3"
 

@@ -72,8 +72,7 @@ class FlashInferBackend(AttentionBackend):
 
     Args:
         prompt_kernels: kernels for steps with prompts only, and for captured steps with few rows. If None, fa3 on
-            Hopper, but fa2 on other GPUs and for FP8 pools. All other steps with prompts, and steps with masks, use
-            fa2.
+            Hopper, but fa2 on other GPUs and for FP8 pools. All other steps with prompts or masks use fa2.
 
     Raises:
         ConfigError: FlashInfer is not installed, or its kernels cannot be compiled or run here.
@@ -101,11 +100,10 @@ class FlashInferBackend(AttentionBackend):
         self._prompt_kernels: Kernels = prompt_kernels or ("fa3" if has_fa3 else "fa2")
         self._geometry_of = {layer.layer_id: Geometry.of(layer) for layer in layers}
         self._geometries = tuple(dict.fromkeys(self._geometry_of.values()))
-        # Zeros, as FlashInfer requires. All wrappers share this buffer: each kernel reads its contents before the next
-        # one writes.
+        # Zeros, as FlashInfer requires. All wrappers share this buffer: each kernel reads it before the next one
+        # writes.
         self._float_workspace = torch.zeros(_FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        # A plan stays in its buffer for one step. Plans of the same step need separate buffers; different steps share
-        # them.
+        # A plan stays in its buffer for one step. Plans of one step need separate buffers; steps share them.
         self._int_workspaces = {
             geometry: torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             for geometry in self._geometries
@@ -180,7 +178,7 @@ class FlashInferBackend(AttentionBackend):
         return self._prompt_kernels if mode is ForwardMode.EXTEND else "fa2"
 
     def _list_of(self, geometry: Geometry, *, masked: bool = False) -> _Listed:
-        """The page list for `geometry`. With a mask (`masked`), the mask hides tokens outside chunks, so all pages are
+        """The page list for `geometry`. With a mask (`masked`), the mask hides tokens outside chunks: all pages are
         listed."""
         windowed = geometry.window is not None and self.token_to_kv_pool.num_window_pages is not None
         return _Listed(windowed, None if masked else geometry.chunk)
@@ -244,8 +242,7 @@ class FlashInferBackend(AttentionBackend):
         captured = self._captured[shape]
         num_rows = {self._list_of(it): it.num_rows(shape) for it in self._geometries}
         inputs = self._inputs(captured.indices, prefix_lens, extend_lens, num_rows)
-        # FlashInfer copies its inputs to the buffers that it was created with, but detects that these are the same
-        # memory.
+        # FlashInfer copies its inputs to the buffers that it was created with, but detects that these are the same.
         indices = {which: it[: inputs[which].num_pages] for which, it in captured.indices.items()}
         self._plan(captured.kernels, captured.wrappers, inputs, indices, shape)
 

@@ -40,12 +40,12 @@ class AttentionConfig(_Section):
 
     backend: AttentionBackendName = "auto"
     """auto: the fastest measured backend that serves the model, or without a measurement fa3 on Hopper GPUs, triton on
-    other GPUs and for float32, and cpu on CPUs, which needs a C compiler. The log says why a faster one is not used.
-    flashinfer needs its package, and nvcc, on every node."""
+    other GPUs and for float32, and cpu on CPUs, which needs a C compiler. The log says why a faster backend is not
+    used. flashinfer needs its package, and nvcc, on every node."""
     prefill_backend: AttentionBackendName | None = None
-    """For steps in which some request has several tokens. None: `attention.backend`."""
+    """Backend for steps in which some request has several input tokens. None: `attention.backend`."""
     decode_backend: AttentionBackendName | None = None
-    """For steps in which every request has one token. None: `attention.backend`."""
+    """Backend for steps in which every request has one input token. None: `attention.backend`."""
 
 
 class KVCacheConfig(_Section):
@@ -61,11 +61,13 @@ class KVCacheConfig(_Section):
     memory_bytes: int | None = Field(None, ge=1)
     """Bytes of a rank's KV pool. None: `memory_fraction` of the memory that is free after loading."""
     memory_fraction: float | None = Field(None, gt=0.0, le=1.0)
-    """Share of a rank's free memory (after weights, activations and CUDA graphs) that its KV pool takes, if the two
-    settings above are None. None: 0.9 on CUDA, and 0.3 on CPU, where the node's other processes use the same memory."""
+    """Share of a rank's free memory (after weights, activations and CUDA graphs) that its KV pool takes, if
+    `num_tokens` and `memory_bytes` are None. None: 0.9 on CUDA, and 0.3 on CPU, where other processes use the same
+    memory."""
     typical_tokens: int = Field(4096, ge=1)
-    """Tokens of a typical sequence, prompt and answer. It decides the size of the separate pool for layers with a
-    sliding window: half of it doubles that pool and shrinks the other one. Models without such layers ignore it."""
+    """Tokens of a typical sequence, prompt and answer. It decides the size of the window pool, the separate pool for
+    layers with a sliding window: half the value doubles that pool and shrinks the other one. Models without such layers
+    ignore it."""
     enable_prefix_caching: bool = True
     """Keep the pages of finished requests, and reuse them for prompts with the same beginning."""
 
@@ -85,8 +87,8 @@ class SchedulerConfig(_Section):
     """Most prompt tokens of one request in one step. None: `max_num_batched_tokens`. Larger values have no effect."""
     max_num_queued_requests: int = Field(1024, ge=1)
     """Number of waiting sequences above which new requests are refused with 503. The sequences of one HTTP request
-    (prompts times `n`) are accepted or refused together. If nothing waits, they are always accepted. A client with less
-    than its share of the queue may add the same number again."""
+    (prompts times `n`) are accepted or refused together. If nothing waits, they are always accepted. While a client has
+    less than its share of the queue, its requests are accepted up to twice this number."""
     max_num_queued_tokens: int = Field(1 << 20, ge=1)
     """Number of waiting prompt tokens above which new requests are refused with 503. If nothing waits, one request of
     any length is accepted."""
@@ -102,8 +104,8 @@ class SpeculationConfig(_Section):
     """ngram: drafts the tokens that followed the last tokens earlier in the prompt or answer. eagle3: drafts with a
     one-layer head that was trained for the model and reads its hidden states. mtp: drafts with the multi-token
     prediction layer of DeepSeek-V3 or GLM 4.5 checkpoints. A step takes as many drafts as save time, judged by the
-    request's acceptance rate and the measured step times; often that is none. A head of eagle3 or mtp takes a part of
-    every step, and one pass per draft."""
+    request's acceptance rate and the measured step times; often that is none. With eagle3 and mtp, the head makes every
+    step longer, and each draft needs one more pass of the head."""
     model: str | None = None
     """Directory or Hugging Face id of the EAGLE-3 head, in safetensors. With `load_format: dummy` its weights are
     random too."""
@@ -141,8 +143,8 @@ class ParallelConfig(_Section):
     """CPU threads of one rank's kernels. None: the node's cores divided by its ranks, at least 1."""
     spin_us: int | None = Field(None, ge=0)
     """Microseconds that a CPU rank spins, yielding its core, while it waits for the other ranks on its node. Then it
-    sleeps. A rank that waits for the next step spins 50 at most. None: 1000 if the node has a core for every rank, else
-    0."""
+    sleeps. A rank that waits for the next step spins for at most 50. None: 1000 if the node has a core for every rank,
+    else 0."""
     init_timeout_s: float = Field(600.0, gt=0)
     """Seconds for starting the ranks and loading the weights."""
     step_timeout_s: float = Field(120.0, gt=0)
@@ -236,9 +238,9 @@ class ServerConfig(_Section):
     the client to retry. A second interrupt of `cluster serve` skips the wait."""
     api_keys: str | Literal[False] | None = None
     """A file of API keys, one per line: `id:sha256[:role[:requests a minute[:requests at once]]]`. Roles are user,
-    admin and metrics. `:tokens=100000` (tokens a minute) and `:priority=-10..10` (priorities that count against other
-    clients) may follow. `python -m cluster key ID` makes a line. The file is read again when it changes. None: no keys,
-    and only requests from this machine are answered. false: no keys, and all requests are answered."""
+    admin and metrics. `:tokens=100000` (tokens a minute) and `:priority=-10..10` (the range of `priority` that counts
+    against other clients) may follow. `python -m cluster key ID` makes a line. The file is read again when it changes.
+    None: no keys, and only requests from this machine are answered. false: no keys, and all requests are answered."""
     host_names: list[str] = Field(default_factory=list)
     """Host names under which clients may call a server without keys; other names get 403. This keeps web pages from
     reading answers through a DNS name that points at this machine. Always accepted: localhost and loopback addresses;

@@ -9,7 +9,7 @@ from configs.schema import EngineConfig
 
 
 class WeightDtypes(NamedTuple):
-    """The dtypes besides `dtype` in which ranks hold those weights that allow them."""
+    """Whether ranks hold weights in FP8 or MXFP4, if the weights allow it. All other weights are in `dtype`."""
 
     fp8: bool = False
     mxfp4: bool = False
