@@ -79,8 +79,8 @@ class AttentionBackend(ABC):
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
         """Prepares for the capture of a step of `shape`, one of `capture_shapes`.
 
-        The tensors of `batch` are static. Its host arrays belong to no particular step. Kernels queued here are
-        captured too.
+        The tensors of `batch` are static. Its host arrays belong to no particular step. Kernels that this method queues
+        are captured too.
         """
         self.init_forward_metadata(batch)
 
@@ -113,7 +113,7 @@ class AttentionBackend(ABC):
         """Applies norms and rotary embedding to the new tokens' heads, writes their K and V to the pool, and attends.
 
         Args:
-            qkv: [num_tokens, (tp_q_head_num + 2 * tp_k_head_num) * head_dim], contiguous. The queries may be
+            qkv: [num_tokens, (tp_q_head_num + 2 * tp_k_head_num) * head_dim], contiguous. The query columns may be
                 overwritten.
             rotation: the rotary embedding at the batch's positions.
             norms: norms of query and key heads, or None if the layer has none.

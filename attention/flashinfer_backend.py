@@ -298,8 +298,7 @@ class FlashInferBackend(AttentionBackend):
         is_whole = shape is not None and self._is_full(shape, geometry)
         if mask is not None and geometry.window is not None:
             # FlashInfer's window counts from a token's index in its row, but the mask uses positions. This window is
-            # wide enough to hide nothing that the mask shows, and it keeps split keys from including keys after a
-            # tile's own.
+            # wide enough to hide nothing that the mask shows, and it keeps split keys from including later keys.
             window_left += mask.max_len - 1
             is_whole = True
         return {

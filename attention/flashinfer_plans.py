@@ -84,8 +84,7 @@ class Geometry:
 class PlanInputs:
     """The planner's input for one step: int32 arrays on the host, because FlashInfer would wait for device tensors.
 
-    If layers have a chunk, the part of a row inside one chunk is a separate row here, and its pages begin with that
-    chunk's.
+    If layers have a chunk, the part of a row inside one chunk is a separate row here, and its pages begin at the chunk.
     """
 
     qo_indptr: torch.Tensor

@@ -56,8 +56,7 @@ class LayerShard:
         return Span(span.start * cut.width, span.stop * cut.width)
 
     def amount(self, amounts: Amounts) -> int:
-        """The amount on this rank: each axis' amount per index times the rank's indices, plus what every rank holds
-        whole."""
+        """The amount on this rank: amounts per index times the rank's indices, plus what every rank holds whole."""
         return sum(amount * (1 if axis is None else self.spans[axis].size) for axis, amount in amounts.items())
 
 
@@ -116,8 +115,7 @@ class ShardPlan:
 
     @property
     def max_vocab_rows(self) -> int:
-        """The largest number of vocabulary rows on a rank. Every rank pads its logits to this width before they are
-        gathered."""
+        """The largest number of vocabulary rows on a rank. Every rank pads its logits to it to gather them."""
         return max(span.size for span in self.vocab)
 
     def kv_elements_per_token(self, rank: int) -> int:
@@ -140,8 +138,7 @@ class ShardPlan:
         return full, windowed
 
     def weight_elements(self, rank: int) -> int:
-        """Number of weight elements on `rank`: its shards, and what every rank holds whole. A tied LM head counts
-        once."""
+        """Number of weight elements on `rank`: its shards, and what every rank holds whole. A tied head counts once."""
         outer = LayerShard({Axis.VOCABULARY: self.vocab[rank]}).amount(elements_of(self.model.outer_tensors))
         return outer + sum(
             shards[rank].amount(layer.weight_elements)
@@ -149,8 +146,7 @@ class ShardPlan:
         )
 
     def weight_bytes(self, rank: int, config: EngineConfig) -> int:
-        """Bytes of the weights on `rank`, for a resolved `config`. FP8 scales, less than a hundredth, are not
-        counted."""
+        """Bytes of the weights on `rank`, for a resolved `config`. FP8 scales, less than 1 %, are not counted."""
         element_bytes, dtypes = dtype_bytes(config.dtype), weight_dtypes(config, self.model)
         saved = sum(
             sum(saved_bytes(layer, shards[rank], element_bytes, dtypes).values())
@@ -217,8 +213,7 @@ def _deal_heads(axis: HeadGroups, tp_size: int, layer: int, unit: int) -> list[d
         group_spans = list(_spans(_running_total(_deal_evenly(axis.num_groups, tp_size, layer))))
         counts = [span.size * group for span in group_spans]
     else:
-        # Floor or ceiling never gives a KV head more ranks than it has units: ceil(tp_size / num_groups) <= group /
-        # unit.
+        # Floor or ceiling never gives a KV head more ranks than it has units: ceil(tp_size / num_groups) <= group/unit.
         group_spans, counts = [], []
         for head, num_ranks in enumerate(_deal_evenly(tp_size, axis.num_groups, layer)):
             group_spans.extend([Span(head, head + 1)] * num_ranks)

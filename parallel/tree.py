@@ -87,7 +87,7 @@ class SumTree:
     @classmethod
     @functools.cache
     def joined(cls, first: SumTree, second: SumTree) -> SumTree:
-        """A tree that adds the roots of two trees. A rank's nodes are its nodes of the first tree, then those of the
+        """A tree that adds the roots of two trees. A rank's nodes are those of the first tree, then those of the
         second."""
         covers = tuple(a + b for a, b in zip(first.covers, second.covers, strict=True))
         numbers: tuple[list[int], list[int]] = ([], [])  # index of each tree's values among those of the joined tree

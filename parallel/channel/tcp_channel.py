@@ -77,12 +77,11 @@ class Connection:
         return self._take(LENGTH.size, length, deadline, bound)
 
     def fail(self, reason: str) -> None:
-        """Tells the peer the reason if the stream still works, then shuts down both directions, which wakes blocked
+        """Tells the peer the reason if the stream still works, then shuts down both directions, to wake blocked
         threads."""
         self._death = self._death or reason
         text = reason.encode()[:_MAX_REASON_BYTES]
-        # A running send may hold the lock until its deadline. Then the reason is not sent, and the shutdown ends the
-        # send.
+        # A running send may hold the lock until its deadline. Then only the shutdown ends it, without the reason.
         locked = self._write_lock.acquire(timeout=0.1)
         try:
             if locked:

@@ -144,8 +144,7 @@ class PeerMemory:
         self._abort_reason = ""
         self._turn = 0
         self._sums: dict[tuple[tuple[int, int], torch.dtype | SumTree, int], FusedSum] = {}
-        # Offsets in the memory of flags, two small buffers, two halves for exchanged rows, norm scales, and the large
-        # buffer.
+        # Offsets of flags, two small buffers, two halves for exchanged rows, norm scales, and the large buffer.
         self._small = FLAG_BYTES
         self._shared = self._small + 2 * _SMALL_BYTES
         self._half_bytes = _half_bytes(sizes)
@@ -233,7 +232,7 @@ class PeerMemory:
         self._words[0] = 1
 
     def check_alive(self) -> None:
-        """Raises EngineError(reason) after `abort`, and DeadlineError after a call that gave up. Results since then are
+        """Raises EngineError(reason) after `abort`, and DeadlineError after a call that gave up. Later results are
         wrong."""
         if self._words[0]:
             raise EngineError(self._abort_reason)
@@ -271,8 +270,7 @@ def way_of(
 
 
 def _half_bytes(sizes: PeerSizes) -> int:
-    """Bytes of each half for exchanged rows. All programs have equal areas, each for the largest number of rows of a
-    program."""
+    """Bytes of each half for exchanged rows. All programs have equal areas, each for the most rows of a program."""
     rows = -(-sizes.rows // MAX_PROGRAMS) * MAX_PROGRAMS
     return max(-(-rows * sizes.row_bytes // _SHARED_UNIT) * _SHARED_UNIT, _MIN_SHARED_BYTES)
 

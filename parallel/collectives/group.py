@@ -64,8 +64,7 @@ class TensorParallelGroup:
             timeout_s: deadline of the meeting and of each collective: parallel.step_timeout_s.
             generation: prefix of the store's keys, so that a rebuilt group never reads keys of an earlier one.
             spin_us: microseconds that a waiting rank spins before it sleeps. Only shared_memory spins.
-            sizes: upper bounds of a step's collectives, for which symmetric_memory allocates memory. Equal on all
-                ranks.
+            sizes: upper bounds of a step's collectives, for which symmetric_memory allocates memory. Equal on ranks.
 
         Raises:
             ConfigError: the implementation does not fit this machine, or a CUDA rank's environment allows multicast.
@@ -128,22 +127,19 @@ class TensorParallelGroup:
         return cls(rank=rank, size=size, device=device, collectives=collectives)
 
     def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
-        """A pending sum of this shape that the norm kernel after it finishes. None if that is not the fastest way to
-        sum.
+        """A pending sum of this shape, which the next norm's kernel finishes. None if another way to sum is faster.
 
         The producer writes `summand`, then calls `add_norm` before any other call for a sum. All ranks ask with the
         same shape. Each step (or graph replay) must begin with another collective, or have an even number of these
         sums: see PeerMemory.
 
         Args:
-            of: the dtype of the summands, or the tree of the summed nodes. A tree gives the same bits as in
-                `sum_nodes`.
+            of: the dtype of the summands, or the tree of the summed nodes. Its bits are as in `sum_nodes`.
         """
         return None if self._collectives is None else self._collectives.partial_sum(shape, of)
 
     def look_up(self, ids: Tensor, row_of: Tensor, rows: Tensor) -> Tensor | None:
-        """Looks up rows of a matrix with rows divided among the ranks. None if the group cannot: then sum the rows that
-        each rank contributes.
+        """Looks up rows of a matrix with rows divided among the ranks. None if ranks must sum their rows instead.
 
         Args:
             ids: [num_ids] int64.
@@ -172,8 +168,7 @@ class TensorParallelGroup:
         return x.copy_(self._collectives.all_reduce(x.contiguous()))
 
     def node_buffer(self, shape: tuple[int, int, int]) -> Tensor:
-        """Returns fp32 memory of this shape for this rank's nodes of the next `sum_nodes`. Its contents are
-        undefined."""
+        """Returns fp32 memory of this shape for this rank's nodes of the next `sum_nodes`. It is not initialised."""
         if self._collectives is None or shape[0] == 0:
             return torch.empty(shape, device=self.device)
         buffer = self._collectives.node_buffer(shape)

@@ -91,8 +91,7 @@ class SharedMemoryCollectives(Collectives):
         return x
 
     def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
-        # No rank reads this buffer any more: it belongs to the exchange before the last one, which all ranks have
-        # finished.
+        # No rank reads this buffer any more: it belongs to the exchange before the last one, which all ranks have left.
         if 4 * prod(shape) > self._buffer_bytes:
             return None
         return self._buffers(self._epoch + 1, torch.float32, (shape,) * self._size)[self._rank]

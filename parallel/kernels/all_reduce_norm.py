@@ -32,8 +32,7 @@ from parallel.tree import Additions
 STATE_WORDS = 2 * MAX_PROGRAMS + 1
 _MAX_PROGRAMS: tl.constexpr = tl.constexpr(MAX_PROGRAMS)
 _SHARE_FLAGS: tl.constexpr = tl.constexpr(FLAG_BYTES // 2)
-# With this many registers per thread, two programs of up to 8 warps fit on an SM. All programs of a launch must run at
-# once.
+# With this many registers per thread, two programs of up to 8 warps fit on an SM. All of a launch must run at once.
 _MAX_REGISTERS = 128
 _GATHER_WORDS = 1024
 LATE = 2
@@ -89,8 +88,7 @@ DONE:
 
 @triton.jit
 def _signalling_thread(given_up, num_ranks: tl.constexpr):
-    """The rank that this thread signals and waits for. None if it is `num_ranks` or more. Triton treats it as a
-    scalar."""
+    """The rank that this thread signals and waits for. None if it is `num_ranks` or more. To Triton it is a scalar."""
     thread = tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
     return tl.where(given_up != 0, num_ranks, thread)
 
@@ -122,8 +120,7 @@ def _wait(num_ranks: tl.constexpr, thread, flag_address, epoch, given_up_ptr, ho
 
 @triton.jit
 def _nodes_of_ranks(bases, offset, node_bytes, columns, inside, NODES: tl.constexpr, DTYPE: tl.constexpr):
-    """Loads fp32 `columns` of node (rank, number), which starts `offset + number * node_bytes` bytes into the rank's
-    memory."""
+    """Loads fp32 `columns` of node (rank, number), at `offset + number * node_bytes` bytes of the rank's memory."""
     values = ()
     for i in tl.static_range(len(NODES)):
         # Rows start at multiples of 16 bytes, which the compiler cannot see from the address arithmetic.
@@ -152,8 +149,7 @@ def _all_reduce_add_norm_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     residual_ptr += row.to(tl.int64) * residual_stride
-    # These loads come before the wait, because no other rank writes this data, and after the signal, which would wait
-    # for them.
+    # These loads come before the wait, because no other rank writes this data, and after the signal, which would wait.
     residual = tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     flag_address = own + (thread * _MAX_PROGRAMS + row) * 4
@@ -307,14 +303,15 @@ class Peers:
     """Start of each rank's mapped memory in this rank's address space."""
     rank: int
     state: torch.Tensor
-    """The epochs. See the module's docstring."""
+    """[2 * MAX_PROGRAMS + 1] int32: this rank's epochs, and why a wait gave up. The module's docstring describes
+    them."""
     host_words: int
     """Address of two int32 in host memory that the device can access. The host sets the first to end the waits. The
     device sets the second to report that it gave up, and why."""
     timeout_ns: int
     """How long a program waits for another rank's, in ns."""
     num_sms: int
-    """Number of SMs of each rank's device. All programs of a launch run at once: one per SM, or two of at most 8
+    """Number of SMs of each rank's device. All programs of a launch run at once: one per SM, or two of up to 8
     warps."""
 
     def num_programs(self, wanted: int, num_warps: int) -> int:
@@ -409,7 +406,7 @@ def look_up(
     Args:
         row_of: [vocab_size] int32: index in `rows` of each id; len(rows) - 1 if another rank has it.
         rows: [num_held + 1, row_size], contiguous; row_size is a multiple of 16 bytes.
-        area_offset: see `gather`, like half_bytes. Each program must have room for a row.
+        area_offset, half_bytes: as for `gather`. Each program must have room for a row.
 
     Returns:
         [num_ids, row_size].

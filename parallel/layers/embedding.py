@@ -75,7 +75,7 @@ class VocabParallelEmbedding:
     """Rows `plan.vocab[rank]` of the embedding. For other ranks' ids it contributes -0.0, which changes no bit of a
     sum.
 
-    All ids of other ranks look up one additional row of -0.0. So no NaN or infinity in this rank's rows can reach other
+    All ids of other ranks look up one additional row of -0.0. So no NaN or infinity in this rank's rows reaches other
     tokens.
     """
 

@@ -32,8 +32,7 @@ def _product(weight: Weight | None, x: torch.Tensor | Fp8Rows, out: torch.Tensor
 
 
 class ColumnParallelLinear:
-    """This rank's rows of one weight, or of several weights with the same input, as one product. There is no
-    all-reduce.
+    """This rank's rows of one weight, or of several weights with the same input, as one product. No all-reduce.
 
     y [num_tokens, sum of spans] = x [num_tokens, in_features] @ cat(W_0[span_0], W_1[span_1], ...).T. Outputs are side
     by side in the order of `linears`. Rows that several ranks share, such as those of a KV head, are read by each of
@@ -88,8 +87,7 @@ class RowParallelLinear:
         return y if self._bias is None else y.add_(self._bias)
 
     def for_norm(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | PartialSum:
-        """The input of `RMSNorm.add`. If the layer has a bias, it is the finished sum, because the bias is added to
-        that."""
+        """The input of `RMSNorm.add`. With a bias it is the finished sum, to which the bias is added."""
         return self(x) if self._linear.bias else self._sum.for_norm(len(x), lambda out: self.partial(x, out))
 
     def partial(self, x: torch.Tensor | Fp8Rows, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The arithmetic of a rank, fast or exact, in one object that every layer receives.
 
 Exact fixes the order of every sum, independent of the number of ranks and of the batch. Fast uses what is fastest.
-Weights and sums over ranks come from this object. Other code with two variants calls `choose`; no code asks which
+Weights and sums over ranks come from this object. Other code with two variants calls `choose`; none asks which
 arithmetic it is.
 """
 
@@ -51,14 +51,13 @@ class Arithmetic(ABC):
 
     def __init__(self) -> None:
         self.chains: dict[tuple[int, ...], Tensor | Fp8Matrix] = {}
-        """One exact weight on a GPU for each shape, among weights with all of their inputs. The self-test multiplies
-        with them."""
+        """One exact weight on a GPU for each shape, among weights with all of their inputs. For the self-test."""
         self.sums: dict[tuple[TensorParallelGroup, int, SumTree, int | None], ExactSum] = {}
         """The different exact sums over ranks, by group, outputs, tree and leaf width."""
 
     def weight(self, weight: Tensor | Fp8Matrix, bias: Tensor | None) -> Weight:
-        """A weight [out_features, in_features] with all of its inputs, and its bias if there is one. The result owns
-        the memory of `weight`."""
+        """A weight [out_features, in_features] with all of its inputs, and its bias if there is one. It owns the memory
+        of `weight`."""
         if isinstance(weight, Fp8Matrix):
             return Fp8Weight(weight, bias)
         return CudaWeight(weight, bias) if weight.is_cuda else CpuWeight(weight, bias)
@@ -84,8 +83,7 @@ class Arithmetic(ABC):
 
         Args:
             of_weight: whether the products come from a weight made by `part`.
-            beside: cut of a second product that is added to the first one; its nodes follow the first one's. None if
-                there is none.
+            beside: cut of a second product that is added to the first one; its nodes follow the first one's.
         """
 
 
@@ -179,8 +177,8 @@ class LayerContext:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def tree(self, cut: Cut) -> tuple[int, SumTree]:
-        """Inputs per leaf (`leaf_heads` or `leaf_columns`), and the tree of a matrix whose inputs have this cut. The
-        plan must be exact."""
+        """Inputs per leaf (`leaf_heads` or `leaf_columns`), and the tree of a matrix whose inputs have this cut. For
+        exact plans."""
         spans = [shard[cut.axis] for shard in self.shards]
         if cut.axis is Axis.QUERY_HEADS:
             num_groups = self.shards[-1][Axis.KV_HEADS].stop
@@ -193,8 +191,7 @@ class LayerContext:
     def load(self, source: TensorSource, prefix: str, *linears: Linear) -> Weight:
         """Reads this rank's part of one weight, or of several weights with the same input, whose rows are stacked.
 
-        A bias is read only if rows are cut. If columns are cut, the code that sums over the ranks reads and adds the
-        bias.
+        A bias is read only if rows are cut. If columns are cut, the code that sums over the ranks reads it.
 
         Args:
             prefix: prefix of the tensors' names in the checkpoint.
@@ -220,8 +217,7 @@ class LayerContext:
 
     @property
     def keeps_fp8(self) -> bool:
-        """Whether FP8 weights stay FP8. CPUs cannot multiply with FP8 weights, and read them in the activations'
-        dtype."""
+        """Whether FP8 weights stay FP8. CPUs cannot multiply with them, and read them in the activations' dtype."""
         return self.device.type == "cuda"
 
     @property

@@ -35,14 +35,13 @@ ROWS_AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """A rank's rows and columns of one or several stacked FP8 matrices. With a leading dimension, several such groups
-    of matrices."""
+    """A rank's rows and columns of one or several stacked FP8 matrices. With a leading dimension, several such
+    groups."""
 
     values: Tensor
     """[..., num_rows, num_columns] e4m3."""
     scales: Tensor
-    """[..., num_blocks, blocks of columns] fp32: scales of the blocks that the rows and columns touch, matrix after
-    matrix."""
+    """[..., num_blocks, blocks of columns] fp32: scales of the blocks that the rows and columns touch, by matrix."""
     blocks: Tensor
     """[num_rows] int32: index in `scales` of each row's block."""
     first: int
@@ -114,12 +113,11 @@ class Fp8Rows:
     """Rows of activations in FP8, the input of products in fast numerics."""
 
     values: Tensor
-    """[room, num_columns] e4m3. `room` is a multiple of 4, at least `num_rows`; rows after the last one are
-    undefined."""
+    """[room, num_columns] e4m3. `room` is a multiple of 4. Rows from `num_rows` on are undefined."""
     scales: Tensor
     """[num_groups, room] fp32: a scale for each group of columns of each row."""
     finished: Tensor
-    """[MOST_TILES] int32 zeros, for the one product that uses these rows."""
+    """[MOST_TILES] int32 zeros, in which the one product that uses these rows counts programs that finished a tile."""
     num_rows: int
     dtype: torch.dtype
     """The dtype from which the rows were rounded, which is also the dtype of the products."""
@@ -129,8 +127,8 @@ class Fp8Rows:
 
 
 def multiply(out: Tensor, scales: Tensor, block: tuple[int, int], rows: Span, columns: Span) -> None:
-    """Multiplies every value of `out`, which holds these rows and columns of a matrix, by the scale of its block, in
-    fp32, and rounds once."""
+    """Multiplies every value of `out`, which holds these rows and columns of a matrix, by its block's scale, in fp32,
+    and rounds once."""
     height, width = block
     scales = scales.to(out.device)
     block_of = torch.arange(columns.start, columns.stop, device=out.device) // width - columns.start // width

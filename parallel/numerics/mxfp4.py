@@ -57,8 +57,7 @@ class Mxfp4Matrix:
         )
 
     def read(self, source: TensorSource, name: str, i: int, rows: Span, columns: Span) -> None:
-        """Fills matrix `i` with rows and columns of a tensor. The tensor's first dimension is the inputs, the columns
-        here.
+        """Fills matrix `i` with rows and columns of a tensor that has the inputs, the columns here, as first dimension.
 
         Raises:
             CheckpointError: the weights are far too large to be real.

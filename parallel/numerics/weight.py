@@ -92,7 +92,7 @@ class Fp8Weight:
         return self._product(x, torch.float32, out)
 
     def row_groups(self) -> Groups | None:
-        """The groups of columns in which the code that makes the input may quantise its rows. None if only the product
+        """The groups of columns in which the code before may quantise the input's rows. None if only the product
         may."""
         from parallel.numerics.kernels.fp8_gemm import row_groups
 
@@ -110,8 +110,7 @@ class Fp8Weight:
 
 
 class ChainWeight:
-    """A weight for exact numerics on a GPU. `use_chain_cublas` must have been called. Each output is one ascending
-    chain.
+    """A weight for exact numerics on a GPU. `use_chain_cublas` must have been called. Outputs are ascending chains.
 
     Args:
         weight: [out_features, in_features] on a GPU. Shared, not copied.
@@ -150,8 +149,7 @@ class ChainWeight:
 class NodeWeight:
     """Computes a rank's nodes of an exact sum [num_nodes, num_tokens, out_features] fp32 on a GPU, like CpuLeaves.
 
-    If `out` has more parts than nodes, the parts of `node_gemm.subtrees` are computed, which saves a kernel that adds
-    them.
+    If `out` has more parts than nodes, those of `node_gemm.subtrees` are computed, which saves a kernel that adds them.
     """
 
     __slots__ = ("_nodes", "_weight", "_width")
@@ -208,8 +206,7 @@ class CpuLeaves:
     """Computes a rank's nodes of an exact sum [num_nodes, num_tokens, out_features]; a leaf has `width` inputs.
 
     Args:
-        weight: [out_features, in_features of this rank]. It may be packed in place, so the caller must not use it any
-            more.
+        weight: [out_features, in_features of this rank]. It may be packed in place: do not use it any more.
         nodes: ranges of this rank's leaves.
     """
 

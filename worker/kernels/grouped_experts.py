@@ -297,7 +297,7 @@ class Tokens:
 
 def pieces_for(weight: ExpertWeight, tile: Tile, block_k: int, leaf: int | None) -> tuple[tuple[Any, ...], _Arguments]:
     """Elements, scales and blocks of experts' weights as kernel arguments, and the arguments that select how they are
-    multiplied. In fast numerics, weights in FP8 are multiplied in groups, and in four bits in blocks; else as in
+    multiplied. In fast numerics, weights in FP8 are multiplied in groups, in four bits in blocks; else as in
     `pieces_of`.
 
     Args:
@@ -325,7 +325,7 @@ def pieces_for(weight: ExpertWeight, tile: Tile, block_k: int, leaf: int | None)
 def grouped_gate_up(
     tokens: Tokens, counts: torch.Tensor, w13: ExpertWeight, tiles: Tiles, *, exact: bool
 ) -> tuple[Routes, torch.Tensor]:
-    """The routes, and every pair's input of the down product [num_pairs, width]; undefined for padding. `counts`: see
+    """The routes, and every pair's input of the down product [num_pairs, width]; undefined for padding. `counts`: as in
     `route`."""
     routes = route(
         tokens.logits,

@@ -170,8 +170,7 @@ def weight_of(
 
 @triton.jit
 def find_block(counts_ptr, block, num_experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """A block's expert, the index of its first pair in that expert, and the expert's number of pairs. All 0 after the
-    last.
+    """A block's expert, the index of its first pair in that expert, and the expert's number of pairs. 0 after the last.
 
     Every expert's pairs fill separate blocks, the last one perhaps partly.
     """
@@ -308,7 +307,7 @@ class Routes:
     pairs: torch.Tensor
     """[num_experts, num_tokens] int32, in any order; undefined past an expert's count."""
     counts: torch.Tensor
-    """[num_experts] int32."""
+    """[num_experts] int32: number of each expert's pairs."""
 
 
 def router_logits(

@@ -44,8 +44,7 @@ FEW_ROWS = 16
 _SOME_ROWS = 64
 _MORE_ROWS = 128
 # The fastest of 6 to 8 tiles on an H200, with the norm after it, for 1 to 4 ranks of two 8B models, or within 5 % of it
-# (benchmarks/results/exact_wide_leaves_h200_2026-11-23.txt). None spills registers at the tree depths that it is used
-# for.
+# (benchmarks/results/exact_wide_leaves_h200_2026-11-23.txt). None spills registers at the tree depths used.
 _FEW = Tile(16, 32, 128, 2, 4)
 _FEW_DEEP = Tile(16, 64, 64, 2, 5)
 _DEEP = 8192
@@ -55,8 +54,7 @@ _MANY = Tile(128, 128, 128, 8, 3)
 _MAX_DEPTH = 5
 _LARGE_DEPTH = 2  # used for _MORE and _MANY
 _DESCRIBED_ROWS = 64
-# A node is divided until this many programs share the weight, but into few parts, because each part is written and
-# read.
+# A node is divided until this many programs share the weight, but into few parts, as each is written and read.
 _ENOUGH_PROGRAMS = 256
 _ENOUGH_LARGE_PROGRAMS = 128  # used for _MANY
 _MAX_CUTS = 4
@@ -249,8 +247,7 @@ def node_gemm(
     tile: Tile | None = None,
     parts: tuple[Span, ...] | None = None,
 ) -> torch.Tensor:
-    """out[i] = x @ weight.T over the leaves of nodes[i], added as the module describes. One or two kernels, no host
-    sync.
+    """out[i] = x @ weight.T over the leaves of nodes[i], added as the module describes. One or two kernels.
 
     Args:
         x: [num_rows, in_features], this rank's leaves, with any row stride. fp32 is multiplied without tensor cores.
@@ -317,8 +314,7 @@ def pack_parts(parts: tuple[Span, ...]) -> tuple[int, int, int]:
 
 
 def is_by_cublas(x: torch.Tensor, leaf: int, num_parts: int) -> bool:
-    """Whether `node_gemm` leaves `x`, with each part a leaf, to cuBLAS. Not for fp32, where cuBLAS may split a leaf's
-    columns."""
+    """Whether `node_gemm` leaves `x`, with each part a leaf, to cuBLAS. Not for fp32, where cuBLAS may split a leaf."""
     is_chain = x.is_cuda and x.dtype is not torch.float32
     return is_chain and _is_batched(len(x), leaf, num_parts) and num_parts * leaf == x.shape[1]
 
