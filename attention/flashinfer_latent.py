@@ -19,7 +19,7 @@ class LatentWrapper:
     Args:
         module: `flashinfer.mla`.
         workspaces: the float workspace and, for plans of a graph, the integer one.
-        static: the int32 tensors `qo_indptr`, `kv_indptr`, `kv_indices` and `kv_len_arr` of a graph. Else empty.
+        static: int32 `qo_indptr`, `kv_indptr`, `kv_indices` and `kv_len_arr` of a graph. Empty for eager steps.
     """
 
     def __init__(

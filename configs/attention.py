@@ -278,7 +278,7 @@ def installed_packages() -> frozenset[str]:
 
 
 def check_backend(name: str, needs: AttentionNeeds, setting: str) -> None:
-    """Raises ConfigError if backend `name`, given by `setting`, cannot serve `needs`. The message lists others."""
+    """Raises ConfigError, which lists other backends, if backend `name`, given by `setting`, cannot serve `needs`."""
     refusal = BACKENDS[name].refusal(needs)
     if refusal is not None:
         able = [spec.name for spec in _SPECS if spec.refusal(needs) is None]

@@ -234,8 +234,8 @@ class GroupedQueryAttention:
     qk_norm: bool = False
     """RMSNorm on each query and key head, before the rotary embedding (Qwen3)."""
     norms_have_weights: bool = True
-    """If false, the norms' weights are ones. Llama 4 has such norms after the rotary embedding, with the same
-    result."""
+    """If false, the norms' weights are ones. Llama 4 applies such norms after the rotary embedding, which gives the
+    same result."""
     norm_offset: float = 0.0
     """`TensorSpec.offset` of the weights of the query and key norms."""
     scale: float | None = None

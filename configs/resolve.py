@@ -1,7 +1,6 @@
 """Decides every `auto` setting once, into a new `EngineConfig`, with a reason for each decision.
 
-This module owns the rules between settings, model and machine. The caller passes facts about the machine; no code here
-asks hardware.
+This module owns the rules between settings, model and machine. The caller passes facts about the machine.
 """
 
 from __future__ import annotations

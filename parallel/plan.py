@@ -115,7 +115,8 @@ class ShardPlan:
 
     @property
     def max_vocab_rows(self) -> int:
-        """The largest number of vocabulary rows on a rank. Every rank pads its logits to it to gather them."""
+        """The largest number of vocabulary rows on a rank. Every rank pads its logits to this width before they are
+        gathered."""
         return max(span.size for span in self.vocab)
 
     def kv_elements_per_token(self, rank: int) -> int:
@@ -138,7 +139,7 @@ class ShardPlan:
         return full, windowed
 
     def weight_elements(self, rank: int) -> int:
-        """Number of weight elements on `rank`: its shards, and what every rank holds whole. A tied head counts once."""
+        """Number of weight elements on `rank`: its shards and what all ranks hold whole. A tied LM head counts once."""
         outer = LayerShard({Axis.VOCABULARY: self.vocab[rank]}).amount(elements_of(self.model.outer_tensors))
         return outer + sum(
             shards[rank].amount(layer.weight_elements)

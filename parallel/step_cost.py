@@ -62,7 +62,7 @@ class StepCost:
     """FLOPs of the LM head per position that needs logits."""
     attention: tuple[AttentionCost, ...]
     routed: tuple[tuple[Fraction, int], ...] = ()
-    """Weights that only a share of the tokens uses, as pairs of share and bytes. Not in `weight_bytes`."""
+    """Weights that only a share of the tokens uses, as pairs of share and bytes. `weight_bytes` excludes them."""
 
     @classmethod
     def of(

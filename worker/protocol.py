@@ -60,8 +60,7 @@ A row has at most MAX_ROW_BIASES, and at most one finite bias for the same token
 """
 
 COUNT_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4"), ("num_generated", "<i4"), ("in_prompt", "<i4")])
-"""How often the answer so far contains a token, and whether (1 or 0) the prompt does. A row has each token at most
-once."""
+"""How often the answer so far contains a token, and whether (1 or 0) the prompt does; at most one record of a token."""
 
 REQUESTED_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4")])
 """A token for which a row requests a log probability. The result lists a row's tokens, at most MAX_ROW_REQUESTED, in
@@ -69,8 +68,7 @@ the order of these records."""
 
 ITEM_DTYPE = np.dtype([("row", "<i4"), ("len", "<i4")])
 """A scored item: `len` of a row's last inputs. They see each other and the tokens before all items of the row, and
-their positions continue from those tokens. The log probabilities that the row requests are for the token after each
-item."""
+their positions continue from those tokens. The row's requested log probabilities are for the token after each item."""
 
 PROMPT_LOGPROBS_DTYPE = np.dtype([("row", "<i4"), ("start", "<i4"), ("num", "<i4"), ("k", "<i4")])
 """A request for prompt log probabilities at `num` inputs of a row, from position `start` on. For each input, the result
@@ -144,8 +142,7 @@ class StepFrame(Message):
     mask_rows = Section(np.int32, "mask")
     """[num_masks] rows of this step. A row appears once for each of its sampled inputs with a mask, in order."""
     masks = Section(np.uint32, "mask", "mask_word")
-    """[num_masks, mask_words(vocab_size)]: the tokens that each of `mask_rows` may sample, in this step and until its
-    next mask."""
+    """[num_masks, mask_words(vocab_size)]: the tokens that each of `mask_rows` may sample until its next mask."""
     counts = Section(COUNT_DTYPE, "count")
     """Counts, until now, of tokens in rows in `params` that have penalties. The ranks count later tokens themselves."""
     requested = Section(REQUESTED_DTYPE, "requested")
@@ -205,8 +202,7 @@ class StepResult(Message):
     num_tokens = Section(np.int32, "sampled_row")
     """[num_sampled_rows] number of tokens of each row. If empty, each row has one token."""
     drafts = Section(np.int32, "drafted_row", "draft")
-    """[num_sampled_rows, n]: drafts of the tokens after each row's tokens. Rows with fewer than n drafts are padded
-    with -1."""
+    """[num_sampled_rows, n]: drafts of the tokens after each row's tokens. Rows with fewer are padded with -1."""
     logprob_rows = Section(np.int32, "logprob")
     """[num_logprob_rows]: indices into `tokens` of the tokens with requested logprobs."""
     logprobs = Section(np.float32, "logprob")
@@ -228,8 +224,7 @@ class StepResult(Message):
     """[num_prompt_logprobs, k]: log probabilities of `prompt_top_ids`."""
 
     item_logprobs = Section(np.float32, "item", "requested_of_item")
-    """[num_items, m]: requested log probabilities of the token after each item. m is the largest number that a row
-    requests."""
+    """[num_items, m]: requested log probabilities of the token after each item. m is the most that a row requests."""
 
     def __init__(self, generation: int, step: int, tokens: Int32Array = _NO_TOKENS, **sections: Array) -> None:
         super().__init__(generation, step, {"tokens": tokens, **sections})

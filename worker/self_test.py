@@ -122,8 +122,7 @@ def check_steps(
 
 
 def _step(tokens: npt.NDArray[np.int64], starts: Sequence[int], page_size: int) -> StepFrame:
-    """A step over `tokens`: one row if there is one start, else a row of one token for each of `starts`. Rows share
-    pages."""
+    """A step over `tokens`: one row if there is one start, else a row of one token for each start. Rows share pages."""
     lens = np.full(len(starts), len(tokens) // len(starts), np.int32)
     ends = (np.array(starts) + lens).tolist()
     deltas = [(row, page, page + 1) for row, end in enumerate(ends, start=1) for page in range(-(-end // page_size))]
@@ -202,8 +201,7 @@ def _to_fp32(value: Fraction) -> float:
 
 
 def _check_sums(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
-    """Checks that a sum over ranks does not depend on their number. This rank computes the parts of all ranks in
-    turn."""
+    """Checks that a sum over ranks does not depend on their number. One rank computes all parts in turn."""
     cut, leaf = Cut(Axis.MLP_COLUMNS, 1), leaf_columns(_INPUTS)
     num_leaves = _INPUTS // leaf
     answers = []

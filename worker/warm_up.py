@@ -55,8 +55,7 @@ def warm_up(config: EngineConfig, model: ModelConfig | None = None, device: torc
 
 
 def read_ahead() -> None:
-    """Imports the modules that ranks on GPUs import, so that they are in the node's page cache when ranks start.
-    Touches no device."""
+    """Imports what ranks on GPUs import, so that the files are in the node's page cache for them. Touches no device."""
     _import_kernels()
     with contextlib.suppress(ConfigError):  # the provider is not installed
         load_provider(None)

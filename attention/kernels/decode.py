@@ -150,8 +150,8 @@ def _decode_kernel(
 ):  # fmt: skip
     LOG2_E: tl.constexpr = 1.4426950408889634
     # FP8 values are loaded in pairs. Single bytes would move from shared memory to registers one by one, because a
-    # product over keys needs the values transposed, and the hardware transposes only 16-bit words. Latents are fp16
-    # here, as keys.
+    # product over keys needs the values transposed, and the hardware transposes only 16-bit words. Latents are already
+    # fp16 here, as keys.
     PAIRED: tl.constexpr = k_ptr.dtype.element_ty.is_fp8() and v_ptr is not None
     PER_WORD: tl.constexpr = 2 if PAIRED else 1
     # Consecutive programs read neighbouring or the same memory: the KV heads of one row.

@@ -100,7 +100,7 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr, EARLY_MERGE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program per query head and token. With ROWS (a power of two, as many rows or more), rows have several
+    """One program per query head and token. With ROWS (a power of two, at least the number of rows), rows have several
     tokens."""
     head = tl.program_id(0) + tl.arange(0, 1)
     token = tl.program_id(1)

@@ -204,7 +204,7 @@ def _extend_kernel(
         row = tl.program_id(2)
         start, num_tokens, first_pair = row, 1, 0
     else:
-        # Tiles are taken from the end: the last tiles of a prompt have most keys and should not start last (not
+        # Tiles are taken from the end: the last tiles of a prompt have the most keys and should not start last (not
         # measured).
         tile = tl.num_programs(2) - 1 - tl.program_id(2)
         row = row_of_tile(cu_seqlens_q, num_rows, group, tile, BLOCK_M, AT_ONCE)

@@ -47,7 +47,7 @@ def flatten_pages(paged: PagedMetadata, page_size: int, out: torch.Tensor, chunk
 
     Args:
         chunk: a multiple of page_size. A row's pages are listed from the chunk of its first new token on. If None, all
-            are.
+            pages are listed.
         out: int32, contiguous, with at least as many elements as the rows have pages.
     """
     num_rows, max_pages = paged.page_table.shape

@@ -47,8 +47,8 @@ def _head_products_kernel(
 
 
 def head_products(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Multiplies the first K columns of each head by the head's weight, and copies the others. Sums are fp32 and
-    rounded once.
+    """Multiplies the first K columns of each head by the head's weight, and copies the columns after them. Sums are
+    fp32 and rounded once.
 
     Args:
         x: [num_tokens, num_heads, K + rest]; the last dimension is contiguous.

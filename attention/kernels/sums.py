@@ -57,8 +57,8 @@ def empty_span(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def first_sums(sink, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr):
-    """The sums before any key. With SPAN, those of a span and of all spans, and the sink is added last. Else they
-    include it."""
+    """The sums before any key. With SPAN, those of a span and of all spans, and the sink is added last. Otherwise they
+    include the sink."""
     m, columns, acc = empty_span(BLOCK_M, BLOCK_D)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SPAN > 0:

@@ -144,8 +144,8 @@ class Ring:
         self._segment.declare_dead(reason, words)
 
     def close(self) -> None:
-        """Unmaps the ring in this process; its ends cannot be used afterwards. After the creator's close, none can
-        attach."""
+        """Unmaps the ring in this process; its ends cannot be used afterwards. After the creator's close, no process
+        can attach."""
         self._segment.close()
 
     def cursor(self, index: int) -> int:

@@ -77,7 +77,7 @@ class Connection:
         return self._take(LENGTH.size, length, deadline, bound)
 
     def fail(self, reason: str) -> None:
-        """Tells the peer the reason if the stream still works, then shuts down both directions, to wake blocked
+        """Tells the peer the reason if the stream still works, then shuts down both directions, which wakes blocked
         threads."""
         self._death = self._death or reason
         text = reason.encode()[:_MAX_REASON_BYTES]

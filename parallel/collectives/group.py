@@ -64,7 +64,7 @@ class TensorParallelGroup:
             timeout_s: deadline of the meeting and of each collective: parallel.step_timeout_s.
             generation: prefix of the store's keys, so that a rebuilt group never reads keys of an earlier one.
             spin_us: microseconds that a waiting rank spins before it sleeps. Only shared_memory spins.
-            sizes: upper bounds of a step's collectives, for which symmetric_memory allocates memory. Equal on ranks.
+            sizes: upper bounds of a step's collectives; symmetric_memory allocates memory for them. Equal on all ranks.
 
         Raises:
             ConfigError: the implementation does not fit this machine, or a CUDA rank's environment allows multicast.
@@ -134,7 +134,7 @@ class TensorParallelGroup:
         sums: see PeerMemory.
 
         Args:
-            of: the dtype of the summands, or the tree of the summed nodes. Its bits are as in `sum_nodes`.
+            of: the dtype of the summands, or the tree of the summed nodes. A tree's bits are those of `sum_nodes`.
         """
         return None if self._collectives is None else self._collectives.partial_sum(shape, of)
 

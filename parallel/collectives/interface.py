@@ -52,7 +52,7 @@ class Collectives(ABC):
         return None
 
     def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
-        """Adds the nodes of all ranks by `tree`, and returns its root [num_rows, row_size]. `nodes`: of this rank."""
+        """Adds all ranks' nodes by `tree`. Returns the root [num_rows, row_size]. `nodes`: this rank's, contiguous."""
         shape = nodes.shape[1:]
         most = max(tree.counts)
         sent = nodes.new_empty((most, *shape))  # Messages have equal sizes; the unused part is never read.

@@ -32,7 +32,8 @@ from parallel.tree import Additions
 STATE_WORDS = 2 * MAX_PROGRAMS + 1
 _MAX_PROGRAMS: tl.constexpr = tl.constexpr(MAX_PROGRAMS)
 _SHARE_FLAGS: tl.constexpr = tl.constexpr(FLAG_BYTES // 2)
-# With this many registers per thread, two programs of up to 8 warps fit on an SM. All of a launch must run at once.
+# With this many registers per thread, two programs of up to 8 warps fit on an SM. All programs of a launch must run at
+# once.
 _MAX_REGISTERS = 128
 _GATHER_WORDS = 1024
 LATE = 2
@@ -149,7 +150,8 @@ def _all_reduce_add_norm_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     residual_ptr += row.to(tl.int64) * residual_stride
-    # These loads come before the wait, because no other rank writes this data, and after the signal, which would wait.
+    # These loads come before the wait, because no other rank writes this data, and after the signal, which would wait
+    # for them.
     residual = tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     flag_address = own + (thread * _MAX_PROGRAMS + row) * 4
@@ -303,8 +305,7 @@ class Peers:
     """Start of each rank's mapped memory in this rank's address space."""
     rank: int
     state: torch.Tensor
-    """[2 * MAX_PROGRAMS + 1] int32: this rank's epochs, and why a wait gave up. The module's docstring describes
-    them."""
+    """[2 * MAX_PROGRAMS + 1] int32: this rank's epochs, and why a wait gave up (see the module's docstring)."""
     host_words: int
     """Address of two int32 in host memory that the device can access. The host sets the first to end the waits. The
     device sets the second to report that it gave up, and why."""

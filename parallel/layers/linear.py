@@ -32,7 +32,7 @@ def _product(weight: Weight | None, x: torch.Tensor | Fp8Rows, out: torch.Tensor
 
 
 class ColumnParallelLinear:
-    """This rank's rows of one weight, or of several weights with the same input, as one product. No all-reduce.
+    """This rank's rows of one weight, or of several weights with the same input, as one product without all-reduce.
 
     y [num_tokens, sum of spans] = x [num_tokens, in_features] @ cat(W_0[span_0], W_1[span_1], ...).T. Outputs are side
     by side in the order of `linears`. Rows that several ranks share, such as those of a KV head, are read by each of

@@ -51,13 +51,14 @@ class Arithmetic(ABC):
 
     def __init__(self) -> None:
         self.chains: dict[tuple[int, ...], Tensor | Fp8Matrix] = {}
-        """One exact weight on a GPU for each shape, among weights with all of their inputs. For the self-test."""
+        """One exact weight on a GPU for each shape, among weights with all of their inputs. The self-test multiplies
+        with them."""
         self.sums: dict[tuple[TensorParallelGroup, int, SumTree, int | None], ExactSum] = {}
         """The different exact sums over ranks, by group, outputs, tree and leaf width."""
 
     def weight(self, weight: Tensor | Fp8Matrix, bias: Tensor | None) -> Weight:
-        """A weight [out_features, in_features] with all of its inputs, and its bias if there is one. It owns the memory
-        of `weight`."""
+        """A weight [out_features, in_features] with all of its inputs, and its bias if there is one. The result owns
+        the memory of `weight`."""
         if isinstance(weight, Fp8Matrix):
             return Fp8Weight(weight, bias)
         return CudaWeight(weight, bias) if weight.is_cuda else CpuWeight(weight, bias)
@@ -83,7 +84,8 @@ class Arithmetic(ABC):
 
         Args:
             of_weight: whether the products come from a weight made by `part`.
-            beside: cut of a second product that is added to the first one; its nodes follow the first one's.
+            beside: cut of a second product that is added to the first one; its nodes follow the first one's. None if
+                there is none.
         """
 
 
@@ -177,8 +179,8 @@ class LayerContext:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def tree(self, cut: Cut) -> tuple[int, SumTree]:
-        """Inputs per leaf (`leaf_heads` or `leaf_columns`), and the tree of a matrix whose inputs have this cut. For
-        exact plans."""
+        """Inputs per leaf (`leaf_heads` or `leaf_columns`), and the tree of a matrix whose inputs have this cut. The
+        plan must be exact."""
         spans = [shard[cut.axis] for shard in self.shards]
         if cut.axis is Axis.QUERY_HEADS:
             num_groups = self.shards[-1][Axis.KV_HEADS].stop
@@ -191,7 +193,7 @@ class LayerContext:
     def load(self, source: TensorSource, prefix: str, *linears: Linear) -> Weight:
         """Reads this rank's part of one weight, or of several weights with the same input, whose rows are stacked.
 
-        A bias is read only if rows are cut. If columns are cut, the code that sums over the ranks reads it.
+        A bias is read only if rows are cut. If columns are cut, the code that sums over the ranks reads and adds it.
 
         Args:
             prefix: prefix of the tensors' names in the checkpoint.

@@ -35,13 +35,14 @@ ROWS_AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """A rank's rows and columns of one or several stacked FP8 matrices. With a leading dimension, several such
-    groups."""
+    """A rank's rows and columns of one or several stacked FP8 matrices. With a leading dimension, several such groups
+    of matrices."""
 
     values: Tensor
     """[..., num_rows, num_columns] e4m3."""
     scales: Tensor
-    """[..., num_blocks, blocks of columns] fp32: scales of the blocks that the rows and columns touch, by matrix."""
+    """[..., num_blocks, blocks of columns] fp32: scales of the blocks that the rows and columns touch, matrix after
+    matrix."""
     blocks: Tensor
     """[num_rows] int32: index in `scales` of each row's block."""
     first: int

@@ -65,7 +65,7 @@ class ExactSum:
         self._num_nodes = tree.counts[group.rank]
 
     def tree_for(self, num_tokens: int) -> SumTree:
-        """The tree of the nodes that `for_norm` adds for this number of tokens. Its root has the bits of `tree`'s."""
+        """Tree of the nodes that `for_norm` adds for this number of tokens. Its root has the same bits as `tree`'s."""
         return self.tree
 
     def __call__(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor:
@@ -77,8 +77,8 @@ class ExactSum:
 
 
 class CudaExactSum(ExactSum):
-    """An exact sum on GPUs. The norm that follows finishes the tree in its kernel, with equal bits wherever the nodes
-    are."""
+    """An exact sum on GPUs. The norm that follows finishes the tree in its kernel, with the same bits wherever the
+    nodes are."""
 
     def for_norm(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor | PartialSum:
         group, tree, shape = self._group, self.tree_for(num_tokens), (num_tokens, self.out_features)

@@ -92,7 +92,7 @@ class Fp8Weight:
         return self._product(x, torch.float32, out)
 
     def row_groups(self) -> Groups | None:
-        """The groups of columns in which the code before may quantise the input's rows. None if only the product
+        """The groups of columns in which the code that makes the input may quantise its rows. None if only the product
         may."""
         from parallel.numerics.kernels.fp8_gemm import row_groups
 

@@ -64,8 +64,7 @@ class DeviceMemory:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on `device`. On CPU all ranks share them: the bytes left on the node or in the
-    container."""
+    """Bytes that can still be allocated on `device`. On CPU, all ranks share what the node or container has left."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     node, container = int(psutil.virtual_memory().available), available_bytes()

@@ -66,7 +66,7 @@ def act_and_mul(x: torch.Tensor, activation: str, out: torch.Tensor | None = Non
 
 
 def clamped_act_and_mul(x: torch.Tensor, limit: float, alpha: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate), up clamped to +-limit, gate to limit. Else like `act_and_mul`."""
+    """Like `act_and_mul`, for (up + 1) * gate * sigmoid(alpha * gate), up clamped to +-limit, gate to at most limit."""
     return _act_and_mul(x, _CLAMPED, limit, alpha, out)
 
 

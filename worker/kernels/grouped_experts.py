@@ -297,7 +297,7 @@ class Tokens:
 
 def pieces_for(weight: ExpertWeight, tile: Tile, block_k: int, leaf: int | None) -> tuple[tuple[Any, ...], _Arguments]:
     """Elements, scales and blocks of experts' weights as kernel arguments, and the arguments that select how they are
-    multiplied. In fast numerics, weights in FP8 are multiplied in groups, in four bits in blocks; else as in
+    multiplied. In fast numerics, weights in FP8 are multiplied in groups, and in four bits in blocks; else as in
     `pieces_of`.
 
     Args:

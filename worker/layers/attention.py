@@ -69,8 +69,7 @@ class Attention:
             source.read(prefix + self._spec.sinks.name, self.layer.sinks, rows=self._shard[Axis.QUERY_HEADS])
 
     def row_groups(self) -> Groups | None:
-        """The groups of elements that share a scale if `attend`'s input is in FP8. None if the input must not be in
-        FP8."""
+        """The groups of elements that share a scale if `attend`'s input is in FP8. None if it must not be in FP8."""
         return self._qkv.row_groups()
 
     def attend(self, x: torch.Tensor | Fp8Rows, step: Step) -> torch.Tensor:

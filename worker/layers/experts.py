@@ -271,7 +271,7 @@ class CpuExperts(Experts):
         self._router = CpuWeight(router, bias)
 
     def _keep(self, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None) -> None:
-        """Packs a copy of the next expert: gate_up [2 * columns, hidden_size], down [hidden_size, columns], bias [2 *
+        """Packs a copy of an expert: gate_up [2 * columns, hidden_size], down [hidden_size, columns], bias [2 *
         columns]."""
         pack(down, self._down[len(self._gate_up)])
         self._gate_up.append(CpuWeight.of_packed(pack(gate_up), len(gate_up), gate_up_bias))
@@ -337,7 +337,7 @@ class CpuExperts(Experts):
                 gate_up = self._gate_up[expert](x.index_select(0, mixture.rows[begin:end]))
                 if self._spec.scales_input:
                     # For w times the input, the activation is silu(w * gate) * w * up. The sum over experts applies the
-                    # second w.
+                    # other w.
                     gate_up[:, :columns] *= mixture.factors[begin:end, None]
                 self._act(gate_up, hidden[begin:end])
                 begin = end

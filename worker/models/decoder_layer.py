@@ -40,8 +40,7 @@ class MixerModule(Protocol):
         """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
 
     def row_groups(self) -> Groups | None:
-        """The groups of elements that share a scale if `attend`'s input is in FP8. None if the input must not be in
-        FP8."""
+        """The groups of elements that share a scale if `attend`'s input is in FP8. None if it must not be in FP8."""
 
     def attend(self, x: Any, step: Step) -> torch.Tensor:
         """Turns `x` [num_tokens, hidden_size] into the input of `project`, and stores the tokens' state in the pool.
@@ -58,8 +57,7 @@ class FeedForwardModule(Protocol):
         """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
 
     def row_groups(self) -> Groups | None:
-        """The groups of elements that share a scale if the module's input is in FP8. None if the input must not be in
-        FP8."""
+        """The groups of elements that share a scale if the input is in FP8. None if the input must not be in FP8."""
 
     def __call__(self, x: Any, padding: Padding) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] -> the same shape. The sum over the ranks may be left to the norm after it.

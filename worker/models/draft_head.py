@@ -1,7 +1,6 @@
 """The draft head on one rank. configs/draft_head.py describes what it computes.
 
-The head's layer is divided among the ranks like any layer. Each rank has its norms, its projection and EAGLE-3's LM
-head in full.
+The head's layer is divided among the ranks. Each rank has all of its norms, its projection and EAGLE-3's LM head.
 """
 
 from __future__ import annotations

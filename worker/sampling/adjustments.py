@@ -46,11 +46,9 @@ class RowAdjustments:
         """[num_rows, vocab_size] int16: twice the number of times that the answer contains a token (at most 16383 are
         counted), plus 1 if the prompt contains it. Meaningless for rows without penalties."""
         self.biases = _zeros((num_rows, MAX_ROW_BIASES, BIAS_WORDS), np.int32, device)
-        """[num_rows, MAX_ROW_BIASES, BIAS_WORDS] int32: each row's biases as BIAS_DTYPE records. `heads` has their
-        number."""
+        """[num_rows, MAX_ROW_BIASES, BIAS_WORDS] int32: BIAS_DTYPE records of each row. `heads` has their number."""
         self.masks = _zeros((num_rows, mask_words(vocab_size)), np.int32, device)
-        """[num_rows, mask_words(vocab_size)] int32: one bit per token, 1 if the row may sample it. Read for MASKED
-        rows."""
+        """[num_rows, mask_words(vocab_size)] int32: one bit per token, 1 if a MASKED row may sample it."""
         self.requested = _zeros((num_rows, MAX_ROW_REQUESTED), np.int64, device)
         """[num_rows, MAX_ROW_REQUESTED] int64: ids of the tokens for which a row requests log probabilities."""
 

@@ -34,7 +34,7 @@ from worker.sampling.logprobs import LogprobTensors
 from worker.upload import upload
 
 _CHUNK_ROWS = 128
-"""Maximum number of rows sampled again at a time. It bounds memory, about 30 bytes a logit. On CUDA each row has one
+"""Maximum number of rows sampled again at a time. It bounds memory, about 30 bytes a logit. On CUDA a row has one
 SM."""
 
 
@@ -44,8 +44,8 @@ class ResampledRows(NamedTuple):
     indices: npt.NDArray[np.int64]
     """[num_resampled]: indices into the batch."""
     is_redrawn: npt.NDArray[np.bool_]
-    """[num_resampled]: whether the row has filters or adjustments. Other rows need only logprobs, and their token
-    stays."""
+    """[num_resampled]: whether the row has filters or adjustments. Other rows only need logprobs and keep their
+    token."""
     num_logprobs: Int32Array
     """[num_resampled]: number of likeliest tokens that each row wants besides its own; -1 for no logprobs."""
     num_requested: int
@@ -125,8 +125,7 @@ class SamplingTables:
         """[num_rows] PARAMS_DTYPE: each row's parameters, on the host."""
         words = self.params.copy().view(np.int32).reshape(num_rows, RECORD_WORDS)
         self.records = torch.from_numpy(words).to(device)
-        """[num_rows, RECORD_WORDS] int32: each row's parameters on the device, as the words of a PARAMS_DTYPE
-        record."""
+        """[num_rows, RECORD_WORDS] int32: each row's parameters on the device, as words of a record."""
 
     def update(self, records: npt.NDArray[np.void]) -> None:
         """Queues new parameters of some rows. Kernels launched after this call read them.

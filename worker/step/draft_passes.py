@@ -151,8 +151,8 @@ class DraftPasses:
         self._inputs.take_drafts(upload(frame.rows[is_sampled].astype(np.int64), drafts.device), drafts)
 
     def _more(self, frame: StepFrame, wanted: Int32Array) -> Iterator[torch.Tensor]:
-        """Yields the drafts, [num_rows] int64, of each pass after the first. A row that wants fewer drafts gets
-        meaningless ones."""
+        """Yields the drafts, [num_rows] int64, of each pass after the first. Rows that want fewer get meaningless
+        ones."""
         num_rows, most = len(wanted), int(wanted.max())
         if most == 1:
             return

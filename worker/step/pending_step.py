@@ -75,8 +75,7 @@ class PendingStep:
 
 
 def _keep(result: StepResult, accepted: npt.NDArray[np.bool_], num_samples: Int32Array) -> None:
-    """Removes from each row's `num_samples` tokens those that do not count, and sets the number of tokens that
-    remain."""
+    """Removes from each row's `num_samples` tokens those that do not count, and sets the number that remains."""
     result.tokens = result.tokens[accepted]
     result.num_tokens = np.add.reduceat(accepted, np.cumsum(num_samples) - num_samples, dtype=np.int32)
     if not len(result.logprob_rows):

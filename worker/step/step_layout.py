@@ -28,8 +28,8 @@ _PROMPT_SIZES = (16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 4097
 _DRAFT_SIZES = (4, 8)  # smaller than prompts': the inputs of a row or two with drafts
 _FEW_ROWS_TOKENS = 2048  # in larger steps, padding rows and their logits cost little in comparison
 _LEAST_GRAPH_TOKENS = 2048
-# FLOPs of one layer on one rank that take an H200 1.2 ms. An eager step launches a layer in 0.4 to 0.9 ms, or in over 2
-# on a busy host.
+# FLOPs of one layer on one rank that take an H200 1.2 ms. Eager launches of a layer take 0.4 to 0.9 ms, or over 2 on a
+# busy host.
 _LAUNCH_BOUND_FLOPS = 0.8e12
 
 
@@ -40,8 +40,7 @@ def smallest(ladder: Sequence[StepShape], step: StepShape) -> StepShape | None:
 
 
 def decode_shapes(max_rows: int) -> list[StepShape]:
-    """The shapes to which decodes are padded, up to `max_rows` rows. They lie closer where a step's cost grows with
-    each row.
+    """The shapes to which decodes are padded, up to `max_rows` rows; closer where a step's cost grows with each row.
 
     Padding costs at most 7 rows up to 256 and 31 above.
     """
@@ -50,8 +49,7 @@ def decode_shapes(max_rows: int) -> list[StepShape]:
 
 
 def launch_bound_tokens(flops_per_token: float) -> int:
-    """Number of input tokens up to which launching a step may take longer than running it, so that a CUDA graph pays
-    off.
+    """Number of input tokens up to which launching a step may take longer than running it, so a CUDA graph pays off.
 
     Args:
         flops_per_token: FLOPs of the matrix products of one layer on one rank, two for a multiply-add.
@@ -63,8 +61,7 @@ def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int, max_sample
     """The shapes to which steps with prompts or drafts are padded, up to the least of `max_tokens`, `max_model_len` and
     8192.
 
-    If `max_sampled` is above `max_rows`, some shapes are for steps with drafts, with up to `max_sampled` sampled
-    inputs.
+    If `max_sampled` is above `max_rows`, some shapes are for steps with drafts, with up to `max_sampled` samples.
 
     Padding costs at most 31 tokens up to 128, 63 up to 512, 127 up to 4096 and 511 above. Up to 2048 tokens each size
     exists twice: with few rows, for prompts that run alone or with few other rows, and with the maximum number of rows.
@@ -100,8 +97,7 @@ class StepLayout:
         self._cu_seqlens_q = 2 * (max_rows + self._max_sampled)
         self._token_ids = self._cu_seqlens_q + max_rows + 1
         self.capacity = self._token_ids + max_tokens + 3 * (max_rows + max_tokens)
-        """Number of elements in the buffer. Page deltas that do not fit, after many prefix hits in a step, are copied
-        apart."""
+        """Number of elements in the buffer. Page deltas that do not fit, after many prefix hits, are copied apart."""
 
     def rows(self, num_rows: int) -> slice:
         return slice(num_rows)

@@ -23,8 +23,7 @@ _SPARE_BYTES = 2 << 30
 
 
 class HostMemory:
-    """Tensors' memory that is staged on the host. The tensors stay views of their device memory, which is empty
-    meanwhile."""
+    """Tensors' memory that is staged on the host. They stay views of their device memory, which is empty meanwhile."""
 
     def __init__(self) -> None:
         # The keys are ids of the device memory that the pieces were copied from.
@@ -34,7 +33,7 @@ class HostMemory:
         return bool(self._pieces)
 
     def move(self, part: object) -> None:
-        """Moves the memory of all tensors of `part` to the host, if it is not empty. From a GPU, it goes to pinned
+        """Moves the memory of all tensors of `part` to the host, if it is not empty. From a GPU it goes to pinned
         memory."""
         for held in by_memory(part):
             memory = held[0].untyped_storage()
@@ -57,8 +56,8 @@ class HostMemory:
         return self._pieces.get(memory._cdata) or [bytes_of(memory)]
 
     def clear(self) -> None:
-        """Drops the memory on the host. A thread frees pinned pieces one by one, since freeing one blocks steps for 1
-        or 2 ms."""
+        """Drops the memory on the host. A thread frees pinned pieces one by one, since each blocks steps for 1 or 2
+        ms."""
         pieces = [piece for pieces in self._pieces.values() for piece in pieces]
         self._pieces.clear()
         if pieces and pieces[0].is_pinned():

@@ -15,8 +15,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class RangeReader:
-    """Reads byte ranges of one file through a file descriptor, since a mapping would keep the file's pages in
-    memory."""
+    """Reads byte ranges of one file through a file descriptor, since a mapping would keep its pages in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -35,8 +35,7 @@ _DTYPES = {
 }
 """torch's names of the types, and bytes of an element."""
 _CHUNK_BYTES = 16 << 20
-"""Maximum number of bytes read before they are copied to a tensor. It bounds what loading adds to a rank's peak
-memory."""
+"""Maximum number of bytes read before they are copied to a tensor. It bounds what loading adds to peak memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ class WeightMemory:
         self._write_note(staged._note)
 
     def _write_note(self, note: str) -> None:
-        """Writes `note` with the weights in persistent memory. An empty note marks the weights invalid. Write it before
+        """Writes `note` with the weights in persistent memory. An empty note marks them invalid. Write it before
         changing them in place."""
         self._note = note
         if self._persistent is not None:

@@ -14,8 +14,8 @@ from parallel.numerics.kernels.node_gemm import FEW_ROWS, Tile, tree_gemm
 from parallel.plan import Span
 
 # The best of 12 tiles on an H200 for 1 and 16 rows. The first is fastest for 3072 and 6144 outputs with 4096 inputs (11
-# and 15 us). The second is within 1 % of the best for 12288, 24576 and 151936 (27, 51, 280 us; the first took 39, 61,
-# 320).
+# and 15 us). The second is within 1 % of the best for 12288, 24576 and 151936 (27, 51 and 280 us; the first took 39, 61
+# and 320).
 _FEW = Tile(16, 16, 128, 2, 6)
 _FEW_WIDE = Tile(16, 32, 128, 2, 6)
 _SOME = Tile(64, 32, 64, 4, 6)

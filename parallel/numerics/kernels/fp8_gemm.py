@@ -113,7 +113,7 @@ def _fp8_gemm_kernel(
 
 
 def cublas_is_faster(num_rows: int, out_features: int) -> bool:
-    """Whether `scaled_mm` is faster. It does not split columns among programs, so only wide weights have enough."""
+    """Whether `scaled_mm` is faster. It does not split columns, so only wide weights have enough tiles."""
     return num_rows >= (_CUBLAS_WIDE_ROWS if out_features > _WIDE else _CUBLAS_ROWS)
 
 

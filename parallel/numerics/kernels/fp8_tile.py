@@ -50,8 +50,8 @@ def scales_of(scales_ptr, blocks_ptr, rows, FORMAT: tl.constexpr):
 
 @triton.jit
 def plain_tile(w, scale_rows, group, first_k, k, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """A tile [rows, columns] of a weight in `dtype`, dequantised by Fp8Matrix's contract. A plain tile is returned as
-    it is.
+    """A tile [rows, columns] of a weight in `dtype`, dequantised by Fp8Matrix's contract. A plain tile is returned
+    unchanged.
 
     Args:
         scale_rows: [rows] `scales_of` the tile's rows.
@@ -64,7 +64,8 @@ def plain_tile(w, scale_rows, group, first_k, k, dtype: tl.constexpr, FORMAT: tl
     else:
         scale_rows += group * FORMAT[3]
         if FORMAT[4]:
-            # Loaded as a vector. With a matrix of one column, the compiler might lay out the whole tile so, in bytes.
+            # Loaded as a vector: for a matrix of one column, the compiler might lay out the whole tile like it, in
+            # bytes.
             scale = tl.load(scale_rows + (FORMAT[0] + first_k) // FORMAT[1])[:, None]
         else:
             # Columns after the last one are zeros and have its scale.

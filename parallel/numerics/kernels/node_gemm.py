@@ -247,7 +247,7 @@ def node_gemm(
     tile: Tile | None = None,
     parts: tuple[Span, ...] | None = None,
 ) -> torch.Tensor:
-    """out[i] = x @ weight.T over the leaves of nodes[i], added as the module describes. One or two kernels.
+    """out[i] = x @ weight.T over the leaves of nodes[i], added as the module says. One or two kernels, no host sync.
 
     Args:
         x: [num_rows, in_features], this rank's leaves, with any row stride. fp32 is multiplied without tensor cores.

@@ -259,8 +259,8 @@ def _kth_key(keys, inside, k, low, high):
 
 @triton.jit
 def _list_some(keys, ids, inside, kth, room, entries, num_kept, num_ties):
-    # Appends the entries above the k-th key, and at most `room` of those equal to it. Returns the new numbers of listed
-    # entries and of ties.
+    # Appends the entries above the k-th key, and at most `room` of those equal to it. Returns the new counts of entries
+    # and of ties.
     ties = (inside & (keys == kth)).to(tl.int32)
     kept = inside & ((keys > kth) | ((ties > 0) & (num_ties + tl.cumsum(ties, 0) <= room)))
     ones = kept.to(tl.int32)
@@ -545,8 +545,7 @@ def best_candidates(
         rows: [num_rows] int32: index of each row's parameters in `records`.
         positions: [num_rows] int32: index of the token to be sampled in its whole sequence.
         records: [table_size, RECORD_WORDS] int32: PARAMS_DTYPE records.
-        thresholds: [num_rows] fp64: smallest score allowed for rows with a positive temperature. If None, all are
-            allowed.
+        thresholds: [num_rows] fp64: smallest allowed score of rows with a positive temperature. None allows all.
 
     Returns:
         [num_blocks, num_rows, 2] fp64: (value, id). A block without an allowed id has value -inf and id 2**30. A block
@@ -578,8 +577,8 @@ def _candidates(
 
 
 def reduce_tokens(candidates: torch.Tensor) -> torch.Tensor:
-    """[num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64: the id of the largest value, the smallest id of
-    ties."""
+    """[num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64: the id of the largest value, ties to the
+    smallest."""
     out = torch.empty(candidates.shape[1], dtype=torch.int64, device=candidates.device)
     _reduce(candidates, out, tokens=True)
     return out
@@ -647,8 +646,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, requested
 
 
 def rank_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log probabilities before temperature and filters: of all ids, as integers that sort by rank, and of one token a
-    row.
+    """Log probabilities before temperature and filters: of all ids, as integers that sort by rank, and of `tokens`.
 
     Args:
         logits: [num_rows, vocab_size] floating, contiguous within a row: whole rows.
