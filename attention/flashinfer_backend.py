@@ -287,7 +287,7 @@ class FlashInferBackend(AttentionBackend):
                 wrapper.plan(of_rows.qo_indptr, *paged, causal=True, **options)
             else:
                 wrapper.plan(of_rows.qo_indptr, *paged, packed_custom_mask=mask.packed, **options)
-                # FlashInfer's own offsets count bits, but its kernel reads bytes. These count bytes.
+                # FlashInfer's own offsets count bits, but its kernel reads bytes. `begins` counts bytes.
                 wrapper._mask_indptr_buf = mask.begins
             self._uploads.record()
 

@@ -168,7 +168,7 @@ class TritonLatent:
         return heads.absorb(q).view(len(q), layer.tp_q_head_num, layer.head_dim)
 
     def _pages(self, layer: LatentLayer) -> torch.Tensor:
-        """[num_pages, page_size, 1, head_dim]."""
+        """The layer's pages, [num_pages, page_size, 1, head_dim]: all heads share one key head."""
         [pages] = self._pool.pages(layer.layer_id)
         return pages.unsqueeze(2)
 

@@ -58,7 +58,7 @@ def read_weight_scales(said: Any, path: Path) -> WeightScales | None:
         _check_scheme(scheme, _KV_SCHEME, f"{path}: kv_cache_scheme", "with one factor a layer")
     method = quantization.get("quant_method")
     if method == "mxfp4" and scheme is None:
-        return None  # The tensors' names say the rest. See worker/weights/mxfp4.py.
+        return None  # The tensors' names say which are in MXFP4 (worker/weights/mxfp4.py).
     if method == "fp8" and (scheme is None or isinstance(scheme, dict)):
         return _of_fp8(quantization, path)
     if method == "compressed-tensors" and (groups := quantization.get("config_groups")):

@@ -135,7 +135,7 @@ class Found(NamedTuple):
     """A block that the keeper holds."""
 
     memory: torch.Tensor
-    """[num_bytes] uint8."""
+    """[num_bytes] uint8: the block's contents."""
     note: str
 
 

@@ -263,7 +263,7 @@ def _join_kernel(
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     out_row = row * tl.num_programs(0) + tl.program_id(0)
-    # These tensors were written before the kernel of the runs, which waited for that before any program here started.
+    # The kernel of the runs let this one start only after its own wait, so all tensors written before it can be read.
     seq_len = tl.load(cache_seqlens + row)
     begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW, CHUNK, 1)
     num_blocks = end - begin

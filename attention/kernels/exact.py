@@ -104,7 +104,7 @@ def _merge_kernel(
     tokens."""
     head = tl.program_id(0) + tl.arange(0, 1)
     token = tl.program_id(1)
-    # These tensors were written before the kernel of the parts, which waited for that before any program here started.
+    # The kernel of the parts let this one start only after its own wait, so all tensors written before it can be read.
     if ROWS > 0:
         rows = tl.arange(0, ROWS)
         ends = tl.load(cu_seqlens_q + 1 + rows, mask=rows < num_rows, other=token)

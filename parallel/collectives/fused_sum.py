@@ -85,7 +85,7 @@ class FusedSum(PartialSum):
         self.num_rows = summand.shape[-2]
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See PartialSum. The next partial_sum may be requested only after this call.
+        """Implements PartialSum. The next `partial_sum` may be requested only after this call.
 
         Summands are added in fp32 in rank order (nodes in the order of their tree), then the residual, and the result
         is rounded to bf16 once: the same bits on every rank.
@@ -252,7 +252,7 @@ def way_of(
     size: int, shape: tuple[int, int], of: torch.dtype | SumTree, sizes: PeerSizes, num_sms: int = _MAX_SMALL_ROWS
 ) -> Literal["small", "large"] | None:
     """How `size` ranks compute a sum, of summands of a dtype or of a tree's nodes. None if this memory cannot hold it.
-    The answer is the same on all ranks."""
+    The result is the same on all ranks."""
     (num_rows, row_elements), is_tree = shape, isinstance(of, SumTree)
     if not (
         (is_tree or of is torch.bfloat16)

@@ -56,7 +56,7 @@ class TensorParallelGroup:
         spin_us: int = 0,
         sizes: PeerSizes = PeerSizes(),  # noqa: B008 - the default is frozen
     ) -> TensorParallelGroup:
-        """Meets the other ranks. Returns when all of them are there.
+        """Meets the other ranks. Returns when all of them have come.
 
         Args:
             store: the rendezvous store. If ranks are threads, each needs its own TCPStore client, because a waiting
@@ -129,9 +129,9 @@ class TensorParallelGroup:
     def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
         """A pending sum of this shape, which the next norm's kernel finishes. None if another way to sum is faster.
 
-        The producer writes `summand`, then calls `add_norm` before any other call for a sum. All ranks ask with the
-        same shape. Each step (or graph replay) must begin with another collective, or have an even number of these
-        sums: see PeerMemory.
+        The producer writes `summand`, then calls `add_norm` before any other call for a sum. All ranks request the same
+        shape. Each step (or graph replay) must begin with another collective, or have an even number of these sums: see
+        PeerMemory.
 
         Args:
             of: the dtype of the summands, or the tree of the summed nodes. A tree's bits are those of `sum_nodes`.

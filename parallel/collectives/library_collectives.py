@@ -87,7 +87,7 @@ class LibraryCollectives(Collectives):
             self._await_stream("barrier")
 
     def abort(self, reason: str) -> None:
-        """See Collectives. NCCL's abort returns only when no CUDA graph holds its communicator."""
+        """Implements Collectives. NCCL's abort returns only when no CUDA graph holds its communicator."""
         if self._abort_reason is not None:
             return  # NCCL must be aborted only once
         self._abort_reason = reason

@@ -109,7 +109,7 @@ class SymmetricMemoryCollectives(Collectives):
         self._memory.abort(reason)
 
     def close(self) -> None:
-        """See Collectives. Unmapping waits for the device."""
+        """Implements Collectives. Unmapping waits for the device."""
         if self._registration is not None:
             self._registration.close()
         self._memory.close()

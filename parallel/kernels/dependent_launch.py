@@ -57,8 +57,8 @@ def let_next_start(DEPENDENT: tl.constexpr):
 @triton.jit
 def let_next_start_beside(DEPENDENT: tl.constexpr):
     """Lets the next kernel start beside this short one, directly after its wait, if this one has few programs. Beside
-    more programs, the next kernel's would be placed unevenly. Such a kernel must also call `let_next_start` at its
-    end."""
+    more programs, the next kernel's would be placed unevenly. A kernel that calls this must also call `let_next_start`
+    at its end."""
     if DEPENDENT:  # noqa: SIM102 -- Triton drops the inner branch, but not the right side of an `and`
         if tl.num_programs(0) * tl.num_programs(1) <= _FEW_PROGRAMS:
             tl.extra.cuda.gdc_launch_dependents()

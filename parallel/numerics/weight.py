@@ -53,7 +53,7 @@ class CudaWeight:
         return torch.addmm(self._bias, x, self._transposed, out=out)
 
     def in_fp32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See Weight. The bias must be in the weight's dtype."""
+        """Implements Weight. The bias must be in the weight's dtype."""
         if self._few_rows and _is_skinny(x, self._weight):
             return _skinny(x, self._weight, self._bias, torch.float32, out)
         if self._bias is None and x.dtype is not torch.float32:

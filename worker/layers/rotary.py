@@ -67,9 +67,9 @@ def _query_factors(scale: float, floor: int, positions: torch.Tensor) -> torch.T
 def _cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines in fp64 of angles from 0 to below 2**20, correct to about 1e-16 and equal on all machines.
 
-    Uses only additions and multiplications, which IEEE 754 fixes. torch's own cosines depend on the machine, and there
-    on the numbers of threads and elements: logits of two runs differed from position 32 on, where a second thread's
-    part of the table began on a host of 16 cores.
+    Uses only additions and multiplications, which IEEE 754 fixes. torch's own cosines depend on the machine, and on one
+    machine on the numbers of threads and elements: logits of two runs differed from position 32 on, where a second
+    thread's part of the table began on a host of 16 cores.
     """
     angles = angles.double()
     turns = torch.round(angles * (2 / math.pi))

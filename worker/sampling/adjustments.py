@@ -1,8 +1,7 @@
 """Adjustments of rows' logits before a token is sampled: penalties, biases and masks, stored on the logits' device.
 
     1. repetition penalty: positive logits of tokens in the prompt or answer are divided by it, negative ones multiplied
-    2. frequency penalty: subtracted for each time that the answer contains the token; presence penalty: once, if it
-        does
+    2. frequency penalty: subtracted for each time that the answer contains the token; presence penalty: subtracted once
     3. biases: added while the position of the token to be sampled is below the end of the bias
     4. the mask: tokens that it excludes get -inf
 

@@ -28,7 +28,7 @@ class StepDrafts:
     firsts: torch.Tensor
     """[num_sampled] int64, device: index of the row's first sampled input."""
     tokens: torch.Tensor
-    """[num_sampled] int64, device: the draft that each sampled token must equal. `_NO_DRAFT` for a row's last."""
+    """[num_sampled] int64, device: the draft that each sampled token must equal. `_NO_DRAFT` for a row's last token."""
 
     @classmethod
     def of(cls, num_samples: Int32Array, following: torch.Tensor) -> StepDrafts:

@@ -47,7 +47,8 @@ class ResampledRows(NamedTuple):
     """[num_resampled]: whether the row has filters or adjustments. Other rows only need logprobs and keep their
     token."""
     num_logprobs: Int32Array
-    """[num_resampled]: number of likeliest tokens that each row wants besides its own; -1 for no logprobs."""
+    """[num_resampled]: number of likeliest tokens for which each row wants logprobs besides the sampled token; -1 if it
+    wants no logprobs."""
     num_requested: int
     """The largest number of tokens for which one row requests log probabilities by id (`StepFrame.requested`)."""
     are_adjusted: bool
@@ -125,7 +126,8 @@ class SamplingTables:
         """[num_rows] PARAMS_DTYPE: each row's parameters, on the host."""
         words = self.params.copy().view(np.int32).reshape(num_rows, RECORD_WORDS)
         self.records = torch.from_numpy(words).to(device)
-        """[num_rows, RECORD_WORDS] int32: each row's parameters on the device, as words of a record."""
+        """[num_rows, RECORD_WORDS] int32: each row's parameters on the device, as the words of a PARAMS_DTYPE
+        record."""
 
     def update(self, records: npt.NDArray[np.void]) -> None:
         """Queues new parameters of some rows. Kernels launched after this call read them.

@@ -151,13 +151,13 @@ class DraftPasses:
         self._inputs.take_drafts(upload(frame.rows[is_sampled].astype(np.int64), drafts.device), drafts)
 
     def _more(self, frame: StepFrame, wanted: Int32Array) -> Iterator[torch.Tensor]:
-        """Yields the drafts, [num_rows] int64, of each pass after the first. Rows that want fewer get meaningless
-        ones."""
+        """Yields the drafts, [num_rows] int64, of each pass after the first. Rows that want fewer drafts get
+        meaningless ones."""
         num_rows, most = len(wanted), int(wanted.max())
         if most == 1:
             return
-        # A row that wants fewer stays at its last position, where a page may be missing. A row that wants one is
-        # padding.
+        # A row that wants fewer drafts stays at its last position, as the next page may be missing. A row that wants
+        # only one draft becomes padding.
         rows, more = frame.rows * (wanted > 1), (wanted - 1).clip(0)
         if self._states is not None:
             shape = self._rows_of(frame)

@@ -26,7 +26,7 @@ _BORDERS = tuple((low + high) / 2 for low, high in itertools.pairwise(_VALUES))
 
 
 def stored_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the two tensors that encode matrices [num_matrices, inputs, outputs]. Else empty."""
+    """Names and shapes of tensors that encode matrices [num_matrices, inputs, outputs]. Empty for other shapes."""
     if len(shape) != 3 or shape[1] % _BLOCK:
         return {}
     rows = shape[0], shape[2], shape[1] // _BLOCK

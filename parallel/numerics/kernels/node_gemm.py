@@ -2,8 +2,7 @@
 
 The columns of the weight are divided in leaves of one width. A leaf's sum is one ascending chain of MMAs that starts at
 zero. T(a, b) = T(a, mid) + T(mid, b) with mid = a + ceil((b - a) / 2) adds leaves in fp32. The bits of a row's node
-depend on the row, the weight and the leaves, but not on other rows, tiles, warps, or the number of programs per node.
-Those are the schedule.
+depend on the row, the weight and the leaves, but not on other rows or on the schedule: tiles, warps, programs per node.
 
 A program walks the leaves of a subtree in order and holds left halves in registers until their right halves are done.
 With few rows, a node is divided into several subtrees, and a second kernel adds them.

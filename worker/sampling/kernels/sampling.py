@@ -545,7 +545,8 @@ def best_candidates(
         rows: [num_rows] int32: index of each row's parameters in `records`.
         positions: [num_rows] int32: index of the token to be sampled in its whole sequence.
         records: [table_size, RECORD_WORDS] int32: PARAMS_DTYPE records.
-        thresholds: [num_rows] fp64: smallest allowed score of rows with a positive temperature. None allows all.
+        thresholds: [num_rows] fp64: smallest allowed score of rows with a positive temperature. If None, all are
+            allowed.
 
     Returns:
         [num_blocks, num_rows, 2] fp64: (value, id). A block without an allowed id has value -inf and id 2**30. A block
