@@ -242,7 +242,8 @@ class FlashInferBackend(AttentionBackend):
         captured = self._captured[shape]
         num_rows = {self._list_of(it): it.num_rows(shape) for it in self._geometries}
         inputs = self._inputs(captured.indices, prefix_lens, extend_lens, num_rows)
-        # FlashInfer copies its inputs to the buffers that it was created with, but detects that these are the same.
+        # FlashInfer copies its inputs to the buffers that it was created with, unless they are the same memory, as
+        # here.
         indices = {which: it[: inputs[which].num_pages] for which, it in captured.indices.items()}
         self._plan(captured.kernels, captured.wrappers, inputs, indices, shape)
 

@@ -30,7 +30,7 @@ class ReqToTokenPool:
         self, num_rows: int, max_pages: int, device: torch.device, *, num_placed_pages: int | None = None
     ) -> None:
         self.page_table = torch.zeros((num_rows + 1, max_pages), dtype=torch.int32, device=device)
-        """[num_rows + 1, max_pages] int32, device. Each step writes its page deltas to it."""
+        """[num_rows + 1, max_pages] int32, device: page ids of each row. Each step writes its page deltas here."""
         self.window_page_of: torch.Tensor | None = None
         """[num_placed_pages + 1] int32, device: window page of each page. Undefined (0 or any window page) for pages
         outside all windows. None without a window pool."""

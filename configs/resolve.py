@@ -183,7 +183,7 @@ def asks_for_gpus(config: EngineConfig) -> bool:
 
 
 def default_max_num_seqs(*, on_gpu: bool) -> int:
-    """`scheduler.max_num_seqs` if it is None."""
+    """The value of `scheduler.max_num_seqs` if the setting is None."""
     return 256 if on_gpu else 64
 
 

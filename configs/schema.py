@@ -251,7 +251,7 @@ class ServerConfig(_Section):
         Discriminator(lambda given: "<word>" if isinstance(given, str) else "<values>"),
     ] = "auto"
     """Sampling values of requests that omit them. auto: the model's generation_config.json. off: no defaults. An object
-    such as {temperature: 0.7}: these values, then the model's."""
+    such as {temperature: 0.7}: these values, and the model's for all others."""
     chat_template: str | None = None
     """A Jinja file that replaces the model's chat template."""
     special_tokens_in_text: bool = False

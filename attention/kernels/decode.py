@@ -49,7 +49,7 @@ class DecodeTuning:
     num_stages: int
     """Number of key and value blocks that are being loaded, plus one."""
     num_splits: int
-    """Largest number of runs of a row's keys."""
+    """Largest number of runs into which a row's keys are cut."""
     min_blocks: int = 1
     """Smallest number of blocks per run. Rows that are too short have fewer runs."""
     early_join: bool = False

@@ -61,7 +61,7 @@ class ExtendTuning:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spans:
-    """How the kernel adds up in spans."""
+    """How the kernel adds up a tile's keys in spans."""
 
     span: int
     """Keys per span: a power of two and a multiple of the tuning's `block_n`."""

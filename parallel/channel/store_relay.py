@@ -64,8 +64,8 @@ def open_relay(address: str, timeout_s: float) -> int:
 
 
 def _relay_each(listener: socket.socket, reach: Callable[[socket.socket], socket.socket]) -> None:
-    """Starts a thread that joins each connection of `listener` to the one that `reach` makes for it, until `listener`
-    is closed. A connection for which `reach` raises is closed."""
+    """Starts a thread that joins each connection of `listener` to the connection that `reach` makes for it, until
+    `listener` is closed. A connection for which `reach` raises is closed."""
 
     def relay(one: socket.socket) -> None:
         with one, contextlib.suppress(OSError, LockstepError), reach(one) as other:

@@ -40,7 +40,7 @@ class LibraryCollectives(Collectives):
         self._timeout_s = timeout_s
         self._abort_reason: str | None = None
         self._pending: Any = None
-        # Synchronous calls run on the current stream, so no events order it against a stream of NCCL's.
+        # Synchronous calls run on the current stream, so no events are needed between it and a stream of NCCL's.
         self._reduce_options, self._gather_options = AllreduceOptions(), AllgatherOptions()
         self._reduce_options.asyncOp = self._gather_options.asyncOp = device.type != "cuda"
 

@@ -310,7 +310,7 @@ class Peers:
     """Address of two int32 in host memory that the device can access. The host sets the first to end the waits. The
     device sets the second to report that it gave up, and why."""
     timeout_ns: int
-    """How long a program waits for another rank's, in ns."""
+    """Nanoseconds that a program waits for the programs of other ranks before it gives up."""
     num_sms: int
     """Number of SMs of each rank's device. All programs of a launch run at once: one per SM, or two of up to 8
     warps."""

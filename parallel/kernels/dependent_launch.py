@@ -37,7 +37,8 @@ def is_dependent(device: torch.device, num_rows: int) -> bool:
 
 @triton.jit
 def follow(DEPENDENT: tl.constexpr):
-    """Waits until all writes of the kernels before this one are visible, if it may have started earlier."""
+    """Waits until all writes of the kernels before this one are visible, if this one may have started before they were
+    done."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
 

@@ -39,7 +39,7 @@ class Fp8Matrix:
     of matrices."""
 
     values: Tensor
-    """[..., num_rows, num_columns] e4m3."""
+    """[..., num_rows, num_columns] e4m3: the elements, not multiplied by their scales."""
     scales: Tensor
     """[..., num_blocks, blocks of columns] fp32: scales of the blocks that the rows and columns touch, matrix after
     matrix."""

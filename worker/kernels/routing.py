@@ -305,7 +305,7 @@ class Routes:
     weights: torch.Tensor
     """[num_tokens, top_k] fp32, the likeliest expert's first; undefined for padding tokens."""
     pairs: torch.Tensor
-    """[num_experts, num_tokens] int32, in any order; undefined past an expert's count."""
+    """[num_experts, num_tokens] int32: each expert's pairs, in any order; undefined past the expert's count."""
     counts: torch.Tensor
     """[num_experts] int32: number of each expert's pairs."""
 

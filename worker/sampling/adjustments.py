@@ -194,6 +194,6 @@ def _slots(rows: Int32Array) -> npt.NDArray[np.int64]:
 
 
 def _zeros(shape: tuple[int, ...], dtype: npt.DTypeLike, device: torch.device) -> torch.Tensor:
-    # torch.zeros would write all of it, and so commit the memory.
+    # torch.zeros would write the whole tensor, and so commit its memory.
     zeros = torch.from_numpy(np.zeros(shape, dtype))
     return zeros if device.type == "cpu" else torch.zeros(shape, dtype=zeros.dtype, device=device)

@@ -26,7 +26,6 @@ class LogprobTensors(NamedTuple):
         return cls(*map(torch.cat, zip(*parts, strict=True)))
 
     def to_host(self) -> LogprobTensors:
-        """A non-blocking copy to the host goes to pinned memory. An event that the caller records marks when that
-        memory is filled."""
-        # A non-blocking copy to the host goes to pinned memory, and an event after it marks when that is filled.
+        """Queues the copies to the host. On CPU, returns the tensors themselves."""
+        # A non-blocking copy to the host goes to pinned memory. An event of the caller marks when it is filled.
         return LogprobTensors(*(part.to("cpu", non_blocking=True) for part in self))

@@ -89,7 +89,7 @@ class CudaGraphRunner:
         )
 
     def offer(self, shapes: Sequence[StepShape]) -> None:
-        """Makes the ladder from `shapes`, none of them captured yet."""
+        """Sets the ladder: the shapes that may be captured and replayed. None of them is captured yet."""
         self._decodes = sorted(shape for shape in shapes if shape.is_decode)
         self._prompts = sorted(shape for shape in shapes if not shape.is_decode)
 

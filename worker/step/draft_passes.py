@@ -193,7 +193,7 @@ class DraftPasses:
 
     def _capture(self, name: str, shape: StepShape) -> None:
         self._inputs.upload(Step.of(StepFrame(generation=0, step=0)), shape)
-        self._inputs.graph_batch(shape)  # stands for the step before the pass
+        self._inputs.graph_batch(shape)  # fills the tensors like the step before the pass
         self._num_dropped.zero_()
         self._lasts.zero_()
         run = self._captured_next if name == _NEXT else functools.partial(self._captured_first, predicts=name == _FIRST)

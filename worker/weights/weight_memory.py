@@ -110,8 +110,8 @@ class WeightMemory:
                 self._write_note(self._note)
 
     def move_to_host(self) -> None:
-        """Moves the weights to host memory until `load_to_device`. Until then they are lost if this process dies after
-        the keeper has dropped their blocks."""
+        """Moves the weights to host memory until `load_to_device`. Once the keeper has dropped their blocks, they are
+        lost if this process dies."""
         self.on_host.move(self._decoder)
         self._blocks.clear()
 

@@ -62,7 +62,7 @@ _MAX_CUTS = 4
 _BATCHED_ROWS = range(_MORE_ROWS + 1, 513)
 _BATCHED_LEAF = 1024
 _MAX_BATCHED = 8
-_MAX_PARTS = 15  # boundaries of 8 bits in two words
+_MAX_PARTS = 15  # the boundaries of 15 parts, 8 bits each, fit in two words
 
 
 @triton.jit
