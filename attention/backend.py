@@ -126,7 +126,7 @@ class AttentionBackend(ABC):
         return self.attend(q, layer)
 
     def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
-        """Attends over a pool that already holds the new tokens' latents. Only for backends with `Feature.LATENT`.
+        """Attends over a pool that already holds the new tokens' latents. Backends without `Feature.LATENT` lack it.
 
         Args:
             q: [num_tokens, tp_q_head_num, nope_dim + rope_dim], the last columns after the rotary embedding.

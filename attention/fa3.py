@@ -64,7 +64,7 @@ class FlashAttentionBackend(AttentionBackend):
         return unsplit_shapes(shape, max_model_len)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Stores the `paged` tensors of `batch` for `attend`. Queues nothing."""
+        """Stores the `paged` tensors of `batch` for `attend`. Queues no kernel."""
         super().init_forward_metadata(batch)
         batch.paged.check()
         assert batch.mask is None, "FA3 has no masks"

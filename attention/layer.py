@@ -41,9 +41,9 @@ class AttentionLayer:
     scale: float
     """Factor of the scores, before softcap and softmax."""
     k_scale: float = 1.0
-    """Factor by which an FP8 pool divides keys when it stores them, and by which scores are multiplied in turn."""
+    """An FP8 pool stores keys divided by this factor. Scores are multiplied by it in turn."""
     v_scale: float = 1.0
-    """Factor by which an FP8 pool divides values when it stores them, and by which the output is multiplied in turn."""
+    """An FP8 pool stores values divided by this factor. The output is multiplied by it in turn."""
     window: int | None = None
     """A query sees itself and `window - 1` tokens before it. If None, it sees all tokens before it."""
     softcap: float | None = None

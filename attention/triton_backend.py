@@ -16,7 +16,7 @@ from attention.triton_latent import LatentPlan, TritonLatent, plan_of, plan_of_a
 
 _MOST_ABSORBED = 512
 """Maximum number of new tokens of a captured step with prompts, for latent layers. A graph does not know how many
-tokens are cached, so it uses the absorbed form. With more new tokens that takes longer than eager launches. Not
+tokens are cached, so it uses the absorbed form. With more new tokens, that form takes longer than eager launches. Not
 measured."""
 
 

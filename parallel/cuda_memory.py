@@ -75,7 +75,7 @@ def new_descriptor(num_bytes: int, device: torch.device) -> int:
 
     Raises:
         torch.OutOfMemoryError: the device has no room for it.
-        EngineError: the driver does not support such memory.
+        EngineError: the driver does not support memory behind a descriptor.
     """
     index = _index(device)
     handle = ctypes.c_uint64()
@@ -108,7 +108,8 @@ def mapped(descriptor: int, num_bytes: int, device: torch.device) -> torch.Tenso
 
 
 def outlives_processes(device: torch.device) -> bool:
-    """Whether `device` supports such memory. Some virtual GPUs and containers do not pass its descriptors on."""
+    """Whether `device` supports memory that outlives its process. Some virtual GPUs and containers do not pass its
+    descriptors on."""
     try:
         descriptor = new_descriptor(1, device)
         try:

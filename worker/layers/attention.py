@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Attention:
     """Self-attention over this rank's query heads: qkv -> norm -> rotary -> attention -> o -> all-reduce.
 
-    The all-reduce may be left to the norm that takes the output.
+    The all-reduce may be left to the norm that reads the output.
     """
 
     def __init__(self, spec: GroupedQueryAttention, context: LayerContext, layer_id: int, eps: float) -> None:
@@ -77,5 +77,5 @@ class Attention:
         return step.backend.forward(self._qkv(x), self.layer, step.rotations[self.layer.layer_id], self._norms)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size], from the output of `attend`."""
+        """Computes the layer's output [num_tokens, hidden_size] from the output of `attend`."""
         return self._o.for_norm(attended)

@@ -68,7 +68,8 @@ class Experts(ABC):
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] -> the same shape, 0 for padding, or a PartialSum for the next norm."""
+        """[num_tokens, hidden_size] -> the same shape, with zeros for padding; or a PartialSum that the next norm
+        finishes."""
 
     def _empty_router(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """[num_experts, hidden_size], with one more row for the shared expert's gate, if it has one."""

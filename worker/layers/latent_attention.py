@@ -25,7 +25,7 @@ class MLA:
     """Self-attention over this rank's query heads: latents -> norms -> rotary -> attention -> o -> all-reduce.
 
     Every rank computes the whole latents, with equal bits, and stores them in its own pool. The all-reduce may be left
-    to the norm that takes the output of `project`.
+    to the norm that reads the output of `project`.
     """
 
     def __init__(self, spec: LatentAttention, context: LayerContext, layer_id: int, _eps: float) -> None:
@@ -84,7 +84,7 @@ class MLA:
         return step.backend.forward_latent(q, latents, layer, self._heads, step.rotations[layer.layer_id], norm)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size], from the output of `attend`."""
+        """Computes the layer's output [num_tokens, hidden_size] from the output of `attend`."""
         return self._o.for_norm(attended)
 
     def _norm(self, weight: TensorSpec) -> RMSNorm:

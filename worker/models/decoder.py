@@ -65,7 +65,7 @@ class Decoder:
             DecoderLayer(layer, LayerContext(plan.layers[i], group, arithmetic, dtype, device), i, model.rms_norm_eps)
             for i, layer in enumerate(model.layers)
         ]
-        """One layer for each of the model's, in order."""
+        """The model's layers in order, without the draft head's."""
         self.draft_model: DraftModel | None = None
         """The draft head, if there is one. It is not part of `layers`."""
         if (head := model.draft_head) is not None:

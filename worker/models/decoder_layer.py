@@ -47,7 +47,8 @@ class MixerModule(Protocol):
         `x` may be in FP8 only in the groups of `row_groups`."""
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size], from the output of `attend`. The sum over the ranks may be left to the norm."""
+        """Computes [num_tokens, hidden_size] from the output of `attend`. The sum over the ranks may be left to the
+        norm."""
 
 
 class FeedForwardModule(Protocol):

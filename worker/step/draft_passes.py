@@ -122,7 +122,7 @@ class DraftPasses:
         return self._decoder.draft_model is not None and step.makes_drafts
 
     def add(self, step: Step, output: StepOutput) -> None:
-        """Makes the requested number of drafts of what follows each sampled row's last token, and stores them for the
+        """Makes the requested number of drafts of the tokens after each sampled row's last one, and stores them for the
         next step. The step must be the last one uploaded, and its tokens final."""
         frame, captured, states = step.frame, output.captured, output.states
         assert states is not None, "a step with a draft head has no states"

@@ -38,7 +38,8 @@ class Tile:
     num_warps: int
     num_stages: int
     side: int = 1
-    """Number of groups that a loop iteration multiplies in parallel. Only for up to `block_m` rows."""
+    """Number of groups that a loop iteration multiplies in parallel. It may be above 1 only for up to `block_m`
+    rows."""
     quantises: bool = False
     """Whether programs quantise the rows themselves. Only if `side` is above 1."""
     programs: int = 256
