@@ -60,8 +60,8 @@ A row has at most MAX_ROW_BIASES, and at most one finite bias for the same token
 """
 
 COUNT_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4"), ("num_generated", "<i4"), ("in_prompt", "<i4")])
-"""How often the answer so far contains a token, and whether (1 or 0) the prompt contains it. A row has at most one
-record of each token."""
+"""How often the answer so far contains a token, and whether (1 or 0) the prompt does. A row has one record per
+token."""
 
 REQUESTED_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4")])
 """A token for which a row requests a log probability. The result lists a row's tokens, at most MAX_ROW_REQUESTED, in
@@ -219,14 +219,13 @@ class StepResult(Message):
     prompt_logprobs = Section(np.float32, "prompt_target")
     """[num_prompt_logprobs]: log probability of each of the frame's `prompt_targets`, given the tokens before it."""
     prompt_top_ids = Section(np.int32, "prompt_target", "prompt_k")
-    """[num_prompt_logprobs, k]: likeliest tokens in place of each target, descending, ties by id. k is the largest
-    number requested in this step."""
+    """[num_prompt_logprobs, k]: likeliest tokens at each target's position, descending, ties by id. k is the most
+    requested."""
     prompt_top_logprobs = Section(np.float32, "prompt_target", "prompt_k")
     """[num_prompt_logprobs, k]: log probabilities of `prompt_top_ids`."""
 
     item_logprobs = Section(np.float32, "item", "requested_of_item")
-    """[num_items, m]: requested log probabilities of the token after each item. m is the largest number that a row
-    requests."""
+    """[num_items, m]: requested log probabilities of the token after each item. m is the largest number requested."""
 
     def __init__(self, generation: int, step: int, tokens: Int32Array = _NO_TOKENS, **sections: Array) -> None:
         super().__init__(generation, step, {"tokens": tokens, **sections})

@@ -3,8 +3,8 @@
 A compiler that fuses operations differently, or a kernel with an order of sums that depends on its size, would go
 unnoticed, since the answers look right. A CPU has a few kernels for all shapes, and `check_exactness` runs them. On a
 GPU each shape has its own kernels, also in cuBLAS, so `check_steps` runs the model itself, for about ten steps. It uses
-only kernels that serving uses. It also checks what no step shows: that products and sums equal those of other numbers
-of ranks.
+only kernels that serving uses. It also checks what no step shows: that products and sums equal those of other group
+sizes.
 """
 
 from __future__ import annotations

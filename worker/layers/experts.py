@@ -68,7 +68,7 @@ class Experts(ABC):
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] -> the same shape, with zeros for padding; or a PartialSum that the next norm
+        """[num_tokens, hidden_size] -> the same shape, zeros for padding; or a PartialSum that the next norm
         finishes."""
 
     def _empty_router(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -272,8 +272,7 @@ class CpuExperts(Experts):
         self._router = CpuWeight(router, bias)
 
     def _keep(self, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None) -> None:
-        """Packs a copy of an expert: gate_up [2 * columns, hidden_size], down [hidden_size, columns], bias [2 *
-        columns]."""
+        """Packs an expert's gate_up [2 * columns, hidden_size], down [hidden_size, columns], bias [2 * columns]."""
         pack(down, self._down[len(self._gate_up)])
         self._gate_up.append(CpuWeight.of_packed(pack(gate_up), len(gate_up), gate_up_bias))
 
@@ -337,8 +336,7 @@ class CpuExperts(Experts):
             if begin < end:
                 gate_up = self._gate_up[expert](x.index_select(0, mixture.rows[begin:end]))
                 if self._spec.scales_input:
-                    # For w times the input, the activation is silu(w * gate) * w * up. The sum over experts applies the
-                    # other w.
+                    # For w times the input, the activation is silu(w * gate) * w * up. The sum applies the other w.
                     gate_up[:, :columns] *= mixture.factors[begin:end, None]
                 self._act(gate_up, hidden[begin:end])
                 begin = end

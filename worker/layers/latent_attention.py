@@ -72,8 +72,7 @@ class MLA:
         """Implements MixerModule. Returns None: the input must not be in FP8."""
 
     def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, tp_q_head_num * v_head_dim]. Stores the tokens' latents in the
-        pool."""
+        """[num_tokens, hidden_size] -> [num_tokens, tp_q_head_num * v_head_dim]. Stores latents in the pool."""
         layer, spec = self.layer, self._spec
         into = self._into(x)
         q, latents = torch.split(into, [into.shape[1] - layer.head_dim, layer.head_dim], dim=1)

@@ -22,8 +22,7 @@ class Padding:
     """[num_tokens] int64 or int32: indices of the step's tokens that this object covers. If None, all."""
 
     def of(self, tokens: torch.Tensor) -> Padding:
-        """The padding among only `tokens` of the step. Launches no kernel, because most layers never read the
-        padding."""
+        """The padding among only `tokens` of the step. Launches no kernel, as most layers never read padding."""
         return replace(self, tokens=tokens)
 
     def token_slots(self) -> torch.Tensor:

@@ -136,7 +136,7 @@ class Decoder:
         """Hidden states [num_sampled, hidden_size] of `batch.sample_indices` after the last norm.
 
         The last layer's products run only for these tokens, unless the draft head reads that layer's output for all
-        tokens. `backend` must be ready for `batch`. `states`, made by `DraftModel.empty_states`, get the draft head's
+        tokens. `backend` must be ready for `batch`. `states`, from `DraftModel.empty_states`, get the draft head's
         input.
         """
         step = self.step_of(batch, backend)

@@ -47,8 +47,7 @@ class MixerModule(Protocol):
         `x` may be in FP8 only in the groups of `row_groups`."""
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
-        """Computes [num_tokens, hidden_size] from the output of `attend`. The sum over the ranks may be left to the
-        norm."""
+        """Computes [num_tokens, hidden_size] from `attend`'s output. The sum over the ranks may be left to the norm."""
 
 
 class FeedForwardModule(Protocol):

@@ -57,8 +57,8 @@ class DraftModel:
 
         Args:
             embedded: [num_tokens, hidden_size]: the embedding of the token that follows each token.
-            hidden: [num_tokens, hidden_size]: the output of `reduced`, or what `forward` returned as `hidden` for the
-                token before. May be changed.
+            hidden: [num_tokens, hidden_size]: the output of `reduced`, or `forward`'s second result for the token
+                before. May be changed.
             keep: indices of the tokens for which output is returned. If None, all. If empty, only K and V are stored.
 
         Returns [num_kept, hidden_size] each: the LM head's input, which predicts the token after the embedded one, and

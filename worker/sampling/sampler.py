@@ -9,8 +9,7 @@ NaN among a row's logits, the row's token is -1 on all ranks.
 Logits are sharded by vocabulary. The plain rule, without filters, needs only two numbers a row from each rank, and a
 CUDA graph can contain it. On GPUs ranks also exchange a list of their likeliest tokens, from which rows with a small
 top-k are sampled. Rows with other filters or adjustments are then sampled again from complete rows of logits, which log
-probabilities need too. The arithmetic is in worker/sampling/kernels for CUDA, and in worker/sampling/torch_sampling.py
-for CPU.
+probabilities need too. The arithmetic is in worker/sampling/kernels (CUDA) and worker/sampling/torch_sampling.py (CPU).
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from worker.sampling.logprobs import LogprobTensors
 from worker.upload import upload
 
 _CHUNK_ROWS = 128
-"""Maximum number of rows sampled again at a time. It bounds memory, about 30 bytes a logit. On CUDA a row has one
-SM."""
+"""Maximum number of rows sampled again at a time: each needs about 30 bytes a logit and, on CUDA, one SM."""
 
 
 class ResampledRows(NamedTuple):
@@ -44,11 +42,9 @@ class ResampledRows(NamedTuple):
     indices: npt.NDArray[np.int64]
     """[num_resampled]: indices into the batch."""
     is_redrawn: npt.NDArray[np.bool_]
-    """[num_resampled]: whether the row has filters or adjustments. Other rows only need logprobs and keep their
-    token."""
+    """[num_resampled]: whether the row has filters or adjustments. Other rows only need logprobs."""
     num_logprobs: Int32Array
-    """[num_resampled]: number of likeliest tokens for which each row wants logprobs besides the sampled token; -1 if it
-    wants no logprobs."""
+    """[num_resampled]: number of likeliest tokens with logprobs besides the sampled token's; -1 for no logprobs."""
     num_requested: int
     """The largest number of tokens for which one row requests log probabilities by id (`StepFrame.requested`)."""
     are_adjusted: bool
@@ -126,8 +122,7 @@ class SamplingTables:
         """[num_rows] PARAMS_DTYPE: each row's parameters, on the host."""
         words = self.params.copy().view(np.int32).reshape(num_rows, RECORD_WORDS)
         self.records = torch.from_numpy(words).to(device)
-        """[num_rows, RECORD_WORDS] int32: each row's parameters on the device, as the words of a PARAMS_DTYPE
-        record."""
+        """[num_rows, RECORD_WORDS] int32: each row's parameters as words of a record, on the device."""
 
     def update(self, records: npt.NDArray[np.void]) -> None:
         """Queues new parameters of some rows. Kernels launched after this call read them.
@@ -143,8 +138,7 @@ class SamplingTables:
 
 
 class Sampler:
-    """Samples tokens from logits that are sharded by vocabulary: each rank has those of the ids
-    `plan.vocab[group.rank]`.
+    """Samples tokens from logits sharded by vocabulary: each rank has those of the ids `plan.vocab[group.rank]`.
 
     Every rank of the group makes the same calls and gets the same tokens.
 

@@ -40,8 +40,7 @@ class _Captured:
 class CudaGraphRunner:
     """Captures a step once for each shape, and replays the smallest captured shape that holds it.
 
-    All graphs share one memory pool, since no two run at once. The largest comes first, so smaller graphs fit in its
-    memory.
+    Graphs share one memory pool, since no two run at once. The largest comes first, so all others fit in its memory.
 
     Args:
         group: the ranks that capture and replay in step with each other.

@@ -8,8 +8,7 @@ worse, but no answer depends on drafts.
 If the backend plans nothing for decodes on the host, passes are CUDA graphs, and the host neither copies nor waits
 between them. The first pass has its own graph of the step's shape, since rows with filters or adjustments have their
 final tokens only after the step's graph. The first pass is eager after eager steps, and after prompts, which take
-longer to run than to launch. Each pass after the first replays one graph, which first moves every row on by one
-position.
+longer to run than to launch. Each pass after the first replays one graph, which first advances every row.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ class WantedTokens(NamedTuple):
     sampled: Int64Array
     """[num_sampled]: index into `tokens` of each sampled input, in row order."""
     scored: Int64Array
-    """[num_prompt_logprobs + num_items]: index into `tokens` of the input before each target, and of each item's last
-    input."""
+    """[num_prompt_logprobs + num_items]: index into `tokens` of the input before each target, then of each item's
+    last."""
 
     @classmethod
     def of(cls, step: Step, item_lasts: Int64Array) -> WantedTokens:

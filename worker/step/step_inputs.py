@@ -187,8 +187,7 @@ class StepInputs:
         return self._buffer[self._layout.sampled(shape.num_sampled)]
 
     def sampled_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each sampled input's row in the page table, and the position of the token after it: [num_sampled] int32
-        each."""
+        """Row in the page table of each sampled input, and position of the token after it: [num_sampled] int32 each."""
         rows = self._buffer[self._layout.rows(shape.num_rows)]
         if shape.is_decode:
             return rows, self._tensors.cache_seqlens[: shape.num_rows]

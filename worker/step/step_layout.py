@@ -28,8 +28,8 @@ _PROMPT_SIZES = (16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 4097
 _DRAFT_SIZES = (4, 8)  # smaller than prompts': the inputs of a row or two with drafts
 _FEW_ROWS_TOKENS = 2048  # in larger steps, padding rows and their logits cost little in comparison
 _LEAST_GRAPH_TOKENS = 2048
-# FLOPs of one layer on one rank that take an H200 1.2 ms. Eager launches of a layer take 0.4 to 0.9 ms, or over 2 on a
-# busy host.
+# FLOPs of one layer on one rank that take an H200 1.2 ms. Its eager launches take 0.4 to 0.9 ms, or over 2 on a busy
+# host.
 _LAUNCH_BOUND_FLOPS = 0.8e12
 
 
@@ -58,8 +58,7 @@ def launch_bound_tokens(flops_per_token: float) -> int:
 
 
 def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int, max_sampled: int) -> list[StepShape]:
-    """The shapes to which steps with prompts or drafts are padded, up to the least of `max_tokens`, `max_model_len` and
-    8192.
+    """The shapes to which steps with prompts or drafts are padded, capped by `max_tokens`, `max_model_len` and 8192.
 
     If `max_sampled` is above `max_rows`, some shapes are for steps with drafts, with up to `max_sampled` samples.
 

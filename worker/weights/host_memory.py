@@ -33,8 +33,7 @@ class HostMemory:
         return bool(self._pieces)
 
     def move(self, part: object) -> None:
-        """Moves the memory of all tensors of `part` to the host, if it is not empty. From a GPU it goes to pinned
-        memory."""
+        """Moves the memory of all tensors of `part` to the host. Memory from a GPU goes to pinned memory."""
         for held in by_memory(part):
             memory = held[0].untyped_storage()
             if not memory.nbytes():
@@ -56,8 +55,7 @@ class HostMemory:
         return self._pieces.get(memory._cdata) or [bytes_of(memory)]
 
     def clear(self) -> None:
-        """Drops the memory on the host. A thread frees pinned pieces one by one, since each blocks steps for 1 or 2
-        ms."""
+        """Drops the memory on the host. A thread frees pinned pieces one by one: each blocks steps for 1 or 2 ms."""
         pieces = [piece for pieces in self._pieces.values() for piece in pieces]
         self._pieces.clear()
         if pieces and pieces[0].is_pinned():

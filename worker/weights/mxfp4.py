@@ -1,5 +1,4 @@
-"""Weights in four bits, as in the published experts of gpt-oss: MXFP4 of the Open Compute Project's "Microscaling
-Formats".
+"""Weights in four bits, as in the published experts of gpt-oss: MXFP4 of OCP's "Microscaling Formats".
 
 A matrix is stored with its inputs in the last dimension, in blocks of 32. A block has 16 bytes of codes, with the low
 half first, and one byte for a power of two by which its 32 values are multiplied. The tensor that a checkpoint encodes

@@ -259,8 +259,7 @@ def _kth_key(keys, inside, k, low, high):
 
 @triton.jit
 def _list_some(keys, ids, inside, kth, room, entries, num_kept, num_ties):
-    # Appends the entries above the k-th key, and at most `room` of those equal to it. Returns the new counts of entries
-    # and of ties.
+    # Appends entries above the k-th key and at most `room` equal ones. Returns the new numbers of entries and ties.
     ties = (inside & (keys == kth)).to(tl.int32)
     kept = inside & ((keys > kth) | ((ties > 0) & (num_ties + tl.cumsum(ties, 0) <= room)))
     ones = kept.to(tl.int32)
@@ -545,12 +544,11 @@ def best_candidates(
         rows: [num_rows] int32: index of each row's parameters in `records`.
         positions: [num_rows] int32: index of the token to be sampled in its whole sequence.
         records: [table_size, RECORD_WORDS] int32: PARAMS_DTYPE records.
-        thresholds: [num_rows] fp64: smallest allowed score of rows with a positive temperature. If None, all are
-            allowed.
+        thresholds: [num_rows] fp64: smallest allowed score, for a positive temperature. If None, all are allowed.
 
     Returns:
-        [num_blocks, num_rows, 2] fp64: (value, id). A block without an allowed id has value -inf and id 2**30. A block
-        with a NaN has +inf and -1.
+        [num_blocks, num_rows, 2] fp64: (value, id). A block without an allowed id has -inf and 2**30, one with a NaN
+        +inf and -1.
     """
     return _candidates(logits, rows, positions, records, first_id, thresholds, None)
 
@@ -564,8 +562,7 @@ def _candidates(
     thresholds: torch.Tensor | None,
     maxima: torch.Tensor | None,
 ) -> torch.Tensor:
-    # `maxima` [num_rows, num_groups] receives the group maxima of rows that are sampled from a list. They get no noise.
-    # If it is None, no row is sampled from a list.
+    # `maxima` [num_rows, num_groups] receives the group maxima of listed rows, which get no noise. None: lists no row.
     num_rows, num_ids = logits.shape
     num_parts = max(triton.cdiv(num_ids, _BLOCK), 1)
     out = torch.empty((num_parts, num_rows, 2), dtype=torch.float64, device=logits.device)
@@ -578,8 +575,7 @@ def _candidates(
 
 
 def reduce_tokens(candidates: torch.Tensor) -> torch.Tensor:
-    """[num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64: the id of the largest value, ties to the
-    smallest."""
+    """[num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64: the smallest id of the largest value."""
     out = torch.empty(candidates.shape[1], dtype=torch.int64, device=candidates.device)
     _reduce(candidates, out, tokens=True)
     return out
