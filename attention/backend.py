@@ -17,7 +17,7 @@ from attention.step_shape import StepShape
 from configs.attention import BACKENDS
 
 IMPLEMENTATIONS: dict[str, type[AttentionBackend]] = {}
-"""`register` fills this table when attention/registry.py imports the backends."""
+"""The class of each backend, by name. `register` fills this table when attention/registry.py imports the backends."""
 _BackendT = TypeVar("_BackendT", bound="AttentionBackend")
 
 
@@ -36,12 +36,11 @@ class AttentionBackend(ABC):
     """Causal attention of new tokens over the paged KV cache, for the heads of one rank.
 
     A step calls `init_forward_metadata` once and then `forward` once per layer, in any order. Work that does not depend
-    on a layer's values (indices, masks, plans) belongs in `init_forward_metadata`, not in `attend`. While a step is
-    captured, `prepare_capture` replaces `init_forward_metadata`. Before each replay, `prepare_replay` does.
+    on a layer's values (indices, masks, plans) belongs in `init_forward_metadata`, not in `attend`. For a captured
+    step, `prepare_capture` is called instead, and `prepare_replay` before each replay.
 
     configs/attention.py says which layers and steps a backend serves. Constructors and steps do not check this again,
-    except for features that only some builds of a package have. Backends with `Feature.EXACT` take the argument
-    `exact`.
+    except for features that only some builds of a package have. Those with `Feature.EXACT` take the argument `exact`.
     """
 
     captures_cuda_graphs: bool = False
@@ -88,12 +87,12 @@ class AttentionBackend(ABC):
     def prepare_replay(  # noqa: B027 - a backend without plans has nothing to do
         self, shape: StepShape, prefix_lens: Int32Array, extend_lens: Int32Array
     ) -> None:
-        """Prepares for a replay of the graph of `shape`, before its static tensors take another step. Kernels that this
-        method queues run before the graph. A backend that plans on the host plans here.
+        """Prepares for a replay of the graph of `shape`, before the graph fills its static tensors for the step.
+        Kernels that this method queues run before the graph. A backend that plans on the host plans here.
 
         Args:
-            prefix_lens: [number of the step's rows, without padding], host: tokens already in the cache.
-            extend_lens: same shape, host: input tokens.
+            prefix_lens: [number of the step's rows, without padding], host: number of tokens of each row in the cache.
+            extend_lens: [number of the step's rows, without padding], host: number of input tokens of each row.
         """
 
     @abstractmethod
@@ -116,19 +115,18 @@ class AttentionBackend(ABC):
         Args:
             qkv: [num_tokens, (tp_q_head_num + 2 * tp_k_head_num) * head_dim], contiguous. The query columns may be
                 overwritten.
-            rotation: for the positions of the batch.
-            norms: of query and key heads, or None if the layer has none.
+            rotation: the rotary embedding at the batch's positions.
+            norms: norms of query and key heads, or None if the layer has none.
 
         Returns:
-            As `attend`.
+            The output of `attend`.
         """
         out_cache_loc = self.batch_of(layer).out_cache_loc
         q = rotation.norm_rotate_store(qkv, layer, norms, self.token_to_kv_pool, out_cache_loc)
         return self.attend(q, layer)
 
     def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
-        """Attends over a pool that already holds the new tokens' latents. Only backends with `Feature.LATENT` have
-        this.
+        """Attends over a pool that already holds the new tokens' latents. Backends without `Feature.LATENT` lack it.
 
         Args:
             q: [num_tokens, tp_q_head_num, nope_dim + rope_dim], the last columns after the rotary embedding.
@@ -150,13 +148,12 @@ class AttentionBackend(ABC):
         """Applies norm and rotary embedding, writes the new tokens' latents and keys to the pool, and attends.
 
         Args:
-            q: as for `attend_latent`, but before the rotary embedding, which is applied in place.
-            latents: [num_tokens, latent_dim + rope_dim]: the latent before its norm, and the key before its rotary
-                embedding.
-            rotation: for the positions of the batch.
+            q: [num_tokens, tp_q_head_num, nope_dim + rope_dim]. The rotary embedding is applied in place.
+            latents: [num_tokens, latent_dim + rope_dim]: the latent before its norm, and the key before its rotation.
+            rotation: the rotary embedding at the batch's positions.
 
         Returns:
-            As `attend_latent`.
+            The output of `attend_latent`.
         """
         out_cache_loc = self.batch_of(layer).out_cache_loc
         rotation.norm_rotate_store_latent(q, latents, layer, norm, self.token_to_kv_pool, out_cache_loc)

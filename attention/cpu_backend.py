@@ -1,5 +1,4 @@
-"""The attention backend of CPU ranks: one C kernel. A token's output has the same bits in every step and on every
-rank."""
+"""The attention backend of CPU ranks: one C kernel. A token's output has equal bits in all steps and on all ranks."""
 
 from __future__ import annotations
 
@@ -32,10 +31,10 @@ class _Plan:
 
 @register("cpu")
 class CpuBackend(AttentionBackend):
-    """Attention by attention/kernels/cpu_attention.c, for every row of every step. The kernel reads keys directly from
-    the pool.
+    """Attention by attention/kernels/cpu_attention.c, for every row of every step. It reads keys directly from the
+    pool.
 
-    The bits of an answer depend only on its query, the keys that it sees, and their positions in the row.
+    The bits of an output depend only on its query, the keys that the query sees, and their positions in the row.
 
     Args:
         exact: has no effect, because the kernel is always exact.
@@ -76,8 +75,7 @@ class CpuBackend(AttentionBackend):
         return out
 
     def _plan(self, batch: ForwardBatch, whole: ForwardBatch, visible: VisibleRange, group: int) -> _Plan:
-        """Args for one visible range. `batch` has the pages of these layers' pool, and `whole` is the step with its
-        mask."""
+        """Args for one visible range. `batch` has the pages of these layers' pool, and `whole` has the step's mask."""
         ranges, mask = _visible_ranges(batch, visible), whole.mask
         marks = None if mask is None else mask.visible
         if mask is not None:
@@ -137,7 +135,7 @@ def _mask(ranges: Int64Array, batch: ForwardBatch, visible: VisibleRange) -> Non
     for row in np.flatnonzero(starts >= 0):
         prefix_len, num_tokens = batch.prefix_lens[row], batch.extend_lens[row]
         tokens = slice(batch.cu_seqlens_q[row], batch.cu_seqlens_q[row + 1])
-        # Window and chunk hide no new token from another one here.
+        # Between new tokens, only the mask decides: window and chunk hide none of them.
         ranges[tokens, 0] = np.minimum(visible.first_keys(positions[tokens]), prefix_len)
         ranges[tokens, 1] = batch.seq_lens[row]
         ranges[tokens, 2] = prefix_len
@@ -145,8 +143,7 @@ def _mask(ranges: Int64Array, batch: ForwardBatch, visible: VisibleRange) -> Non
 
 
 def _blocks(batch: ForwardBatch, most_tokens: int) -> Int64Array:
-    """Cuts rows into blocks of at most `size` tokens. Returns [num_blocks, 3]: the row, its first token in the block,
-    the end."""
+    """Cuts rows into blocks of at most `most_tokens` tokens. Returns [num_blocks, 3]: row, first token, end."""
     counts = -(-batch.extend_lens // most_tokens)
     rows = np.repeat(np.arange(batch.batch_size), counts)
     firsts = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -15,7 +15,7 @@ from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import ANY_LEN, FEW_ROWS, StepShape
 
-_UNSPLIT_KEYS = 8  # the longest row's length, for each token of a shape that does not split keys
+_UNSPLIT_KEYS = 8  # keys of the longest row, per token of the shape, up to which a captured shape does not split keys
 
 
 @register("fa3")
@@ -64,7 +64,7 @@ class FlashAttentionBackend(AttentionBackend):
         return unsplit_shapes(shape, max_model_len)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Stores the `paged` tensors of `batch` for `attend`. Queues nothing."""
+        """Stores the `paged` tensors of `batch` for `attend`. Queues no kernel."""
         super().init_forward_metadata(batch)
         batch.paged.check()
         assert batch.mask is None, "FA3 has no masks"

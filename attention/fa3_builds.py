@@ -1,6 +1,6 @@
 """Finds an installed build of FlashAttention-3, checks what it can do, and calls it through one interface.
 
-attention/fa3.py owns what a step passes to it. One call serves decodes, prompts, chunks after a cached prefix and
+attention/fa3.py decides what a step passes to FA3. One call serves decodes, prompts, chunks after a cached prefix and
 mixtures of them: only `cu_seqlens_q` and `max_seqlen_q` differ. FA3 never writes the KV cache here.
 """
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 _PROBED_KEYS, _PROBED_CHUNK = 4, 2
 SGLANG_KERNEL = "0.4.3"
-"""The tested version of that package, with torch 2.11."""
+"""The version of the sglang-kernel package that was tested, with torch 2.11."""
 
 
 class FA3Provider(ABC):
@@ -46,7 +46,7 @@ class FA3Provider(ABC):
 
         Args:
             lens: `cache_seqlens`.
-            window: number of keys before the query's own position that it sees. -1 means all.
+            window: number of keys that a query sees before its own position. -1 means all.
             same: arguments that have the same names in all builds.
         """
 
@@ -70,18 +70,17 @@ class FA3Provider(ABC):
 
         Args:
             q: [num_tokens, tp_q_head_num, head_dim] bf16 or fp16; the last dimension is contiguous.
-            k_pages: [num_pages, page_size, tp_k_head_num, head_dim] in q's dtype. `v_pages` likewise.
+            k_pages: [num_pages, page_size, tp_k_head_num, head_dim] in q's dtype. `v_pages` has the same shape.
             paged: `page_table` is read up to each row's last page. FA3 chooses the number of splits from its width
                 times page_size, so keep one width if results must be equal bit for bit.
             layer: its scale, window, chunk and softcap are applied. Positions count from the start of the row: the
                 first query is at `cache_seqlens` minus the row's queries.
-            sinks: `sinks_of(layer)`.
+            sinks: the layer's sinks, made by `sinks_of`. None without sinks.
             qv: [num_tokens, tp_q_head_num, columns of a value] in q's dtype: queries for the values. Their products
-                with the values are added to the scores. Keys may then have another width than values, and may be
-                interleaved with each other.
+                with the values are added to the scores. Keys may then have another width than values, and keys and
+                values may be parts of one tensor.
             num_splits: largest number of pieces of a row's keys. 0 lets FA3 choose: up to 19 times as fast as one piece
-                for one row of 32k tokens (H200, two KV heads), but a row's last bits then depend on the rest of the
-                batch.
+                for one row of 32k tokens (H200, two KV heads), but a row's last bits then depend on the batch.
             out: [num_tokens, tp_q_head_num, columns of a value], written. If None, a new tensor.
 
         Returns:
@@ -168,8 +167,7 @@ class SglKernel(FA3Provider):
 
 
 class FlashAttention3(FA3Provider):
-    """FA3's own package, called through its operator: its Python function has no `out` and allocates two more
-    tensors."""
+    """FA3's own package, called through its operator: its Python function has no `out` and allocates more."""
 
     name = "flash_attention_3"
 
@@ -183,7 +181,7 @@ class FlashAttention3(FA3Provider):
 
 
 def sinks_of(layer: AttentionLayer) -> torch.Tensor | None:
-    """A copy of the layer's sinks in bf16, as FA3 takes them and checkpoints store them."""
+    """A copy of the layer's sinks in bf16, the dtype that FA3 needs and checkpoints have."""
     return None if layer.sinks is None else layer.sinks.to(torch.bfloat16)
 
 

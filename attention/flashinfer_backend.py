@@ -58,7 +58,7 @@ class _Mask(NamedTuple):
 
     packed: torch.Tensor
     begins: torch.Tensor
-    """`pack_mask` writes both tensors."""
+    """Both tensors are written by `pack_mask`, which describes them."""
     max_len: int
     """Largest number of new tokens of a row."""
 
@@ -72,7 +72,7 @@ class FlashInferBackend(AttentionBackend):
 
     Args:
         prompt_kernels: kernels for steps with prompts only, and for captured steps with few rows. If None, fa3 on
-            Hopper, else fa2. All other steps with prompts or masks, and FP8, use fa2.
+            Hopper, but fa2 on other GPUs and for FP8 pools. All other steps with prompts or masks use fa2.
 
     Raises:
         ConfigError: FlashInfer is not installed, or its kernels cannot be compiled or run here.
@@ -100,11 +100,10 @@ class FlashInferBackend(AttentionBackend):
         self._prompt_kernels: Kernels = prompt_kernels or ("fa3" if has_fa3 else "fa2")
         self._geometry_of = {layer.layer_id: Geometry.of(layer) for layer in layers}
         self._geometries = tuple(dict.fromkeys(self._geometry_of.values()))
-        # Zeros, as FlashInfer requires. All wrappers share this buffer: each kernel reads its contents before the next
-        # one writes.
+        # Zeros, as FlashInfer requires. All wrappers share this buffer: each kernel reads it before the next one
+        # writes.
         self._float_workspace = torch.zeros(_FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        # A plan stays in its buffer for one step. Plans of the same step need separate buffers; different steps share
-        # them.
+        # A plan stays in its buffer for one step. Plans of one step need separate buffers; steps share them.
         self._int_workspaces = {
             geometry: torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             for geometry in self._geometries
@@ -179,7 +178,7 @@ class FlashInferBackend(AttentionBackend):
         return self._prompt_kernels if mode is ForwardMode.EXTEND else "fa2"
 
     def _list_of(self, geometry: Geometry, *, masked: bool = False) -> _Listed:
-        """The page list for `geometry`. With a mask (`masked`), the mask hides tokens outside chunks, so all pages are
+        """The page list for `geometry`. With a mask (`masked`), the mask hides tokens outside chunks: all pages are
         listed."""
         windowed = geometry.window is not None and self.token_to_kv_pool.num_window_pages is not None
         return _Listed(windowed, None if masked else geometry.chunk)
@@ -243,8 +242,8 @@ class FlashInferBackend(AttentionBackend):
         captured = self._captured[shape]
         num_rows = {self._list_of(it): it.num_rows(shape) for it in self._geometries}
         inputs = self._inputs(captured.indices, prefix_lens, extend_lens, num_rows)
-        # FlashInfer copies its inputs to the buffers that it was created with. They are the same memory here, and
-        # FlashInfer detects that.
+        # FlashInfer copies its inputs to the buffers that it was created with, unless they are the same memory, as
+        # here.
         indices = {which: it[: inputs[which].num_pages] for which, it in captured.indices.items()}
         self._plan(captured.kernels, captured.wrappers, inputs, indices, shape)
 
@@ -260,7 +259,7 @@ class FlashInferBackend(AttentionBackend):
         """Plans each of `wrappers`.
 
         Args:
-            shape: of the graph that will run the plan. None for an eager step.
+            shape: shape of the graph that will run the plan. None for an eager step.
             masks: None if all rows are causal.
         """
         pool = self.token_to_kv_pool
@@ -289,7 +288,7 @@ class FlashInferBackend(AttentionBackend):
                 wrapper.plan(of_rows.qo_indptr, *paged, causal=True, **options)
             else:
                 wrapper.plan(of_rows.qo_indptr, *paged, packed_custom_mask=mask.packed, **options)
-                # FlashInfer's own offsets count bits, but its kernel reads bytes. These count bytes.
+                # FlashInfer's own offsets count bits, but its kernel reads bytes. `begins` counts bytes.
                 wrapper._mask_indptr_buf = mask.begins
             self._uploads.record()
 
@@ -300,8 +299,7 @@ class FlashInferBackend(AttentionBackend):
         is_whole = shape is not None and self._is_full(shape, geometry)
         if mask is not None and geometry.window is not None:
             # FlashInfer's window counts from a token's index in its row, but the mask uses positions. This window is
-            # wide enough to hide nothing that the mask shows, and it keeps split keys from including keys after a
-            # tile's own.
+            # wide enough to hide nothing that the mask shows, and it keeps split keys from including later keys.
             window_left += mask.max_len - 1
             is_whole = True
         return {
@@ -316,7 +314,7 @@ class FlashInferBackend(AttentionBackend):
 
     def _is_full(self, shape: StepShape, geometry: Geometry) -> bool:
         """Whether a graph of `shape` has enough programs without splitting keys. Its grid is fixed at capture. With
-        split keys, every answer goes through memory and a second kernel, even if the plan splits none. FlashInfer makes
+        split keys, every output goes through memory and a second kernel, even if the plan splits none. FlashInfer makes
         no more pieces than the GPU can run at once."""
         num_tiles = shape.num_rows + (0 if shape.is_decode else shape.num_tokens * geometry.group // _TILE)
         return num_tiles * geometry.num_k_heads >= _PROGRAMS_OF_SM * self._library.num_sms

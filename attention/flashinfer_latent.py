@@ -19,8 +19,7 @@ class LatentWrapper:
     Args:
         module: `flashinfer.mla`.
         workspaces: the float workspace and, for plans of a graph, the integer one.
-        static: the int32 tensors `qo_indptr`, `kv_indptr`, `kv_indices` and `kv_len_arr` of a graph. Empty for eager
-            steps.
+        static: int32 `qo_indptr`, `kv_indptr`, `kv_indices` and `kv_len_arr` of a graph. Empty for eager steps.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class LatentWrapper:
         """
         self._plan(inputs, indices, page_size, dtype, causal)
         if self._is_first and self._in_graph:
-            # Later plans of a graph are written to the same memory as the last one.
+            # FlashInfer writes a graph's later plans to the memory of the plan before: from now on, to our workspace.
             self._wrapper._planned_backend._int_workspace_buffer = self._int_workspace
             self._plan(inputs, indices, page_size, dtype, causal)
         self._is_first = False

@@ -74,8 +74,7 @@ class Geometry:
         return self.num_q_heads // self.num_k_heads
 
     def num_rows(self, shape: StepShape) -> int:
-        """Largest number of planned rows for a step of `shape`. A row that crosses chunks is planned as several
-        rows."""
+        """Largest number of planned rows for a step of `shape`. A row across chunks is planned as several rows."""
         if self.chunk is None or shape.is_decode:
             return shape.num_rows
         return 2 * shape.num_rows + shape.num_tokens // self.chunk
@@ -85,8 +84,7 @@ class Geometry:
 class PlanInputs:
     """The planner's input for one step: int32 arrays on the host, because FlashInfer would wait for device tensors.
 
-    If layers have a chunk, the part of a row inside one chunk is a separate row here, and its pages begin with that
-    chunk.
+    If layers have a chunk, the part of a row inside one chunk is a separate row here, and its pages begin at the chunk.
     """
 
     qo_indptr: torch.Tensor
@@ -131,7 +129,7 @@ class PlanInputs:
 
 
 def _cut(prefix_lens: Int64Array, extend_lens: Int64Array, chunk: int) -> tuple[Int64Array, Int64Array]:
-    """Cuts rows at chunk boundaries. Returns the row of each part, the tokens before the part in its chunk, and its new
+    """Cuts rows at chunk boundaries. Returns, for each part, the numbers of tokens before it in its chunk and of new
     tokens."""
     seq_lens, first = prefix_lens + extend_lens, prefix_lens // chunk
     counts = np.maximum(-(-seq_lens // chunk) - first, 1)

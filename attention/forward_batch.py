@@ -39,7 +39,7 @@ class PagedMetadata:
     cache_seqlens: torch.Tensor
     """[batch_size] int32: tokens in the KV cache after this step's tokens are written; 1 for padding rows."""
     cu_seqlens_q: torch.Tensor
-    """[batch_size + 1] int32."""
+    """[batch_size + 1] int32: start of each row's input tokens in the batch, and the end of the last row's."""
     page_table: torch.Tensor
     """[batch_size, max_pages] int32: pages of each row. Entries after a row's last page are undefined."""
     max_seqlen_q: int
@@ -56,7 +56,7 @@ class PagedMetadata:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewTokenMask:
-    """Which new tokens of its row each new token sees, instead of itself and the new tokens before it.
+    """Which new tokens of its row each new token sees. Without a mask, it sees itself and the new tokens before it.
 
     The part of one row is [extend_len, extend_len], stored query by query: for example a tree of drafts, or all ones
     for bidirectional attention. Every real token must see itself.
@@ -66,8 +66,8 @@ class NewTokenMask:
     """[sum of extend_len ** 2 over rows with a part] uint8 or bool, contiguous, device: nonzero if the key is
     visible."""
     starts: torch.Tensor
-    """[batch_size] int32 or int64, device: start of each row's part in `seen`. -1 for a row without a part, which is
-    causal."""
+    """[batch_size] int32 or int64, device: start of each row's part in `visible`. -1 for a causal row without a
+    part."""
     positions: torch.Tensor
     """[num_tokens] int64, device: `ForwardBatch.positions`. Window and chunk hide tokens of the prefix by these
     positions, but no new tokens of rows with a part."""
@@ -84,21 +84,20 @@ class ForwardBatch:
 
     mode: ForwardMode
     prefix_lens: Int64Array
-    """[batch_size] int64, host: tokens already in the KV cache, which is also the position of the row's first input."""
+    """[batch_size] int64, host: number of each row's tokens in the KV cache, and so the position of its first input."""
     extend_lens: Int64Array
-    """[batch_size] int64, host: input tokens of each row."""
+    """[batch_size] int64, host: number of input tokens of each row."""
     seq_lens: Int64Array
-    """[batch_size] int64, host: prefix_lens + extend_lens."""
+    """[batch_size] int64, host: number of each row's tokens, cached or input: prefix_lens + extend_lens."""
     cu_seqlens_q: Int64Array
-    """[batch_size + 1] int64, host: prefix sums of extend_lens."""
+    """[batch_size + 1] int64, host: start of each row's input tokens in the batch, and the end of the last row's."""
     input_ids: torch.Tensor
-    """[num_tokens] int64, device."""
+    """[num_tokens] int64, device: the input tokens."""
     positions: torch.Tensor
     """[num_tokens] int64, device: position of each input token. Positions of a row are consecutive from `prefix_lens`
-    on. In rows with a part of `mask` they may be in any order, but none is smaller."""
+    on. In rows with a part of `mask` they may be in any order, but none is below `prefix_lens`."""
     out_cache_loc: torch.Tensor
-    """[num_tokens] int64, device: KV slot (page * page_size + offset) to which each input token's K and V are
-    written."""
+    """[num_tokens] int64, device: KV slot (page * page_size + offset) of each input token's K and V."""
     sample_indices: torch.Tensor
     """[num_sampled] int64 or int32, device: indices of the tokens that need logits, in row order."""
     paged: PagedMetadata

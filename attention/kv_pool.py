@@ -23,14 +23,14 @@ class ReqToTokenPool:
     """The page table: row r lists the pages of the request in row r. Row 0 and page 0 are padding.
 
     Args:
-        num_placed_pages: the largest page id, if there is a window pool.
+        num_placed_pages: the largest page id, if there is a window pool. None without a window pool.
     """
 
     def __init__(
         self, num_rows: int, max_pages: int, device: torch.device, *, num_placed_pages: int | None = None
     ) -> None:
         self.page_table = torch.zeros((num_rows + 1, max_pages), dtype=torch.int32, device=device)
-        """[num_rows + 1, max_pages] int32, device. Each step writes its page deltas to it."""
+        """[num_rows + 1, max_pages] int32, device: page ids of each row. Each step writes its page deltas here."""
         self.window_page_of: torch.Tensor | None = None
         """[num_placed_pages + 1] int32, device: window page of each page. Undefined (0 or any window page) for pages
         outside all windows. None without a window pool."""
@@ -84,15 +84,16 @@ def kv_tensors(
 class TokenToKVPool:
     """The KV pool: for every layer, one tensor [num_pages + 1, page_size, *shape] for each of its `token_shapes`.
 
-    Most layers store keys and values, [tp_k_head_num, head_dim] each; latent layers store something else. Page 0 is
-    padding. Slot s is page s // page_size, offset s % page_size.
+    Most layers store keys and values, [tp_k_head_num, head_dim] each; latent layers store one vector per token. Page 0
+    is padding. Slot s is page s // page_size, offset s % page_size.
 
     Args:
-        dtype: of the stored values. FP8 (e4m3) values are divided by the layer's `k_scale` or `v_scale`, rounded to
-            nearest, and clamped to +-448.
-        compute_dtype: of keys and values when they are written, of queries, and of answers. If None, `dtype`.
+        dtype: dtype of the stored values. FP8 (e4m3) values are divided by the layer's `k_scale` or `v_scale`, rounded
+            to nearest, and clamped to +-448.
+        compute_dtype: dtype of keys and values when they are written, of queries, and of attention's output. If None,
+            `dtype`.
         num_window_pages: number of window pages, for layers with a window. If None, there is no window pool, and these
-            layers use the same pages as the others.
+            layers use the same pages as all others.
         allocate: allocates a layer's memory, [num_bytes] uint8 on `device` with finite numbers, given the layer's index
             and num_bytes. If None, the pool allocates it.
     """

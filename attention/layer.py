@@ -41,9 +41,9 @@ class AttentionLayer:
     scale: float
     """Factor of the scores, before softcap and softmax."""
     k_scale: float = 1.0
-    """Second factor of the scores. An FP8 pool stores keys divided by it."""
+    """An FP8 pool stores keys divided by this factor. Scores are multiplied by it in turn."""
     v_scale: float = 1.0
-    """Factor of the answers. An FP8 pool stores values divided by it."""
+    """An FP8 pool stores values divided by this factor. The output is multiplied by it in turn."""
     window: int | None = None
     """A query sees itself and `window - 1` tokens before it. If None, it sees all tokens before it."""
     softcap: float | None = None
@@ -67,7 +67,7 @@ class AttentionLayer:
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what a token has in the KV pool: its keys and its values."""
+        """Shapes of the tensors that the KV pool stores for a token: its keys and its values."""
         return ((self.tp_k_head_num, self.head_dim),) * 2
 
 
@@ -94,17 +94,17 @@ class LatentLayer(AttentionLayer):
 
     @property
     def qk_dim(self) -> int:
-        """Columns of a value of an expanded head."""
+        """Columns of a query or key of an expanded head."""
         return self.nope_dim + self.rope_dim
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The latent and the rotated key in one vector."""
+        """Shape of the one vector that the KV pool stores for a token: the latent, then the rotated key."""
         return ((self.head_dim,),)
 
     def absorbs(self, num_queries: _Counts, num_keys: _Counts) -> Any:
         """Whether the absorbed form takes fewer operations for this number of queries, if each sees about `num_keys`
         tokens. It multiplies with the weight per query instead of per key, but its products are wider. For int64
-        arrays, one answer per element."""
+        arrays, the result is an array too."""
         own, latent = self.nope_dim + self.v_dim, self.latent_dim
         return (num_keys - num_queries) * own * latent >= num_queries * num_keys * (2 * latent - own)

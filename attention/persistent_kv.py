@@ -27,11 +27,11 @@ def take_kv(
     """Copies `pages` [num_pages] int64 of a layer into the pool of `rank`, which has its heads by `plan`.
 
     Args:
-        others: the plan of the ranks that wrote them. Their pools have the same number of pages.
+        others: the plan of the ranks that wrote the pages. Their pools have the same number of pages.
         left: persistent memory of each of those ranks.
 
     Raises:
-        EngineError: they left no such layer.
+        EngineError: the memory of those ranks has no such layer.
     """
     own = _heads(plan, layer_id, rank)
     for other, memory in enumerate(left):

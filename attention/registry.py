@@ -1,4 +1,4 @@
-"""Creates attention backends by the names that `attention.*` takes."""
+"""Creates attention backends by their names in the settings `attention.*`."""
 
 from __future__ import annotations
 

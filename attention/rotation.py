@@ -67,6 +67,6 @@ class Rotation(Protocol):
         Args:
             q: [num_tokens, tp_q_head_num, nope_dim + rope_dim]. The last columns are rotated in place.
             latents: [num_tokens, latent_dim + rope_dim]: latents and keys, before norm and rotation.
-            pool: of the same dtype.
+            pool: its `compute_dtype` must be the dtype of `latents`. It converts what it stores to its own dtype.
             out_cache_loc: [num_tokens] int64: the slot of each token.
         """

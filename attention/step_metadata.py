@@ -17,7 +17,7 @@ class StepTensors:
     """Tensors that `fill_step_metadata` writes, for B rows and T tokens; contiguous, on the device."""
 
     input_ids: torch.Tensor
-    """[T] int64."""
+    """[T] int64: the input tokens."""
     positions: torch.Tensor
     """[T] int64: position of each token in its sequence."""
     out_cache_loc: torch.Tensor

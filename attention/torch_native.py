@@ -33,9 +33,9 @@ class _Masked:
     """One row's part of a step's mask."""
 
     visible: npt.NDArray[np.bool_]
-    """[num_tokens, num_tokens]"""
+    """[num_tokens, num_tokens]: whether each new token of the row sees each of its new tokens."""
     positions: Int64Array
-    """[num_tokens]"""
+    """[num_tokens]: position of each new token of the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class _Extend:
 
     start: int
     stop: int
-    """The row's tokens in the batch."""
+    """The row's tokens are those from `start` to before `stop` in the batch."""
     slots: torch.Tensor | slice
-    """[num_keys] int64, or a slice if the slots are consecutive."""
+    """[num_keys] int64: KV slots that the row reads. A slice if they are consecutive."""
     mask: torch.Tensor | None
     """[num_tokens, num_keys] in the pool's compute_dtype: 0 or -inf. None if the row is causal and has as many keys as
     tokens."""
@@ -301,8 +301,8 @@ def _attend(
 ) -> torch.Tensor:
     """softmax(softcap(q @ k.T * scale) + mask) @ v over the last two of four dimensions.
 
-    The factor of the scores is the layer's `scale` times that of its keys, and `v_scale` is applied last. A sink counts
-    as one more key without a value. `sinks` are the layer's, in a shape that broadcasts to q's.
+    Scores are multiplied by the layer's `scale` and `k_scale`, and the output by its `v_scale`. A sink counts as one
+    more key without a value. `sinks` are the layer's, in a shape that broadcasts to q's.
     """
     scale = layer.scale * layer.k_scale
     if layer.softcap is None and sinks is None:

@@ -15,8 +15,9 @@ from attention.step_shape import StepShape
 from attention.triton_latent import LatentPlan, TritonLatent, plan_of, plan_of_any
 
 _MOST_ABSORBED = 512
-"""Most new tokens of captured steps with prompts, for latent layers. A graph does not know what is cached and uses the
-absorbed form, which for many new tokens takes longer than eager launches. Not measured."""
+"""Maximum number of new tokens of a captured step with prompts, for latent layers. A graph does not know how many
+tokens are cached, so it uses the absorbed form. With more new tokens, that form takes longer than eager launches. Not
+measured."""
 
 
 @register("triton")
@@ -24,12 +25,12 @@ class TritonBackend(AttentionBackend):
     """Uses `paged_decode` for steps in which every row has one token, and `paged_extend` for all others.
 
     Unused page-table entries, unused pages and unused slots of a row's last page are never read. The bits of a row's
-    answer do not depend on the other rows' contents. A decode's bits depend on the number of rows, because
+    output do not depend on the other rows' contents. A decode's bits depend on the number of rows, because
     `paged_decode` splits the keys of few rows, and decodes among prompts use `paged_extend`. Latent layers are in
     attention/triton_latent.py; their bits also depend on whether the step is captured.
 
     Args:
-        exact: use `paged_exact` for all steps. The bits of an answer then depend only on what the token sees, by the
+        exact: use `paged_exact` for all steps. The bits of an output then depend only on what the token sees, by the
             contract of attention/kernels/exact.py. It supports neither masks nor latent layers.
     """
 

@@ -1,8 +1,8 @@
 """Latent attention (MLA) by the Triton kernels.
 
-Decodes use the absorbed form. In other steps, new tokens attend to each other with expanded heads. To the cached tokens
-they attend in the form that takes fewer operations for the row: absorbed, or with keys and values expanded from latents
-a chunk at a time. The parts are merged by the logarithms of their sums.
+Decodes use the absorbed form. In other steps, new tokens attend to each other with expanded heads. They attend to the
+cached tokens in the form that takes fewer operations for the row: absorbed, or with keys and values expanded from
+latents a chunk at a time. The parts are merged by the logarithms of their sums.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class _Cached:
     """A part of the cached tokens of consecutive rows."""
 
     tokens: slice
-    """The rows' new tokens."""
+    """Range of the rows' new tokens in the batch."""
     paged: PagedMetadata
     """The rows' metadata as if only this part were cached."""
     slots: torch.Tensor | None
-    """[num_keys] int64: slots of the part, row after row, if keys and values are expanded from them. The page of each
-    row is then its first key. None if the part is absorbed."""
+    """[num_keys] int64: slots of the part, row after row, if keys and values are expanded from them. Each row then has
+    one page in `paged`, the index of its first key. None if the part is absorbed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class LatentPlan:
     out_cache_loc: torch.Tensor
     """[num_tokens] int64: slots of the new tokens."""
     own: PagedMetadata
-    """The rows' metadata as if nothing were cached. The page of each row is its first new token."""
+    """The rows' metadata as if nothing were cached. Each row has one page, the index of its first new token."""
     mask: NewTokenMask | None
     cached: tuple[_Cached, ...]
 
@@ -89,7 +89,7 @@ def _part_of(
 
     Returns:
         Their tokens; their paged metadata; and [num_rows] int32, device: the number of cached tokens of each chosen
-        row, 0 for the others.
+        row, 0 for other rows.
     """
     first, last = np.flatnonzero(chosen)[[0, -1]].tolist()
     tokens, rows = slice(*batch.cu_seqlens_q[[first, last + 1]].tolist()), slice(first, last + 1)
@@ -145,7 +145,7 @@ class TritonLatent:
     def _attend_cached(
         self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, cached: _Cached
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Answers [num_tokens, tp_q_head_num, v_dim] over one part, and the logarithms of their sums."""
+        """Attention's output [num_tokens, tp_q_head_num, v_dim] over one part, and the logarithms of its sums."""
         if cached.slots is None:
             latents, lse = _part(q, layer.latent_dim, q.dtype)
             wide, pages = self._absorbed(q, layer, heads), self._pages(layer)
@@ -168,13 +168,13 @@ class TritonLatent:
         return heads.absorb(q).view(len(q), layer.tp_q_head_num, layer.head_dim)
 
     def _pages(self, layer: LatentLayer) -> torch.Tensor:
-        """[num_pages, page_size, 1, head_dim]."""
+        """The layer's pages, [num_pages, page_size, 1, head_dim]: all heads share one key head."""
         [pages] = self._pool.pages(layer.layer_id)
         return pages.unsqueeze(2)
 
 
 def _part(q: torch.Tensor, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for answers [num_tokens, tp_q_head_num, width] in `dtype` to queries `q`, and for the fp32 logarithms of
-    their sums."""
+    """Memory for attention's output [num_tokens, tp_q_head_num, width] in `dtype` to queries `q`, and for the fp32
+    logarithms of its sums."""
     out = torch.empty((*q.shape[:2], width), dtype=dtype, device=q.device)
     return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

@@ -33,8 +33,7 @@ class Feature(StrEnum):
     """Requested by a step (`ForwardBatch.mask`), not by a layer: trees of drafts, images, scored items."""
     FP8_KV = "FP8 KV cache"
     EXACT = "exact numerics"
-    """Requested by a setting, not by a layer: bits that do not depend on the batch, on chunks or on the number of
-    ranks."""
+    """Requested by a setting, not by a layer: bits that do not depend on the batch, chunks or the number of ranks."""
 
 
 class LatentShape(NamedTuple):
@@ -57,7 +56,7 @@ class LatentSizes:
     """The size of a rotated key must be a multiple of this."""
 
     def hold(self, shape: LatentShape) -> bool:
-        """Whether there are kernels for `shape`."""
+        """Whether the backend has kernels for `shape`."""
         is_wide = shape.latent_dim in self.latent_dims and shape.rope_dim % self.rope_unit == 0
         return is_wide and shape.num_heads <= self.most_heads
 
@@ -81,7 +80,7 @@ class AttentionNeeds:
     chunks: frozenset[int] = frozenset()
     """Chunk sizes of `Feature.CHUNK`, in tokens."""
     latents: frozenset[LatentShape] = frozenset()
-    """Shapes of the latent layers, of every rank that asks."""
+    """Shapes of the latent layers on the ranks."""
 
     def with_feature(self, feature: Feature) -> AttentionNeeds:
         """Returns a copy with one more feature."""
@@ -98,10 +97,10 @@ class BackendSpec:
     package: str | None = None
     """The optional package that the backend needs. `auto` considers the backend only if the package is installed."""
     plans_on_host: bool = False
-    """Whether the host plans each decode from the rows' lengths. If true, ranks cannot draft several tokens by
+    """Whether the host plans each decode from the rows' lengths. Then ranks cannot draft several tokens by
     themselves."""
     device: Literal["cpu", "cuda"] | None = None
-    """If None, the backend runs on both."""
+    """The kind of device that the backend runs on. If None, it runs on both kinds."""
     compute_capabilities: tuple[tuple[int, int], ...] | None = None
     """Compute capabilities of the GPUs that it runs on. If None, all from `min_compute_capability` on."""
     min_compute_capability: tuple[int, int] = (0, 0)
@@ -110,8 +109,7 @@ class BackendSpec:
     max_page_size: int | None = None
     max_head_dim: int | None = None
     head_dims: frozenset[int] | None = None
-    """Head sizes that the backend supports. If None, any size up to `max_head_dim`. This does not restrict latent
-    layers."""
+    """Head sizes that the backend supports. If None, any size up to `max_head_dim`. Latent layers have other limits."""
     features: frozenset[Feature]
     by_build: frozenset[Feature] = frozenset()
     """The part of `features` that only some builds of the package have. A rank finds out when it loads the package."""
@@ -221,7 +219,7 @@ _SPECS = (
     ),
 )
 BACKENDS: Mapping[str, BackendSpec] = {spec.name: spec for spec in _SPECS}
-"""The backends by the name that `attention.backend` takes."""
+"""The backends by their names in `attention.backend`."""
 UNMEASURED = tuple(name for name, spec in BACKENDS.items() if spec.package is None)
 """The order in which `auto` tries backends if there is no measurement."""
 
@@ -273,16 +271,14 @@ def choose_backend(
 
 
 def installed_packages() -> frozenset[str]:
-    """The installed packages among those that `BackendSpec.package` names. Empty without nvcc, which compiles their
-    kernels."""
+    """The installed packages that `BackendSpec.package` names. Empty without nvcc, which compiles their kernels."""
     compiles = bool(shutil.which("nvcc") or os.environ.get("CUDA_HOME") or os.path.exists("/usr/local/cuda/bin/nvcc"))
     named = (spec.package for spec in _SPECS if spec.package is not None and compiles)
     return frozenset(name for name in named if importlib.util.find_spec(name) is not None)
 
 
 def check_backend(name: str, needs: AttentionNeeds, setting: str) -> None:
-    """Raises ConfigError if backend `name`, which `setting` names, cannot serve `needs`. The message lists backends
-    that can."""
+    """Raises ConfigError, which lists other backends, if backend `name`, given by `setting`, cannot serve `needs`."""
     refusal = BACKENDS[name].refusal(needs)
     if refusal is not None:
         able = [spec.name for spec in _SPECS if spec.refusal(needs) is None]

@@ -91,8 +91,7 @@ def rank(*, is_decode: bool, capability: tuple[int, int] | None, latent_heads: i
     Layers with keys and values have one order, whatever their number of heads.
 
     Args:
-        capability: compute capability of the GPUs. The nearest measured one is used. If None, all measurements are
-            used.
+        capability: compute capability of the GPUs. The nearest measured one is used. If None, all are used.
         latent_heads: number of query heads of latent layers. The nearest measured number is used. If None, the order is
             for layers with keys and values.
     """

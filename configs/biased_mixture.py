@@ -1,5 +1,5 @@
-"""The experts of gpt-oss: with biases and a clamped activation. The checkpoint stores each kind of tensor for all
-experts at once."""
+"""The experts of gpt-oss: with biases and a clamped activation. A checkpoint stacks each kind of tensor of all
+experts."""
 
 from __future__ import annotations
 

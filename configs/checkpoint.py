@@ -1,7 +1,7 @@
 """Finds the files that `model` and `tokenizer` name, on disk or on the Hugging Face Hub, and downloads missing ones.
 
 This module decides which file formats are accepted. It opens none of them. Pickles are refused by name, because opening
-a pickle runs its code.
+one runs its code.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def resolve_model_path(
         model: a local directory, or a Hub id `owner/name`.
         revision: commit or tag of the Hub repository. None means its default branch.
         weights: if False, a directory with config.json alone is accepted and no safetensors are downloaded.
-        on_progress: called with the downloaded share of the bytes, 0 to 1. The share may fall when the Hub announces
-            more files.
+        on_progress: called with the downloaded share of the bytes, 0 to 1. It may fall when the Hub announces more
+            files.
 
     Raises:
         CheckpointError: the model is not found, has no safetensors, or cannot be downloaded.

@@ -1,5 +1,4 @@
-"""The layers of DeepSeek-V2 and V3, read from config.json: latent attention, and experts after the first dense
-layers."""
+"""The layers of DeepSeek-V2 and V3, from config.json: latent attention, and experts after the first dense layers."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ def deepseek_v3_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...
 
 
 def deepseek_v3_feed_forwards(fields: Fields) -> list[FeedForward]:
-    """The feed-forward of each layer: a few dense MLPs, then experts that are chosen by sigmoids with a bias
-    (noaux_tc)."""
+    """The feed-forward of each layer: a few dense MLPs, then experts chosen by sigmoids with a bias (noaux_tc)."""
     _check(fields, "scoring_func", fields.text("scoring_func", "sigmoid"), "sigmoid")
     _check(fields, "topk_method", fields.text("topk_method", _NOAUX_TC), _NOAUX_TC)
     experts = _experts(fields, _NOAUX_TC)
@@ -63,7 +61,7 @@ def _attention(fields: Fields, rope: RopeConfig) -> LatentAttention:
     # An explicit null means that queries have no latent.
     has_q_latent = fields.values.get("q_lora_rank", 0) is not None
     scaling = dict(rope.scaling)
-    # once for queries and once for keys
+    # The factor applies twice, to queries and to keys.
     mscale = yarn_mscale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0)
     return LatentAttention(
         hidden_size=fields.count("hidden_size"),

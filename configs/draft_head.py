@@ -1,17 +1,17 @@
 """The draft head: one more layer, which reads the model's hidden states and drafts the next tokens.
 
-At a position, the head takes the states of that position and the token after it, and predicts the token after that one.
-To draft further, it takes its own output in place of the model's states. It shares the model's embedding. There are two
-kinds.
+At each position, the head reads the model's states and the next token, and predicts the token after that. For further
+drafts, it reads its own output in place of the model's states. It shares the model's embedding. There are two kinds.
 
-An EAGLE-3 head has its own checkpoint. It continues with its layer's output. Its LM head has its own vocabulary, in
-which token i is the model's token i + d2t[i]:
+An EAGLE-3 head has its own checkpoint. In place of the model's states, it reads its layer's output. Its LM head has its
+own vocabulary, in which token i is the model's token i + d2t[i]:
 
     h = fc(states); x = mixer([norm(embedding(token)) | hidden_norm(h)]); the rest is a layer's, with residual h
 
 A multi-token prediction (MTP) layer follows the model's layers in the model's checkpoint, and uses the model's LM head:
 
-    state = norm(layer(eh_proj([enorm(embedding(token)) | hnorm(state)]))); the first state follows the model's norm
+    state = norm(layer(eh_proj([enorm(embedding(token)) | hnorm(state)]))); the first state is the model's, after its
+    norm
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class DraftHead:
     layer: LayerSpec
     rms_norm_eps: float
     state_layers: tuple[int, ...]
-    """Indices of the layers that the head reads the input states of, in order, or LAST_STATE."""
+    """Indices of layers, in order. The head reads the states at their inputs; for LAST_STATE, the model's last
+    states."""
     layer_prefix: str
-    """Prefix of the names of its layer's tensors."""
+    """Prefix of the names of the tensors of the head's layer."""
 
     @property
     def projection(self) -> TensorSpec:
@@ -44,12 +45,12 @@ class DraftHead:
 
     @property
     def norms(self) -> tuple[TensorSpec, ...]:
-        """Weights of the norms outside its layer, each [hidden_size]."""
+        """Weights of the norms outside the head's layer, each [hidden_size]."""
         raise NotImplementedError
 
     @property
     def outer_tensors(self) -> tuple[TensorSpec, ...]:
-        """The tensors outside its layer."""
+        """The tensors outside the head's layer."""
         return (self.projection, *self.norms)
 
     def _matrix(self, name: str, num_inputs: int) -> TensorSpec:
@@ -89,14 +90,14 @@ class Eagle3Head(DraftHead):
 
     @property
     def map(self) -> TensorSpec | None:
-        """Integers [vocab_size] that are added to a token id of the head to get the model's id. None if the ids are the
+        """Integers [vocab_size] that are added to the head's token ids to get the model's. None if the ids are the
         same."""
         is_other = self.vocab_size < self.model_vocab_size
         return TensorSpec(f"{PREFIX}d2t", (self.vocab_size,), Role.BIAS) if is_other else None
 
     @property
     def outer_tensors(self) -> tuple[TensorSpec, ...]:
-        """The tensors outside its layer."""
+        """The tensors outside the head's layer."""
         return (*super().outer_tensors, self.lm_head, *(() if self.map is None else (self.map,)))
 
 

@@ -128,8 +128,7 @@ class EngineError(LockstepError, RuntimeError):
 
     Args:
         message: for the log. It may contain paths and addresses.
-        public_message: for the caller, without paths and addresses. If None, the caller only learns that the engine
-            failed.
+        public_message: for the caller, without paths and addresses. If None, the caller only learns of a failure.
     """
 
     def __init__(self, message: str, *, public_message: str | None = None) -> None:

@@ -1,5 +1,4 @@
-"""Model families of Hugging Face checkpoints: the facts that config.json does not state and only transformers' code
-has.
+"""Model families of Hugging Face checkpoints: the facts that only transformers' code states, and not config.json.
 
 This module is a table. configs/config_json.py reads checkpoints by it.
 """
@@ -27,14 +26,14 @@ class ExpertsFamily:
     """Key for the columns of one expert."""
     shared_columns_key: str | None = None
     norm_topk_prob: bool | None = None
-    """If None, the file's value counts, and false if the file has none."""
+    """Whether a token's weights are divided by their sum. If None, the file's value counts, or false if it has none."""
     round_weights: bool = True
     name: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     are_biased: bool = False
-    """The layers have a BiasedMixture. Then only `num_experts_keys` and `columns_key` count."""
+    """Whether layers have a BiasedMixture. Then only `num_experts_keys` and `columns_key` count."""
     mixes_dense_layers: bool = False
-    """Layers in `mlp_only_layers`, and layers that `decoder_sparse_step` skips, have a dense MLP."""
+    """Whether layers in `mlp_only_layers`, and layers that `decoder_sparse_step` skips, have a dense MLP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,37 +41,37 @@ class Family:
     """Facts of a family that config.json omits, or that the family's code fixes even if the file says otherwise."""
 
     num_key_value_heads: int | None = None
-    """Used if the file has no number. If this is None too, it equals the number of query heads."""
+    """Number of KV heads if the file has none. If this is None too, the number of query heads."""
     head_dim: int | None = None
-    """Used if the file has no head_dim. If this is None too, it is hidden_size / num_attention_heads."""
+    """Size of a head if the file has none. If this is None too, hidden_size / num_attention_heads."""
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Used if the file has none."""
+    """Parameters of the rotary embedding if the file has none."""
     local_rope_theta: float | None = None
     """The rotary base of layers with a sliding window, unless the file has `rope_local_base_freq`. The frequencies of
     these layers are not scaled. If None, all layers use the same base."""
     partial_rotary: float | None = None
-    """The rotated share of a head, used if the file has none. If None, a head is rotated whole, and a file that asks
-    for less is refused."""
+    """The rotated share of a head if the file has none. If None, heads are rotated whole, and a smaller share is
+    refused."""
     interleaved_rope: bool = False
-    """See RopeConfig."""
+    """Whether the checkpoint rotates pairs of neighbours, see RopeConfig."""
     qkv_bias: bool | None = False
-    """If None, the file's `qkv_bias` counts, and true if the file has none."""
+    """Whether q, k and v have a bias. If None, the file's `qkv_bias` counts, and true if the file has none."""
     attention_bias: bool | None = None
-    """Whether q, k, v and o have a bias, used if the file has no `attention_bias`. If None, they have no bias, even if
-    the file asks for one."""
+    """Whether q, k, v and o have a bias if the file has no `attention_bias`. If None, they never have one."""
     reads_o_bias: bool = True
     """Whether o has a bias whenever q, k and v have one."""
     reads_mlp_bias: bool = False
     fused_qkv: bool = False
     mlp_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """See DenseMLP."""
+    """Names of gate, up and down, see DenseMLP."""
     qk_norm: bool | None = False
-    """If None, the file's `use_qk_norm` counts, and false if the file has none."""
+    """Whether query and key heads have norms. If None, the file's `use_qk_norm` counts, and false if the file has
+    none."""
     has_sinks: bool = False
-    """See GroupedQueryAttention."""
+    """Whether attention has sinks, see GroupedQueryAttention."""
     reads_no_rope_layers: bool = False
     """Whether layers that `no_rope_layers` marks with 0, or every `no_rope_layer_interval`th layer if the file has no
     such list, have no rotary embedding."""
@@ -85,30 +84,32 @@ class Family:
     or layers without a rotary embedding. For "every layer if used", "as said", "by type" and "without rope", only if
     the file sets `use_sliding_window`."""
     window_pattern: int = 1
-    """Used if the file has no pattern."""
+    """The `sliding_window_pattern` if the file has none."""
     default_window: int | None = 4096
-    """Used if the file has no window."""
+    """The `sliding_window` if the file has none. If this is None too, no layer has a window."""
     experts: ExpertsFamily | None = None
     feed_forwards: Callable[[Fields], list[FeedForward]] | None = None
     """Builds the feed-forwards, if the family has neither a dense MLP nor `experts`."""
     layers: Callable[[Fields, RopeConfig], tuple[LayerSpec, ...]] | None = None
-    """Builds the layers, if the family has no grouped-query attention. The other fields then do not count."""
+    """Builds the layers, if the family has no grouped-query attention. Other fields of mixers and feed-forwards do not
+    count."""
     hidden_act_key: str = "hidden_act"
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     query_pre_attn_scalar: float | None = None
-    """Scores are divided by the square root of the file's value, or of this one. If None, by the square root of
+    """Scores are divided by the square root of the file's value or, if it has none, of this one. If None, of
     head_dim."""
     softcaps: Mapping[str, float | None] = field(default_factory=dict)
     """The softcap keys that the family reads, with their defaults. A null in the file turns a softcap off."""
     norm_names: NormNames = PLAIN_NORMS
-    """See LayerSpec."""
+    """Names of a layer's norms, see LayerSpec."""
     norm_offset: float = 0.0
     """`TensorSpec.offset` of all norm weights."""
     tensor_prefix: str = ""
-    """See ModelConfig. If set, the checkpoint holds a larger model, and its `text_config` describes the text model."""
+    """Prefix of the text model's tensor names. If set, the checkpoint is of a larger model, and its `text_config`
+    counts."""
     scales_embedding: bool = False
-    """Embeddings are multiplied by the square root of hidden_size."""
+    """Whether embeddings are multiplied by the square root of hidden_size."""
 
 
 _GEMMA2 = Family(

@@ -11,8 +11,7 @@ from configs.errors import CheckpointError
 from configs.rope import RopeConfig
 
 MOST_PARTS = 4096
-"""Largest accepted number of layers, or of experts in a layer. Specs are built for each of them before any tensor is
-read."""
+"""Largest accepted number of layers, or of experts in a layer. Specs of all are built before any tensor is read."""
 
 
 class Fields:

@@ -49,8 +49,7 @@ class WindowPool:
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig) -> WindowPool | None:
-        """Returns None if the model has no window layers, or if a separate pool would save too little. `config` must be
-        resolved."""
+        """None if the model has no window layers, or if a separate pool would save too little. `config` is resolved."""
         windows = [layer.mixer.window for layer in model.layers if layer.mixer.window is not None]
         if not windows:
             return None

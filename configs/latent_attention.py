@@ -12,8 +12,7 @@ from configs.rope import RopeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Attention in which heads compute their keys and values from one latent vector per token (MLA) and share a rotated
-    key.
+    """Attention in which heads compute keys and values from one latent vector per token (MLA) and share a rotated key.
 
     kv_a(x) = latent | rotated key; kv_b(norm(latent)) = unrotated key | value of each head. Query heads are q(x), or
     q_b(norm(q_a(x))) if queries have a latent too: first the unrotated columns, then the rotated ones.
@@ -63,7 +62,7 @@ class LatentAttention:
 
     @property
     def kv_b(self) -> Linear:
-        """The projection of that latent into key and value heads."""
+        """The projection of the latent of keys and values into key and value heads."""
         width = self.qk_nope_head_dim + self.v_head_dim
         return self._into_heads("kv_b", width, self.kv_lora_rank, Role.MATRIX)
 
@@ -96,8 +95,7 @@ class LatentAttention:
         return (HeadGroups(Axis.QUERY_HEADS, self.num_attention_heads, Axis.LATENT, 1),)
 
     def shapes(self, num_ranks: int) -> frozenset[LatentShape]:
-        """The shapes of this layer on the ranks: `ShardPlan` gives each rank the floor or the ceiling of an even share
-        of heads."""
+        """The shapes of this layer on the ranks: each rank has the floor or the ceiling of an even share of heads."""
         counts = {self.num_attention_heads // num_ranks, -(-self.num_attention_heads // num_ranks)}
         return frozenset(LatentShape(count, self.kv_lora_rank, self.qk_rope_head_dim) for count in counts)
 

@@ -1,9 +1,8 @@
-"""A layer's specification: a mixer and a feed-forward. Each lists its tensors, how they are cut, and its state per
-token.
+"""A layer's specification: a mixer and a feed-forward. Each lists its tensors, their cuts, and its state per token.
 
 This module is plain data. All code that needs a model's tensors or state computes it from these specs: the checkpoint
-check and readers, dummy weights, the shard plan, the size of the KV pool, the cost of a step.
-docs/extend.md says how to add a layer kind.
+check and readers, dummy weights, the shard plan, the size of the KV pool, the cost of a step. docs/extend.md says how
+to add a layer kind.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import NamedTuple, Protocol
 from configs.attention import Feature
 from configs.rope import RopeConfig
 
-_FEWEST_LEAVES = 8  # for exact sums over heads, where the heads allow it: up to this number of ranks share them
+_FEWEST_LEAVES = 8  # leaves of exact sums over heads, if heads allow it: up to 8 ranks can share them
 
 
 class Axis(StrEnum):
@@ -143,8 +142,8 @@ class HeadGroups:
 
     @property
     def leaf_heads(self) -> int:
-        """Query heads per leaf of the exact sum over heads: the largest divisor of a group that gives at least 8
-        leaves, else 1."""
+        """Query heads per leaf of the exact sum over heads: the largest divisor of a group with at least 8 leaves, else
+        1."""
         group = self.num_heads // self.num_groups
         fitting = [n for n in range(1, group + 1) if group % n == 0 and self.num_heads // n >= _FEWEST_LEAVES]
         return max(fitting, default=1)
@@ -213,7 +212,7 @@ class Mixer(FeedForward, Protocol):
 
     @property
     def kv_scales(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the FP8 KV scale factors in a checkpoint. One tuple for each tensor that a token has in the pool,
+        """Names of the FP8 KV scale factors in a checkpoint. One tuple for each tensor that the pool stores per token,
         with the most usual name first. The factors are scalars and not part of `tensors`."""
 
 
@@ -235,8 +234,8 @@ class GroupedQueryAttention:
     qk_norm: bool = False
     """RMSNorm on each query and key head, before the rotary embedding (Qwen3)."""
     norms_have_weights: bool = True
-    """If false, the norms' weights are ones. Such norms commute with the rotary embedding, after which Llama 4 applies
-    them."""
+    """If false, the norms' weights are ones. Llama 4 applies such norms after the rotary embedding, which gives the
+    same result."""
     norm_offset: float = 0.0
     """`TensorSpec.offset` of the weights of the query and key norms."""
     scale: float | None = None
@@ -332,11 +331,11 @@ class DenseMLP:
     bias: bool = False
     name: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Names of gate, up and down after `name`. Gate and up have the same name if the checkpoint stores them as one
+    """Names of gate, up and down after `name`. Gate and up have one name if the checkpoint stores them as one
     tensor."""
     axis: Axis = Axis.MLP_COLUMNS
     finest_granule: int = 128
-    """See Columns."""
+    """The smallest granule of the columns, see Columns."""
 
     @property
     def gate_up(self) -> tuple[Linear, Linear]:
@@ -386,8 +385,7 @@ class MixtureOfExperts:
     """Factor of the weights, applied before rounding."""
     sigmoid: bool = False
     has_choice_bias: bool = False
-    """Whether a bias is added to the sigmoids when experts are chosen. The weights are the sigmoids without the
-    bias."""
+    """Whether a bias is added to the sigmoids when experts are chosen. The weights are sigmoids without the bias."""
     scales_input: bool = False
     """Whether a weight multiplies the expert's input instead of its output (Llama 4)."""
     num_groups: int = 1
@@ -405,8 +403,8 @@ class MixtureOfExperts:
     """Names of an expert's gate, up and down."""
     router_name: str = "gate"
     are_stacked: bool = False
-    """Whether the checkpoint stores all experts in two tensors: gate with up, and down. Inputs are the first
-    dimension."""
+    """Whether the checkpoint stores all experts in two tensors, gate with up, and down, each with inputs before
+    outputs."""
 
     @property
     def router(self) -> TensorSpec:
@@ -466,7 +464,7 @@ class MixtureOfExperts:
 
     @property
     def shared_gate(self) -> TensorSpec | None:
-        """The shared expert's gate [1, hidden_size], or None if there is no shared expert or its output is added
+        """The shared expert's gate [1, hidden_size]. None if there is no shared expert or its output is added
         unscaled."""
         if self.shared is None or not self.has_shared_gate:
             return None
@@ -516,7 +514,7 @@ class LayerSpec:
     norm_names: NormNames = PLAIN_NORMS
     """Gemma and GLM 4 also have norms on the outputs of mixer and feed-forward."""
     norm_offset: float = 0.0
-    """`TensorSpec.offset` of these norms' weights."""
+    """`TensorSpec.offset` of the weights of the layer's norms."""
 
     @property
     def mixer_norms(self) -> Norms:

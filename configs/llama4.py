@@ -1,5 +1,4 @@
-"""The layers of Llama 4's text model, read from config.json: chunked attention, layers without positions, and
-experts."""
+"""The layers of Llama 4's text model, from config.json: chunked attention, layers without positions, experts."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class AppConfig:
     places: Mapping[str, str]
     """Origin of each given setting, by dotted name: `FILE:LINE`, or `--set`."""
     document: Mapping[str, Any]
-    """The whole file for Ray Serve. Keys that are not Lockstep's (logging, runtime environment) are passed on
-    unchanged."""
+    """The whole file for Ray Serve. Keys that are not Lockstep's (logging, runtime environment) are passed on as they
+    are."""
 
     @property
     def served_model_name(self) -> str:
@@ -54,7 +54,7 @@ def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:
 
     Raises:
         ConfigError: the file, a key or a value is wrong. The message has a line for each problem, with the file's line
-            number if there is one.
+            if known.
     """
     document, lines = _read_yaml(path)
     application = _only_application(document, path)
@@ -101,7 +101,7 @@ def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:
 
 
 def parse_engine_config(args: Mapping[str, Any]) -> EngineConfig:
-    """Parses `args` as an `EngineConfig`. In keys, `-` counts as `_`. Raises one ConfigError with a line for each
+    """Parses `args` as an `EngineConfig`. In keys, `-` counts as `_`. Raises a ConfigError with a line for each
     problem."""
     return _parse(_underscored(args), {})
 

@@ -65,8 +65,7 @@ class ModelConfig:
 
     @property
     def all_layers(self) -> tuple[LayerSpec, ...]:
-        """The layers, followed by the draft head's layer if there is one: all layers that have weights and KV on the
-        ranks."""
+        """All layers that have weights and KV on the ranks: the model's, and the draft head's if there is one."""
         return self.layers if self.draft_head is None else (*self.layers, self.draft_head.layer)
 
     @property
@@ -98,8 +97,8 @@ class ModelConfig:
         return (*tensors_of(self.embedding, *heads), self.norm, *of_drafts)
 
     def tensors(self) -> Iterator[TensorSpec]:
-        """The names of all tensors of the layers in a checkpoint. Two tensors have one name if the checkpoint stores
-        them as one."""
+        """Yields all tensors of a checkpoint, with full names. Tensors that the checkpoint stores as one have the same
+        name."""
         yield from self.outer_tensors
         for prefix, layer in self.prefixed_layers:
             for tensor in layer.tensors:
@@ -125,7 +124,8 @@ class ModelConfig:
 
     @property
     def max_context(self) -> int:
-        """The longest sequence that the rotary embeddings of all layers support. Layers without one support any."""
+        """The longest sequence that the rotary embeddings support. Layers without a rotary embedding support any
+        length."""
         ropes = {layer.mixer.rope for layer in self.layers if layer.mixer.rotary_dim}
         return min(
             (rope.max_context(self.max_position_embeddings) for rope in ropes), default=self.max_position_embeddings

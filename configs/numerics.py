@@ -1,5 +1,4 @@
-"""Exact numerics: the parts of a model that cannot be exact, with the reasons; the leaves of sums over columns; and the
-version of the contract."""
+"""Exact numerics: why parts of some models cannot be exact, the leaves of sums over columns, the contract's version."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ CONTRACT = 2
 """The version of the section "One answer" in docs/concepts.md. Raise it with each change that gives an exact answer
 other bits. It is part of `system_fingerprint`, so equal fingerprints still promise equal bits."""
 _LARGEST_LEAF = 512
-# Leaves for few columns, if these allow it. Up to this many ranks get an even share, within a third.
+# Number of leaves for few columns, if these allow it. Up to this number of ranks get an even share, within a third.
 _FEWEST_LEAVES = 12
 # With many columns, the time to add leaves on GPUs matters more. On an H200, with 12288 columns, 256 rows and the norm
 # after them: 8 leaves 56 us, 12 leaves 65, 24 leaves 80, and 45 if cuBLAS chooses the order.
@@ -30,8 +29,8 @@ _INEXACT: dict[type[Any], str] = {
 
 
 def check_exact(model: ModelConfig, device: Literal["cpu", "cuda"], tp_size: int) -> None:
-    """Raises ConfigError with the reason if `numerics: exact` is impossible for `model`, for `device`, or for this
-    number of ranks."""
+    """Raises ConfigError with the reason if `numerics: exact` is impossible for `model`, `device` or this number of
+    ranks."""
     for part in (part for layer in model.all_layers for part in (layer.mixer, layer.feed_forward)):
         why = _INEXACT.get(type(part)) or (_INEXACT_ON_GPUS.get(type(part)) if device == "cuda" else None)
         if why is not None:

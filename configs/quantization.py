@@ -30,7 +30,7 @@ class WeightScales(NamedTuple):
     width: int
     """Columns per block. 0 means all columns."""
     suffix: str = "_scale_inv"
-    """Suffix of the scale tensor's name, added to the weight's name. The scales are multiplied, even if the suffix says
+    """Suffix of the name of a weight's scales. Elements are multiplied by the scales, even if the suffix says
     inverse."""
 
     def block(self, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -47,7 +47,7 @@ MXFP4_BYTES = Fraction(17, 32)
 
 
 def read_weight_scales(said: Any, path: Path) -> WeightScales | None:
-    """The scale layout in `quantization_config`. None if the weights are not in FP8 (only KV factors may be).
+    """The scale layout in `quantization_config`. None if no weight is in FP8, even if there are factors for KV in FP8.
 
     Raises:
         CheckpointError: the format is not supported. The message names `path`.
@@ -58,7 +58,7 @@ def read_weight_scales(said: Any, path: Path) -> WeightScales | None:
         _check_scheme(scheme, _KV_SCHEME, f"{path}: kv_cache_scheme", "with one factor a layer")
     method = quantization.get("quant_method")
     if method == "mxfp4" and scheme is None:
-        return None  # The tensors' names say the rest. See worker/weights/mxfp4.py.
+        return None  # The tensors' names say which are in MXFP4 (worker/weights/mxfp4.py).
     if method == "fp8" and (scheme is None or isinstance(scheme, dict)):
         return _of_fp8(quantization, path)
     if method == "compressed-tensors" and (groups := quantization.get("config_groups")):
@@ -79,7 +79,7 @@ def _of_fp8(quantization: dict[str, Any], path: Path) -> WeightScales:
 
 
 def _of_groups(groups: Any, quantization: dict[str, Any], path: Path) -> WeightScales:
-    """Reads `config_groups`. All groups must have the same layout and the format "float-quantized"."""
+    """Reads `config_groups`. All groups must have one layout, in the format "float-quantized" or "naive-quantized"."""
     kinds = set()
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None

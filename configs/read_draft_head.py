@@ -1,5 +1,4 @@
-"""Reads the config of the draft head (the model's MTP layer, or `speculation.model`) and checks that it fits the
-model."""
+"""Reads the config of the draft head (the model's MTP layer, or `speculation.model`) and checks that it fits."""
 
 from __future__ import annotations
 
@@ -91,8 +90,8 @@ def _read(path: Path, model: ModelConfig) -> Eagle3Head:
 
 
 def _state_layers(eagle: Fields, num_layers: int) -> tuple[int, ...]:
-    """Layers that the head reads the input states of. Checkpoints with explicit ids count either the layer entered or,
-    if the first id is 1, the layer left."""
+    """Indices of the layers at which the head reads the input states. Explicit ids in a checkpoint count the layer that
+    a state enters or, if the first id is 1, the layer that it leaves."""
     found = eagle.integers("eagle_aux_hidden_state_layer_ids")
     if found and found[0] == 1:
         found = tuple(layer + 1 for layer in found)

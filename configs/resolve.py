@@ -1,7 +1,6 @@
 """Decides every `auto` setting once, into a new `EngineConfig`, with a reason for each decision.
 
-This module owns the rules between settings, model and machine. The caller passes facts about the machine; nothing here
-inspects hardware.
+This module owns the rules between settings, model and machine. The caller passes facts about the machine.
 """
 
 from __future__ import annotations
@@ -184,7 +183,7 @@ def asks_for_gpus(config: EngineConfig) -> bool:
 
 
 def default_max_num_seqs(*, on_gpu: bool) -> int:
-    """`scheduler.max_num_seqs` if it is None."""
+    """The value of `scheduler.max_num_seqs` if the setting is None."""
     return 256 if on_gpu else 64
 
 
@@ -215,7 +214,7 @@ def attention_needs(
     """What `model` needs from the attention backends of `config`. Device and dtype must be decided already.
 
     Args:
-        compute_capability: see HostFacts.
+        compute_capability: the smallest one of the GPUs. None if it is not known.
     """
     mixers = [layer.mixer for layer in model.all_layers]
     of_settings = {Feature.FP8_KV: config.kv_cache.dtype != "auto", Feature.EXACT: config.is_exact}

@@ -16,8 +16,7 @@ class RopeConfig:
     scaling_type: str = "default"
     """One of default, linear, llama3, yarn, longrope, dynamic. Any other type is refused when the model is read."""
     scaling: tuple[tuple[str, Any], ...] = ()
-    """The checkpoint's parameters for `scaling_type`, sorted by name. A longrope without `long_factor` uses its short
-    factors."""
+    """The parameters for `scaling_type`, sorted by name. A longrope without `long_factor` uses its short factors."""
     partial: float = 1.0
     """The share of a head's elements that is rotated, from the first one on. If 0, positions affect the layer only
     through `temperature`."""

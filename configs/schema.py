@@ -21,8 +21,8 @@ def resolved(value: _T | None) -> _T:
     return value
 
 
-# Most drafts per step. With more, a GPU is no longer bound by reading weights, and a step takes longer than the drafts
-# save.
+# Maximum number of drafts per step. With more, a GPU is no longer bound by reading weights, and a step takes longer
+# than the drafts save.
 _MAX_DRAFTS = 128
 
 AttentionBackendName = Literal["auto", "fa3", "triton", "flashinfer", "cpu", "torch_native"]
@@ -40,12 +40,12 @@ class AttentionConfig(_Section):
 
     backend: AttentionBackendName = "auto"
     """auto: the fastest measured backend that serves the model, or without a measurement fa3 on Hopper GPUs, triton on
-    other GPUs and for float32, and cpu on CPUs, which needs a C compiler. The log says why a faster one is not used.
-    flashinfer needs its package, and nvcc, on every node."""
+    other GPUs and for float32, and cpu on CPUs, which needs a C compiler. The log says why a faster backend is not
+    used. flashinfer needs its package, and nvcc, on every node."""
     prefill_backend: AttentionBackendName | None = None
-    """For steps in which some request has several tokens. None: `attention.backend`."""
+    """Backend for steps in which some request has several input tokens. None: `attention.backend`."""
     decode_backend: AttentionBackendName | None = None
-    """For steps in which every request has one token. None: `attention.backend`."""
+    """Backend for steps in which every request has one input token. None: `attention.backend`."""
 
 
 class KVCacheConfig(_Section):
@@ -61,11 +61,13 @@ class KVCacheConfig(_Section):
     memory_bytes: int | None = Field(None, ge=1)
     """Bytes of a rank's KV pool. None: `memory_fraction` of the memory that is free after loading."""
     memory_fraction: float | None = Field(None, gt=0.0, le=1.0)
-    """Share of a rank's free memory (after weights, activations and CUDA graphs) that its KV pool takes, if the two
-    settings above are None. None: 0.9 on CUDA, and 0.3 on CPU, where the node's other processes use the same memory."""
+    """Share of a rank's free memory (after weights, activations and CUDA graphs) that its KV pool takes, if
+    `num_tokens` and `memory_bytes` are None. None: 0.9 on CUDA, and 0.3 on CPU, where other processes use the same
+    memory."""
     typical_tokens: int = Field(4096, ge=1)
-    """Tokens of a typical sequence, prompt and answer. It decides the size of the separate pool for layers with a
-    sliding window: half of it doubles that pool and shrinks the other one. Models without such layers ignore it."""
+    """Tokens of a typical sequence, prompt and answer. It decides the size of the window pool, the separate pool for
+    layers with a sliding window: half the value doubles that pool and shrinks the other one. Models without such layers
+    ignore it."""
     enable_prefix_caching: bool = True
     """Keep the pages of finished requests, and reuse them for prompts with the same beginning."""
 
@@ -76,17 +78,18 @@ class SchedulerConfig(_Section):
     max_num_seqs: int | None = Field(None, ge=1, le=4096)
     """Requests that run at once; others wait. None: 256 on CUDA, 64 on CPU."""
     max_num_batched_tokens: int | None = Field(None, ge=1)
-    """Most tokens of one step. Every decoding request takes one, and prompt chunks share the rest. All requests wait
-    for the end of a step: a smaller value gives earlier first tokens when many prompts arrive together and shorter gaps
-    between tokens, but if it is too small, prompts wait behind decoding requests. None: 512 on CPU; on CUDA 2048 to
-    8192, the number that an H200 computes in 45 ms (2048 for a model with 8 billion parameters), and at least twice
-    `max_num_seqs`."""
+    """Maximum number of tokens in one step. Each decoding request needs one, and prompt chunks share all others. All
+    requests wait for the end of a step: a smaller value gives earlier first tokens when many prompts arrive together
+    and shorter gaps between tokens, but if it is too small, prompts wait behind decoding requests. None: 512 on CPU; on
+    CUDA 2048 to 8192, the number that an H200 computes in 45 ms (2048 for a model with 8 billion parameters), and at
+    least twice `max_num_seqs`."""
     prefill_chunk_size: int | None = Field(None, ge=1)
-    """Most prompt tokens of one request in one step. None: `max_num_batched_tokens`. Larger values have no effect."""
+    """Maximum number of prompt tokens of one request in one step. None: `max_num_batched_tokens`. Larger values have no
+    effect."""
     max_num_queued_requests: int = Field(1024, ge=1)
     """Number of waiting sequences above which new requests are refused with 503. The sequences of one HTTP request
-    (prompts times `n`) are accepted or refused together. If nothing waits, they are always accepted. A client with less
-    than its share of the queue may add the same number again."""
+    (prompts times `n`) are accepted or refused together. If nothing waits, they are always accepted. While a client has
+    less than its share of the queue, its requests are accepted up to twice this number."""
     max_num_queued_tokens: int = Field(1 << 20, ge=1)
     """Number of waiting prompt tokens above which new requests are refused with 503. If nothing waits, one request of
     any length is accepted."""
@@ -102,20 +105,20 @@ class SpeculationConfig(_Section):
     """ngram: drafts the tokens that followed the last tokens earlier in the prompt or answer. eagle3: drafts with a
     one-layer head that was trained for the model and reads its hidden states. mtp: drafts with the multi-token
     prediction layer of DeepSeek-V3 or GLM 4.5 checkpoints. A step takes as many drafts as save time, judged by the
-    request's acceptance rate and the measured step times; often that is none. A head of eagle3 or mtp takes a part of
-    every step, and one pass per draft."""
+    request's acceptance rate and the measured step times; often that is none. With eagle3 and mtp, the head makes every
+    step longer, and each draft needs one more pass of the head."""
     model: str | None = None
     """Directory or Hugging Face id of the EAGLE-3 head, in safetensors. With `load_format: dummy` its weights are
     random too."""
     num_speculative_tokens: int = Field(7, ge=1, le=7)
-    """Most drafts per request and step."""
+    """Maximum number of drafts per request and step."""
     prompt_lookup_min: int = Field(2, ge=1, le=16)
     """ngram drafts only if at least this number of last tokens occurred before. Of several occurrences, the one with
     the longest match is used; matches of four tokens (or this number, if it is larger) count as equal."""
 
     @property
     def num_drafts(self) -> int:
-        """Most drafts per request and step. 0 without speculation."""
+        """Maximum number of drafts per request and step. 0 without speculation."""
         return 0 if self.method == "none" else self.num_speculative_tokens
 
     @property
@@ -124,7 +127,7 @@ class SpeculationConfig(_Section):
         return self.method in ("eagle3", "mtp")
 
     def max_sampled(self, max_num_seqs: int) -> int:
-        """Most tokens that a step samples: one per request and one after each draft."""
+        """Maximum number of tokens that a step samples: one per request and one after each draft."""
         return max_num_seqs + min(max_num_seqs * self.num_drafts, _MAX_DRAFTS)
 
 
@@ -141,8 +144,8 @@ class ParallelConfig(_Section):
     """CPU threads of one rank's kernels. None: the node's cores divided by its ranks, at least 1."""
     spin_us: int | None = Field(None, ge=0)
     """Microseconds that a CPU rank spins, yielding its core, while it waits for the other ranks on its node. Then it
-    sleeps. A rank that waits for the next step spins 50 at most. None: 1000 if the node has a core for every rank, else
-    0."""
+    sleeps. A rank that waits for the next step spins for at most 50. None: 1000 if the node has a core for every rank,
+    else 0."""
     init_timeout_s: float = Field(600.0, gt=0)
     """Seconds for starting the ranks and loading the weights."""
     step_timeout_s: float = Field(120.0, gt=0)
@@ -154,15 +157,15 @@ class RecoveryConfig(_Section):
     possible, the requests end with an error and Ray Serve replaces the replica."""
 
     max_rebuilds: int = Field(3, ge=0)
-    """Most rebuilds of one group in ten minutes without a sampled token in between. After that, the replica is
-    replaced. 0: the first failure ends the group."""
+    """Maximum number of rebuilds of one group in ten minutes without a sampled token in between. After that, the
+    replica is replaced. 0: the first failure ends the group."""
     min_ranks: int | None = Field(None, ge=1)
     """Fewest ranks with which the group may go on if a device is lost. A device counts as lost when two new processes
     in its rank's place have failed by themselves. None: the group fails instead."""
     warm_spares: int | None = Field(None, ge=0, le=8)
     """Spare processes, with all modules loaded, that replace a dead rank. A spare saves most of a rebuild's time. None:
-    on GPUs one, which holds a context and the model's kernels on one of them (about 0.5 GiB); on CPU none. Each spare
-    takes about 220 MiB of memory and seconds of a core at its start, which slows streams on machines with few cores."""
+    one on GPUs, which holds a context and the model's kernels on one GPU (about 0.5 GiB); none on CPU. Each spare takes
+    about 220 MiB of memory and seconds of a core at its start, which slows streams on machines with few cores."""
     stall_timeout_s: float = Field(0.5, gt=0)
     """Seconds for which a process may be stopped (SIGSTOP) before it is killed. A stopped rank is replaced; a stopped
     coordinator or replica ends the replica. The length of steps does not matter here. A process under a debugger does
@@ -211,7 +214,7 @@ class GenerationDefaults(SamplingValues, _Section):
     """Values for requests that omit them. None: no effect."""
 
     max_new_tokens: int | None = Field(None, ge=1)
-    """Most tokens of a chat's answer."""
+    """Maximum number of tokens of a chat's answer."""
     skip_special_tokens: bool | None = None
 
 
@@ -219,26 +222,26 @@ class ServerConfig(_Section):
     """The HTTP endpoint. Ray Serve's `http_options` set host and port."""
 
     max_body_bytes: int = Field(8 << 20, ge=1024)
-    """Largest request body in bytes; larger ones get 413."""
+    """Maximum size of a request body in bytes; a larger body gets 413."""
     max_n: int = Field(128, ge=1)
-    """Largest `n` of one request."""
+    """Maximum `n` of one request; a larger `n` is refused."""
     max_logprobs: int = Field(20, ge=0)
-    """Largest `top_logprobs`."""
+    """Maximum `top_logprobs` of one request; a larger number is refused."""
     max_stop: int = Field(16, ge=0, le=32)
-    """Most stop strings of one request."""
+    """Maximum number of stop strings of one request; more are refused."""
     strict_fields: bool = False
     """Refuse requests with unknown fields, and suggest the nearest name. If false, unknown fields are ignored and
     listed in the header `x-ignored-fields`."""
     request_timeout_s: float = Field(3600.0, gt=0)
-    """Seconds for one request; then it gets 504."""
+    """Seconds that one request may take; after that it gets 504."""
     shutdown_timeout_s: float = Field(20.0, ge=0)
     """Seconds for which a stopping replica lets running requests finish. The remaining ones end with an error that asks
     the client to retry. A second interrupt of `cluster serve` skips the wait."""
     api_keys: str | Literal[False] | None = None
     """A file of API keys, one per line: `id:sha256[:role[:requests a minute[:requests at once]]]`. Roles are user,
-    admin and metrics. `:tokens=100000` (tokens a minute) and `:priority=-10..10` (priorities that count against other
-    clients) may follow. `python -m cluster key ID` makes a line. The file is read again when it changes. None: no keys,
-    and only requests from this machine are answered. false: no keys, and all requests are answered."""
+    admin and metrics. `:tokens=100000` (tokens a minute) and `:priority=-10..10` (the range of `priority` that counts
+    against other clients) may follow. `python -m cluster key ID` makes a line. The file is read again when it changes.
+    None: no keys, and only requests from this machine are answered. false: no keys, and all requests are answered."""
     host_names: list[str] = Field(default_factory=list)
     """Host names under which clients may call a server without keys; other names get 403. This keeps web pages from
     reading answers through a DNS name that points at this machine. Always accepted: localhost and loopback addresses;
@@ -248,7 +251,7 @@ class ServerConfig(_Section):
         Discriminator(lambda given: "<word>" if isinstance(given, str) else "<values>"),
     ] = "auto"
     """Sampling values of requests that omit them. auto: the model's generation_config.json. off: no defaults. An object
-    such as {temperature: 0.7}: these values, then the model's."""
+    such as {temperature: 0.7}: these values, and the model's for all others."""
     chat_template: str | None = None
     """A Jinja file that replaces the model's chat template."""
     special_tokens_in_text: bool = False

@@ -9,7 +9,7 @@ from configs.schema import EngineConfig
 
 
 class WeightDtypes(NamedTuple):
-    """The dtypes besides `dtype` in which ranks hold those weights that allow them."""
+    """Whether ranks hold weights in FP8 or MXFP4, if the weights allow it. All other weights are in `dtype`."""
 
     fp8: bool = False
     mxfp4: bool = False
@@ -19,8 +19,8 @@ PLAIN = WeightDtypes()
 
 
 def weight_dtypes(config: EngineConfig, model: ModelConfig) -> WeightDtypes:
-    """The weight dtypes on the ranks, for a resolved `config`. CPUs read all weights as `dtype`. So do GPUs with exact
-    numerics, unless FP8 is requested: FP8 gives the same bits there and takes longer."""
+    """The weight dtypes on the ranks, for a resolved `config`. CPUs read all weights as `dtype`. GPUs with exact
+    numerics do so too, unless FP8 is requested, because FP8 then gives the same bits and takes longer."""
     is_cuda = config.device == "cuda"
     is_fast = is_cuda and not config.is_exact
     has_fp8 = is_fast and config.dtype != "float32" and model.weight_scales is not None

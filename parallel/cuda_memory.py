@@ -46,8 +46,8 @@ class _Access(ctypes.Structure):
 
 
 class _Mapping:
-    """Mapped device memory. It is unmapped with its last tensor, when nothing on the device may use it any more. Raises
-    EngineError if the driver cannot map it."""
+    """Mapped device memory. It is unmapped with its last tensor, when nothing on the device may use the memory any
+    more. Raises EngineError if the driver cannot map it."""
 
     def __init__(self, handle: ctypes.c_uint64, num_bytes: int, device: int) -> None:
         self._pointer = ctypes.c_uint64()
@@ -75,7 +75,7 @@ def new_descriptor(num_bytes: int, device: torch.device) -> int:
 
     Raises:
         torch.OutOfMemoryError: the device has no room for it.
-        EngineError: the driver does not support such memory.
+        EngineError: the driver does not support memory behind a descriptor.
     """
     index = _index(device)
     handle = ctypes.c_uint64()
@@ -108,7 +108,8 @@ def mapped(descriptor: int, num_bytes: int, device: torch.device) -> torch.Tenso
 
 
 def outlives_processes(device: torch.device) -> bool:
-    """Whether `device` supports such memory. Some virtual GPUs and containers do not pass its descriptors on."""
+    """Whether `device` supports memory that outlives its process. Some virtual GPUs and containers do not pass its
+    descriptors on."""
     try:
         descriptor = new_descriptor(1, device)
         try:

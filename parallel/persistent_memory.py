@@ -1,8 +1,8 @@
 """Memory that outlives the process that made it, so that a new process of a rank finds what the old one left.
 
-Each block is a file descriptor that every process which maps it holds open: a memfd on a CPU, one of the driver's on a
-GPU. The keeper, a thread of the process that watches the ranks, holds another. So the memory exists until the keeper
-ends or drops it. The keeper has no context on any device.
+Each block is memory behind a file descriptor: a memfd on a CPU, one of the driver's on a GPU. A block exists while a
+process maps it or holds a descriptor of it. The keeper, a thread of the process that watches the ranks, holds one of
+each block, so the blocks exist until the keeper ends or drops them. The keeper has no context on any device.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def kv_block(layer_id: int) -> str:
 
 
 class _Block(msgspec.Struct, frozen=True):
-    """A block's name, size and note. A rank's request has only the name, or also a descriptor or a note for the keeper
-    to store. Only an answer with a descriptor has the other fields."""
+    """A message about a block. A rank's request has the name alone to find a block, the size and a descriptor to store
+    one, or a note to store. An answer has the size and the note only if a descriptor comes with it."""
 
     rank: int
     name: str
@@ -135,7 +135,7 @@ class Found(NamedTuple):
     """A block that the keeper holds."""
 
     memory: torch.Tensor
-    """[num_bytes] uint8."""
+    """[num_bytes] uint8: the block's contents."""
     note: str
 
 
@@ -191,8 +191,8 @@ class PersistentMemory:
         return memory
 
     def write_down_crashes(self) -> None:
-        """Makes this process write its traceback to a file that the keeper holds, if it crashes by a signal. These are
-        signals like SIGSEGV or SIGABRT, which follow from its own error. SIGKILL writes nothing."""
+        """Makes this process, if it crashes by a signal such as SIGSEGV or SIGABRT, write its traceback to a file that
+        the keeper holds. SIGKILL writes nothing."""
         fd = os.memfd_create("lockstep-crash", os.MFD_CLOEXEC)  # open for the life of the process
         faulthandler.enable(fd)
         self._call(_Block(self._rank, _CRASH), [fd])

@@ -56,7 +56,7 @@ class LayerShard:
         return Span(span.start * cut.width, span.stop * cut.width)
 
     def amount(self, amounts: Amounts) -> int:
-        """The amount on this rank: that of its indices, plus what every rank holds whole."""
+        """The amount on this rank: amounts per index times the rank's indices, plus what every rank holds whole."""
         return sum(amount * (1 if axis is None else self.spans[axis].size) for axis, amount in amounts.items())
 
 
@@ -139,8 +139,7 @@ class ShardPlan:
         return full, windowed
 
     def weight_elements(self, rank: int) -> int:
-        """Number of weight elements on `rank`: its shards, and what every rank holds whole. A tied LM head counts
-        once."""
+        """Number of weight elements on `rank`: its shards and what all ranks hold whole. A tied LM head counts once."""
         outer = LayerShard({Axis.VOCABULARY: self.vocab[rank]}).amount(elements_of(self.model.outer_tensors))
         return outer + sum(
             shards[rank].amount(layer.weight_elements)
@@ -148,8 +147,7 @@ class ShardPlan:
         )
 
     def weight_bytes(self, rank: int, config: EngineConfig) -> int:
-        """Bytes of the weights on `rank`, for a resolved `config`. FP8 scales, less than a hundredth, are not
-        counted."""
+        """Bytes of the weights on `rank`, for a resolved `config`. FP8 scales, less than 1 %, are not counted."""
         element_bytes, dtypes = dtype_bytes(config.dtype), weight_dtypes(config, self.model)
         saved = sum(
             sum(saved_bytes(layer, shards[rank], element_bytes, dtypes).values())
@@ -168,11 +166,11 @@ def saved_bytes(layer: LayerSpec, shard: LayerShard, element_bytes: int, dtypes:
 
 
 def column_granule(columns: Columns, tp_size: int) -> int:
-    """Columns per granule: the largest power of two up to 128 that divides the columns and leaves every rank a granule,
-    or a smaller one, down to `columns.finest_granule`, if it makes the widest rank narrower.
+    """Columns per granule: a power of two up to 128 that divides the columns, or `columns.finest_granule`.
 
-    For published dense models the result is 128 or 64; only toy models get less than 32. Columns that may be empty
-    (experts) leave some ranks without any instead of using smaller granules.
+    It is the largest that leaves every rank a granule, or a smaller one, down to `columns.finest_granule`, if that
+    makes the widest rank narrower. For published dense models the result is 128 or 64; only toy models get less than
+    32. Columns that may be empty (experts) leave some ranks without any instead of using smaller granules.
     """
     num_finest, rest = divmod(columns.size, columns.finest_granule)
     if columns.may_be_empty and not rest and num_finest < tp_size:
@@ -199,8 +197,8 @@ def blocks_of(span: Span, size: int) -> Span:
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, ...]:
-    """Rows and columns of a tensor as a matrix. A tensor of three dimensions is stacked matrices; with more, all but
-    the first two dimensions belong to the rows; a vector has rows only."""
+    """Rows and columns of a tensor as a matrix. With three or more dimensions it is stacked matrices: the first two
+    dimensions belong to the rows, all others to the columns. A vector has rows only."""
     split = min(len(shape) - 1, 2)
     return (prod(shape[:split]), prod(shape[split:])) if len(shape) > 1 else tuple(shape)
 
@@ -216,8 +214,7 @@ def _deal_heads(axis: HeadGroups, tp_size: int, layer: int, unit: int) -> list[d
         group_spans = list(_spans(_running_total(_deal_evenly(axis.num_groups, tp_size, layer))))
         counts = [span.size * group for span in group_spans]
     else:
-        # Floor or ceiling never gives a KV head more ranks than it has units: ceil(tp_size / num_groups) <= group /
-        # unit.
+        # Floor or ceiling never gives a KV head more ranks than it has units: ceil(tp_size / num_groups) <= group/unit.
         group_spans, counts = [], []
         for head, num_ranks in enumerate(_deal_evenly(tp_size, axis.num_groups, layer)):
             group_spans.extend([Span(head, head + 1)] * num_ranks)
@@ -255,15 +252,15 @@ def _deal_columns(columns: Columns, granule: int, column_elements: int, held: Se
 
 
 def _deal_vocab(vocab_size: int, tp_size: int) -> list[int]:
-    """The vocabulary rows of each rank, in whole granules. The last one may exceed the vocabulary."""
+    """The vocabulary rows of each rank, in whole granules. The last rank's rows may exceed the vocabulary."""
     granule = vocab_granule(vocab_size, tp_size)
     num_granules = -(-vocab_size // granule)
     return [count * granule for count in _deal_evenly(num_granules, tp_size, 0)]
 
 
 def _deal_evenly(units: int, receivers: int, layer: int) -> list[int]:
-    """Divides `units` among `receivers`, floor or ceiling each. Other receivers get the ceiling in each layer, so over
-    any range of layers two receivers differ by at most one unit."""
+    """Divides `units` among `receivers`, floor or ceiling each. Each layer gives the ceiling to different receivers, so
+    over any range of layers two receivers differ by at most one unit."""
     floor, extra = divmod(units, receivers)
     counts = [floor] * receivers
     for i in range(extra):

@@ -141,7 +141,7 @@ class Segment:
     # Waiting and publishing.
 
     def publish(self, word: int, value: int, sleepers: memoryview) -> None:
-        """Stores `value` in `word`, which this process owns, after all its earlier writes. Wakes waiters.
+        """Stores `value` in `word`, which this process owns, after all earlier writes of this process. Wakes waiters.
 
         Args:
             sleepers: the slice of `words` in which waiters of this word mark that they sleep.

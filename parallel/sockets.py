@@ -24,7 +24,7 @@ def num_descriptors_left() -> int:
     """Number of file descriptors that this process may still open."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
-        # Since Linux 6.2, the size counts them.
+        # Since Linux 6.2, the directory's size is the number of open descriptors.
         return limit - (os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd")))
     except OSError:
         return 0

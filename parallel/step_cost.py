@@ -1,7 +1,7 @@
 """The minimum work of a step: the FLOPs and bytes from which the reported MFU and MBU are computed.
 
 Counted are matrix products and attention, two FLOPs per multiply-add; every weight once per step; every key and value
-once per layer; and as many experts as tokens hit if they choose at random. Padding, recomputation, activations and
+once per layer; and as many experts as the tokens use if they choose at random. Padding, recomputation, activations and
 communication are not counted: the utilisation shows their cost.
 """
 
@@ -36,13 +36,13 @@ class AttentionCost:
         return float((self._seen(ends) - self._seen(starts)).sum())
 
     def tokens(self, starts: _Float64Array, ends: _Float64Array) -> float:
-        """Number of tokens whose keys and values are read for such rows."""
+        """Number of tokens whose keys and values are read, for rows with queries at positions [start, end)."""
         if self.window is None:
             return float(ends.sum())
         return float(np.minimum(ends, ends - starts + self.window - 1).sum())
 
     def _seen(self, num_queries: _Float64Array) -> _Float64Array:
-        """Total number of keys that the first `num` queries of a sequence see."""
+        """Total number of keys that the first `num_queries` queries of a sequence see."""
         if self.window is None:
             return num_queries * (num_queries + 1) / 2
         growing = np.minimum(num_queries, self.window)
@@ -62,7 +62,7 @@ class StepCost:
     """FLOPs of the LM head per position that needs logits."""
     attention: tuple[AttentionCost, ...]
     routed: tuple[tuple[Fraction, int], ...] = ()
-    """Bytes of weights that only a share of the tokens uses, by that share. Not part of `weight_bytes`."""
+    """Weights that only a share of the tokens uses, as pairs of share and bytes. `weight_bytes` excludes them."""
 
     @classmethod
     def of(
@@ -79,7 +79,7 @@ class StepCost:
         Args:
             element_bytes: bytes per weight element.
             kv_element_bytes: bytes per KV element. If None, `element_bytes`.
-            dtypes: the other dtypes in which weights are stored.
+            dtypes: which weights are stored in FP8 or MXFP4.
         """
         model, kv_element_bytes = plan.model, kv_element_bytes or element_bytes
         weight_bytes = layer_flops = vocab_rows = 0
@@ -120,7 +120,7 @@ class StepCost:
 
         Args:
             starts: [num_rows] position of each row's first input token.
-            lens: [num_rows] number of its input tokens.
+            lens: [num_rows] number of each row's input tokens.
             num_logits: number of positions that need logits.
         """
         first = starts.astype(np.float64)

@@ -48,7 +48,7 @@ def additions_of(parts: tuple[Span, ...], roots: tuple[Span, ...]) -> tuple[Addi
 
 @functools.lru_cache(maxsize=256)
 def cut(nodes: tuple[Span, ...], most: int) -> tuple[Span, ...]:
-    """The largest subtrees of `nodes` with at most `size` leaves, in order."""
+    """The largest subtrees of `nodes` with at most `most` leaves, in order."""
 
     def parts(node: Span) -> list[Span]:
         return [node] if node.size <= most else [part for half in halves(node) for part in parts(half)]
@@ -61,13 +61,13 @@ class SumTree:
     """The tree of a matrix with leaves that are divided among ranks."""
 
     covers: tuple[tuple[Span, ...], ...]
-    """[rank]: its nodes in order, each as a range of leaves."""
+    """[rank]: the rank's nodes in order, each as a range of leaves."""
     additions: Additions
     """Additions from all ranks' nodes, in rank order, to the root. Each appends values[a] + values[b] to the values."""
 
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
-        """[rank]: its number of nodes."""
+        """[rank]: number of the rank's nodes."""
         return tuple(map(len, self.covers))
 
     @classmethod
@@ -81,13 +81,13 @@ class SumTree:
     @classmethod
     @functools.cache
     def of_parts(cls, parts: tuple[tuple[Span, ...], ...]) -> SumTree:
-        """A tree in which rank r contributes parts[r]: smaller subtrees that cover its leaves in order."""
+        """A tree in which rank r contributes parts[r]: smaller subtrees that cover the rank's leaves in order."""
         return cls(parts, cls.of(tuple(part for of_rank in parts for part in of_rank)).additions)
 
     @classmethod
     @functools.cache
     def joined(cls, first: SumTree, second: SumTree) -> SumTree:
-        """A tree that adds the roots of two trees. A rank's nodes are its nodes of the first tree, then those of the
+        """A tree that adds the roots of two trees. A rank's nodes are those of the first tree, then those of the
         second."""
         covers = tuple(a + b for a, b in zip(first.covers, second.covers, strict=True))
         numbers: tuple[list[int], list[int]] = ([], [])  # index of each tree's values among those of the joined tree
@@ -104,7 +104,7 @@ class SumTree:
         return cls(covers, (*additions, (numbers[0][-1], numbers[1][-1])))
 
     def shapes(self, of_node: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """[rank]: shape of its nodes, if one node has the shape `of_node`."""
+        """[rank]: shape of the rank's nodes, if one node has the shape `of_node`."""
         return tuple((count, *of_node) for count in self.counts)
 
     def finish(self, nodes: Sequence[Tensor], out: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class SumTree:
 
 
 def _cover(tree: Span, leaves: Span) -> list[Span]:
-    """The largest subtrees of `tree` that cover its part of `leaves`, in order."""
+    """The largest subtrees of `tree` that cover the leaves which it shares with `leaves`, in order."""
     if leaves.start <= tree.start and tree.stop <= leaves.stop:
         return [tree]
     if leaves.stop <= tree.start or tree.stop <= leaves.start or tree.size == 0:

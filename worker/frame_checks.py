@@ -190,4 +190,4 @@ _FAULTS: dict[str, Callable[[Any, StepFrame, FrameLimits], str | None]] = {
     "prompt_targets": _check_prompt_targets,
     "items": _check_items,
 }
-"""Checks each section that is not empty. Returns None or a fault that completes "step 3 of generation 1 ..."."""
+"""The check of each section that is not empty. Returns None, or a fault that completes "step 3 of generation 1 ..."."""

@@ -24,9 +24,9 @@ Records = npt.NDArray[np.void]
 MAX_ROW_BIASES = 2048
 """Maximum number of biases of one row, including those that `min_tokens` and `bad_words` need."""
 MAX_ROW_REQUESTED = 128
-"""Maximum number of token ids with log probabilities that one row may request."""
+"""Maximum number of token ids for which one row may request log probabilities."""
 MAX_PROMPT_LOGPROBS = 512
-"""Maximum number of prompt tokens with log probabilities in one step. It bounds the step's memory and its result."""
+"""Maximum number of prompt tokens with log probabilities in one step. It bounds the memory and the result of a step."""
 MAX_DRAFTS = 7
 """Maximum number of drafts of one row."""
 MAX_ITEMS = 512
@@ -60,32 +60,34 @@ A row has at most MAX_ROW_BIASES, and at most one finite bias for the same token
 """
 
 COUNT_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4"), ("num_generated", "<i4"), ("in_prompt", "<i4")])
-"""How often the answer so far has a token, and whether (1 or 0) the prompt has it. Tokens of a row are distinct."""
+"""How often the answer so far contains a token, and whether (1 or 0) the prompt does. A row has one record per
+token."""
 
 REQUESTED_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4")])
-"""A token with a log probability that a row with logprobs requests, in answer order. MAX_ROW_REQUESTED a row."""
+"""A token for which a row requests a log probability. The result lists a row's tokens, at most MAX_ROW_REQUESTED, in
+the order of these records."""
 
 ITEM_DTYPE = np.dtype([("row", "<i4"), ("len", "<i4")])
-"""A scored item: `len` of a row's last inputs. They see each other and what precedes all items of the row, and their
-positions continue from there. The row's requested log probabilities are those of the token after the item."""
+"""A scored item: `len` of a row's last inputs. They see each other and the tokens before all items of the row, and
+their positions continue from those tokens. The row's requested log probabilities are for the token after each item."""
 
 PROMPT_LOGPROBS_DTYPE = np.dtype([("row", "<i4"), ("start", "<i4"), ("num", "<i4"), ("k", "<i4")])
-"""A request for prompt log probabilities: of `num` inputs of a row, from position `start` on. The token after each is
-known, and its log probability is wanted, with the `k` likeliest tokens there. Nothing is sampled there."""
+"""A request for prompt log probabilities at `num` inputs of a row, from position `start` on. For each input, the result
+has the log probability of the next token of the prompt, and the `k` likeliest tokens."""
 
 
 class FrameKind(IntEnum):
-    """Kinds of frames, by the action of a rank."""
+    """What a frame makes a rank do."""
 
     STEP = 1
     """Run one forward pass."""
     CLOSE = 2
     """Leave the step loop."""
     CAPTURE = 3
-    """Capture one more CUDA graph, and answer with the number left. Sent with the last step's id, with none in
-    flight."""
+    """Capture one more CUDA graph, and answer with the number of graphs not captured yet. Sent while no step is in
+    flight, with the last step's id."""
     STEP_WITHOUT_DRAFT_HEAD = 4
-    """Run one forward pass without the draft head, which lacks keys and values of the step's tokens from then on."""
+    """Run one forward pass without the draft head, which then lacks keys and values of the step's tokens for good."""
 
 
 class RowFlag(IntFlag):
@@ -110,12 +112,12 @@ def mask_words(vocab_size: int) -> int:
 
 
 class StepFrame(Message):
-    """One step's work. Rows are ids from 1.
+    """The work of one step.
 
-    For row i of the step, `rows[i]` is its slot in the request table (0 is the padding row and never sent), `starts[i]`
-    the position of its first input token, `lens[i]` its number of input tokens, and `flags[i]` a RowFlag. A step of
-    plain decodes has only these four sections, and page deltas if a row begins a page. The other sections are empty
-    unless a request begins or a row needs more than its next token.
+    For row i of the step, `rows[i]` is its slot in the request table, from 1 (0 is the padding row and never sent),
+    `starts[i]` the position of its first input token, `lens[i]` its number of input tokens, and `flags[i]` a RowFlag. A
+    step of plain decodes has only these four sections, and page deltas if a row begins a page. The other sections are
+    empty unless a request begins or a row needs more than its next token.
     """
 
     rows = Section(np.int32, "row")
@@ -123,10 +125,10 @@ class StepFrame(Message):
     lens = Section(np.int32, "row")
     flags = Section(np.int32, "row")
     num_samples = Section(np.int32, "sampled_row")
-    """[num_sampled_rows]: number of sampled inputs, the last ones, of each row with SAMPLE. If empty, one each."""
+    """[num_sampled_rows]: how many of its last inputs are sampled, for each row with SAMPLE. If empty, one of each."""
     num_wanted = Section(np.int32, "drafting_row")
     """[num_sampled_rows]: number of drafts that the ranks make after the tokens of each row with SAMPLE. The row has
-    pages for its inputs and for all but one of these drafts. If empty, no drafts."""
+    pages for its inputs and for all but one of these drafts. If empty, the ranks make no drafts."""
     token_ids = Section(np.int32, "token")
     """Input tokens of the rows with HAS_TOKENS, one after the other in row order."""
     page_deltas = Section(np.int32, "delta", 3)
@@ -141,13 +143,13 @@ class StepFrame(Message):
     mask_rows = Section(np.int32, "mask")
     """[num_masks] rows of this step. A row appears once for each of its sampled inputs with a mask, in order."""
     masks = Section(np.uint32, "mask", "mask_word")
-    """[num_masks, mask_words(vocab_size)]: each mask applies to its row from this token on, until it is replaced."""
+    """[num_masks, mask_words(vocab_size)]: the tokens that each of `mask_rows` may sample until its next mask."""
     counts = Section(COUNT_DTYPE, "count")
-    """Counts of the tokens so far in rows in `params` that have penalties. The ranks count later tokens."""
+    """Counts, until now, of tokens in rows in `params` that have penalties. The ranks count later tokens themselves."""
     requested = Section(REQUESTED_DTYPE, "requested")
-    """Tokens with log probabilities that rows in `params` request."""
+    """Tokens for which rows in `params` request log probabilities."""
     prompt_runs = Section(PROMPT_LOGPROBS_DTYPE, "prompt_run")
-    """Positions with log probabilities that rows with HAS_TOKENS request, at most one run a row, in `rows`' order."""
+    """Requests of rows with HAS_TOKENS for prompt log probabilities, at most one a row, in the order of `rows`."""
     prompt_targets = Section(np.int32, "prompt_target")
     """[num_prompt_logprobs], at most MAX_PROMPT_LOGPROBS: the token after each position of `prompt_runs`, in order."""
 
@@ -199,9 +201,9 @@ class StepResult(Message):
     tokens = Section(np.int32, "token")
     """[num_tokens], a row's tokens one after the other. -1: the row's logits have a NaN, and it gets no token."""
     num_tokens = Section(np.int32, "sampled_row")
-    """[num_sampled_rows] number of tokens of each row. If empty, one each."""
+    """[num_sampled_rows] number of tokens of each row. If empty, each row has one token."""
     drafts = Section(np.int32, "drafted_row", "draft")
-    """[num_sampled_rows, most wanted]: drafts of what follows each row's tokens, padded with -1."""
+    """[num_sampled_rows, n]: drafts of the tokens after each row's tokens. Rows with fewer are padded with -1."""
     logprob_rows = Section(np.int32, "logprob")
     """[num_logprob_rows]: indices into `tokens` of the tokens with requested logprobs."""
     logprobs = Section(np.float32, "logprob")
@@ -217,19 +219,20 @@ class StepResult(Message):
     prompt_logprobs = Section(np.float32, "prompt_target")
     """[num_prompt_logprobs]: log probability of each of the frame's `prompt_targets`, given the tokens before it."""
     prompt_top_ids = Section(np.int32, "prompt_target", "prompt_k")
-    """[num_prompt_logprobs, k]: likeliest tokens at its position, descending, ties by id. k is the most requested."""
+    """[num_prompt_logprobs, k]: likeliest tokens at each target's position, descending, ties by id. k is the most
+    requested."""
     prompt_top_logprobs = Section(np.float32, "prompt_target", "prompt_k")
     """[num_prompt_logprobs, k]: log probabilities of `prompt_top_ids`."""
 
     item_logprobs = Section(np.float32, "item", "requested_of_item")
-    """[num_items, m]: requested log probabilities of the token after each item. m as in `requested_logprobs`."""
+    """[num_items, m]: requested log probabilities of the token after each item. m is the largest number requested."""
 
     def __init__(self, generation: int, step: int, tokens: Int32Array = _NO_TOKENS, **sections: Array) -> None:
         super().__init__(generation, step, {"tokens": tokens, **sections})
 
     @classmethod
     def max_bytes(cls, num_tokens: int, num_logprobs: int) -> int:
-        """Upper bound of the bytes of an encoded result with `num_tokens` tokens and the `num_logprobs` likeliest of
+        """Upper bound of the bytes of an encoded result: with `num_tokens` tokens, the `num_logprobs` likeliest of
         each, MAX_PROMPT_LOGPROBS prompt tokens and MAX_ITEMS items."""
         return cls.num_bytes(
             token=num_tokens,

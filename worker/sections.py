@@ -1,7 +1,7 @@
 """Binary messages as tables of arrays. A `Section` declares an array once, for encoding, decoding, sizes and checks.
 
 A message is little-endian: a fixed header, then the arrays one after the other; no pickle, no torch, no Ray. The header
-has the lengths that sections name. Arrays that name the same length are equally long, and an empty one takes no byte.
+has the lengths that sections name. Arrays that name the same length are equally long. An empty array takes no bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 class Section(Generic[_Scalar]):
-    """One array of a message, as a class attribute. An instance has an empty array until it is set.
+    """One array of a message, declared as a class attribute. A message has an empty array until the array is set.
 
     Args:
         length: name of the array's length.
@@ -39,7 +39,7 @@ class Section(Generic[_Scalar]):
         self.dtype = np.dtype(dtype)
         self.length = length
         self.width = width
-        # All messages may share it, since an empty array cannot be changed.
+        # All messages may share this array, since an empty array cannot be changed.
         self._empty = np.empty(0 if width is None else (0, width if isinstance(width, int) else 0), self.dtype)
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -94,7 +94,7 @@ class Message:
 
     @classmethod
     def num_bytes(cls, **lengths: int) -> int:
-        """Bytes of a message with these lengths and widths. Those that are not named are 0."""
+        """Bytes of a message with these lengths and widths. Lengths and widths that are not given are 0."""
         return cls._header.size + cls.section_bytes(**lengths)
 
     @classmethod
@@ -127,7 +127,7 @@ class Message:
         """Kind, generation, step and the arrays that are not empty, as views of `buffer`.
 
         Raises:
-            EngineError: the bytes are not such a message.
+            EngineError: the bytes are not a message of this class.
         """
         offset = cls._header.size
         if len(buffer) < offset:

@@ -1,10 +1,10 @@
-"""Checks of a rank with exact numerics before it serves: whether this machine meets the contract.
+"""Checks of a rank before it serves: whether this machine meets the contract of exact numerics.
 
 A compiler that fuses operations differently, or a kernel with an order of sums that depends on its size, would go
-unnoticed, since the answers look right. A CPU has a few kernels for all shapes, and `check_exactness` runs them. A GPU
-has different kernels, and different cuBLAS ones, for each shape. There `check_steps` runs the model itself. It also
-checks what no step shows: that products and sums equal those of other numbers of ranks. It takes about ten steps, and
-uses only kernels that serving uses.
+unnoticed, since the answers look right. A CPU has a few kernels for all shapes, and `check_exactness` runs them. On a
+GPU each shape has its own kernels, also in cuBLAS, so `check_steps` runs the model itself, for about ten steps. It uses
+only kernels that serving uses. It also checks what no step shows: that products and sums equal those of other group
+sizes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _STEP_SIZES = (1, 16, 17, 64, 128, 256, 513)
 _MOST_TOKENS = 1100
 _MOST_ROWS = 256
 _MOST_ELEMENTS = 1 << 24
-"""Elements of products and nodes that are compared at once: 64 MiB, for which the largest step has room."""
+"""Maximum number of fp32 elements (64 MiB) of a product or of nodes in one check. Larger ones are not checked."""
 _WRONG = "numerics=exact does not hold on this machine: {}; choose numerics=fast, and report this"
 
 
@@ -122,7 +122,7 @@ def check_steps(
 
 
 def _step(tokens: npt.NDArray[np.int64], starts: Sequence[int], page_size: int) -> StepFrame:
-    """A step with one row from the only one of `starts`, or a row of one token for each. Rows share pages."""
+    """A step over `tokens`: one row if there is one start, else a row of one token for each start. Rows share pages."""
     lens = np.full(len(starts), len(tokens) // len(starts), np.int32)
     ends = (np.array(starts) + lens).tolist()
     deltas = [(row, page, page + 1) for row, end in enumerate(ends, start=1) for page in range(-(-end // page_size))]
@@ -141,7 +141,7 @@ def _step(tokens: npt.NDArray[np.int64], starts: Sequence[int], page_size: int) 
 
 
 def _check_columns(weight: Tensor | Fp8Matrix, num_rows: int, dtype: torch.dtype) -> None:
-    """Checks that a product's column does not depend on the columns that a rank has."""
+    """Checks that a column of a product does not depend on which other columns the rank holds."""
     random = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(num_rows, weight.shape[1], generator=random, device=weight.device).to(dtype)
     whole = ChainWeight(weight, None).in_fp32(x)
@@ -201,7 +201,7 @@ def _to_fp32(value: Fraction) -> float:
 
 
 def _check_sums(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
-    """Checks that a sum over ranks does not depend on their number. One rank computes for all in turn."""
+    """Checks that a sum over ranks does not depend on their number. One rank computes all parts in turn."""
     cut, leaf = Cut(Axis.MLP_COLUMNS, 1), leaf_columns(_INPUTS)
     num_leaves = _INPUTS // leaf
     answers = []
@@ -223,7 +223,7 @@ def _check_sums(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
 
 
 def _check_attention(name: str, dtype: torch.dtype, device: torch.device, random: torch.Generator) -> None:
-    """Checks that attention gives a token the same answer in a decode and at the end of a prompt."""
+    """Checks that attention gives a token the same output in a decode and at the end of a prompt."""
     layer = AttentionLayer(layer_id=0, tp_q_head_num=3, tp_k_head_num=1, head_dim=64, scale=0.125)
     num_pages = -(-_TOKENS // _PAGE_SIZE)
     pool = TokenToKVPool(
@@ -242,7 +242,7 @@ def _check_attention(name: str, dtype: torch.dtype, device: torch.device, random
 
 
 def _attended(backend: AttentionBackend, table: ReqToTokenPool, queries: Tensor, start: int) -> Tensor:
-    """Answers to the queries from `start` on, computed as the new tokens of one row."""
+    """Attention's output for the queries from `start` on, computed as the new tokens of one row."""
     num_tokens = len(queries) - start
     frame = StepFrame(
         generation=1,

@@ -55,7 +55,7 @@ class FrameSource(Protocol):
 
 
 class TPWorker:
-    """Rank `group.rank` of a tensor-parallel group: `shard.load`, `allocate`, then `launch` or `run`, then `close`.
+    """Rank `group.rank` of a tensor-parallel group. Call `shard.load`, then `allocate`, `launch` or `run`, and `close`.
 
     Args:
         config: resolved. `auto` in dtype or attention is refused.
@@ -106,8 +106,8 @@ class TPWorker:
 
     @torch.inference_mode()
     def profile(self) -> DeviceMemory:
-        """Memory that this rank may use for its KV pool, found by running the largest step, or on CPUs the free
-        memory. Call after `load`."""
+        """Memory that this rank may use for its KV pool. On CUDA the largest steps are run to find it, on CPUs it is
+        the free memory. Call after `load`."""
         scheduler = self._config.scheduler
         if self._device.type == "cpu":
             return DeviceMemory(free_bytes(self._device))
@@ -153,14 +153,14 @@ class TPWorker:
         Args:
             num_pages: number of pages, with ids 1 to num_pages. Page 0 is added. The same on every rank.
             max_model_len: maximum number of tokens of one sequence.
-            num_window_pages: like `num_pages`, for layers with a window. If None, they have no separate pool.
+            num_window_pages: number of window pages, for layers with a window. If None, these have no separate pool.
             at_once: requests are waiting. Graphs are captured when steps need them, and checks that the first ranks on
                 these GPUs made are not repeated.
             later: capture only the largest graphs now, and the other ones by CAPTURE frames between steps.
             keeps_kv: reuse the pool that this rank had before, in this or an earlier process.
 
         Raises:
-            EngineError: that pool is gone, or has another size; or exact numerics do not hold on this machine.
+            EngineError: the pool to reuse is gone, or has another size; or exact numerics do not hold on this machine.
         """
         check_length(self._model, max_model_len)
         self.close()
@@ -184,8 +184,8 @@ class TPWorker:
                     check_exactness(self.shard.arithmetic, backend, self.shard.dtype, self._device)
             self._runner.capture("none" if at_once else "largest" if later else "all")
         if self._device.type == "cuda":
-            # Objects made until now stay, so the collector, which would stop a step for milliseconds, can skip them. If
-            # requests wait, garbage stays with them until `leave`.
+            # Objects made until now stay alive, so the garbage collector, which may stop a step for milliseconds, skips
+            # them from now on. If requests wait, garbage is not collected first and stays until `leave`.
             if not at_once:
                 gc.collect()
             gc.freeze()
@@ -199,7 +199,7 @@ class TPWorker:
             left: persistent memory of each former rank. Their pools have the same number of pages.
 
         Raises:
-            EngineError: they left no such layers.
+            EngineError: the former ranks' memory has no such layers.
         """
         assert self._runner is not None, "take_kv() was called before allocate()"
         others = ShardPlan.create(self._model, len(left), exact=self._config.is_exact)
@@ -292,8 +292,8 @@ class TPWorker:
     def leave(self) -> None:
         """Frees everything but the weights, after a failure ended `run` or `allocate`. The device is idle afterwards.
 
-        Another thread may abort the group meanwhile. The abort ends what the device waits for, and itself waits for the
-        graphs, which are dropped here.
+        Another thread may abort the group meanwhile. The abort ends the device's wait for other ranks. It waits in turn
+        for the graphs, which this method drops.
 
         Raises:
             EngineError: the device waits without end, or it is broken. The process must be ended.
@@ -306,7 +306,7 @@ class TPWorker:
             await_idle(self._device)
             waited = time.monotonic()
             self._kv.clear()
-            # Objects frozen in `allocate` may be garbage now, and also what the failure's traceback held.
+            # Objects that `allocate` froze, or that the failure's traceback held, may be garbage now.
             gc.unfreeze()
             gc.collect()
             torch.cuda.empty_cache()

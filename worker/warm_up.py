@@ -1,4 +1,4 @@
-"""The start-up work of a process that is the same for any rank, so that a spare can do it in advance."""
+"""The part of a rank process's start that is the same for every rank, so that a spare can do it in advance."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _log = logging.getLogger(__name__)
 _NUM_ROWS = (1, 3, 16, 61, 128, 256)
 _TOKENS_PER_ROW = 8
 _SPARE_BYTES = 2 << 30
-"""Device memory that must be free in addition to the weights: for these steps, and for ranks that use it meanwhile."""
+"""Device memory that must be free besides that for the weights, for the steps run here and for ranks that serve
+meanwhile. With less, no steps are run."""
 
 
 def warm_up(config: EngineConfig, model: ModelConfig | None = None, device: torch.device | None = None) -> None:
@@ -54,7 +55,7 @@ def warm_up(config: EngineConfig, model: ModelConfig | None = None, device: torc
 
 
 def read_ahead() -> None:
-    """Imports what ranks on GPUs import, so that it is in the node's page cache when they start. Touches no device."""
+    """Imports what ranks on GPUs import, so that the files are in the node's page cache for them. Touches no device."""
     _import_kernels()
     with contextlib.suppress(ConfigError):  # the provider is not installed
         load_provider(None)
@@ -68,8 +69,8 @@ def _import_kernels() -> None:
 
 
 def _load_kernels(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
-    """Runs steps of one layer of each kind like rank 0, with random weights and without other ranks. Frees all memory
-    but the context and the kernels. Does nothing if the device lacks room."""
+    """Runs steps like rank 0, with one layer of each kind, random weights and no other ranks. Frees all memory but the
+    CUDA context and the kernels. If the device has too little memory, only logs a warning."""
     began = time.monotonic()
     torch.cuda.set_device(device)
     try:

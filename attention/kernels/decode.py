@@ -2,10 +2,9 @@
 
 A program walks a run of key blocks for the query heads of one KV head of one row. Values may be the first columns of
 the keys (latent attention); a block is then read once for both. If the batch has too few rows to fill the device, the
-keys of a row are cut into runs. Each program then writes its part of the answer in fp32, and a second kernel joins the
-parts.
+keys of a row are cut into runs. Each program then writes its part of the output in fp32; a second kernel joins them.
 
-The bits of a row's answer depend on its own keys, the number of runs and `DecodeTuning`, but not on the other rows.
+The bits of a row's output depend on its own keys, the number of runs and `DecodeTuning`, but not on the other rows.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from parallel.kernels.dependent_launch import follow, is_dependent, let_next_sta
 _SPLITS_AT_ONCE = 16
 _MAX_SPLITS = 128
 _SHARED_BYTES = 220 * 1024
-"""Shared memory to use, of the 227 KiB per program on Hopper."""
+"""Bytes of shared memory to use, of the 227 KiB per program on Hopper."""
 _WIDE = 256  # Values wider than this many columns limit a program's query heads, because their sums fill its registers.
 _WIDE_BLOCK_M = 64
-_MULTIPROCESSORS = 132  # Number of SMs of an H200, and of heads with wide values that one program per SM can hold.
+_MULTIPROCESSORS = 132  # number of SMs of an H200; one program with wide values fills an SM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeTuning:
-    """The layout of the work. The last bits of an answer depend on every field except `early_join`."""
+    """The layout of the work. The last bits of an output depend on every field except `early_join`."""
 
     block_n: int
     """Keys per block: a power of two, at least 16."""
@@ -50,7 +49,7 @@ class DecodeTuning:
     num_stages: int
     """Number of key and value blocks that are being loaded, plus one."""
     num_splits: int
-    """Largest number of runs of a row's keys."""
+    """Largest number of runs into which a row's keys are cut."""
     min_blocks: int = 1
     """Smallest number of blocks per run. Rows that are too short have fewer runs."""
     early_join: bool = False
@@ -121,7 +120,7 @@ def _fit(
 
 @triton.jit
 def _blocks_of_run(num_blocks, num_splits, MIN_BLOCKS: tl.constexpr):
-    """Number of blocks in each run except the last, if `num_blocks` are cut into `num_runs`."""
+    """Number of blocks in each run except the last, if `num_blocks` are cut into `num_splits` runs."""
     return tl.maximum(tl.cdiv(num_blocks, num_splits), MIN_BLOCKS)
 
 
@@ -264,7 +263,7 @@ def _join_kernel(
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     out_row = row * tl.num_programs(0) + tl.program_id(0)
-    # These tensors were written before the kernel of the runs, which waited for that before any program here started.
+    # The kernel of the runs let this one start only after its own wait, so all tensors written before it can be read.
     seq_len = tl.load(cache_seqlens + row)
     begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW, CHUNK, 1)
     num_blocks = end - begin
@@ -312,14 +311,14 @@ def paged_decode(
     last page, unused pages and unused slots of the last page are never read.
 
     Scores, weights and sums are fp32. For the product with the values, weights are rounded to q's dtype, or to fp16 if
-    q is bf16 and the cache FP8. The answer is rounded once.
+    q is bf16 and the cache FP8. The output is rounded once.
 
     Args:
         q: [batch_size, tp_q_head_num, head_dim] bf16, fp16 or fp32. Heads of a row are contiguous; the row stride may
             be larger. fp32 is multiplied in fp32, without tensor cores.
-        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, in q's dtype or FP8 e4m3. page_size is a
-            power of two.
-        v_pages: likewise. If None, the value is the first columns of the key.
+        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, in q's dtype or e4m3. page_size is a power
+            of two.
+        v_pages: like `k_pages`. If None, the value is the first columns of the key.
         paged: of a step with one token per row. `cache_seqlens` is at least 1 in every row; `cu_seqlens_q` is not read.
         layer: its scales, window, chunk, softcap and sinks are applied.
         out: [batch_size, tp_q_head_num, columns of a value], contiguous, written.
@@ -358,7 +357,7 @@ def paged_decode(
         v_pages.view(torch.int16) if v_pages is not None and kv_itemsize == 1 else v_pages,
         paged.page_table,
         paged.cache_seqlens,
-        None if is_split else layer.sinks,  # the join waits once
+        None if is_split else layer.sinks,  # else the join adds the sinks
         parts,
         lse,
         q.stride(0),

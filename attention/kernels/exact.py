@@ -46,7 +46,7 @@ _MERGED_AT_ONCE = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The layout of the work. No bit of an answer depends on it."""
+    """The layout of the work. No bit of an output depends on it."""
 
     block_m: int
     """(token, query head) pairs per program: a power of two, at least 16."""
@@ -75,8 +75,7 @@ def choose(
 
     Args:
         group: query heads per KV head.
-        num_rows: for steps with one token per row: rows, padding included, times this rank's KV heads. None for other
-            steps.
+        num_rows: for steps with one token per row: rows, padding included, times this rank's KV heads. Else None.
         tokens: for other steps: mean tokens per row. A tile with few pairs takes as long as a full one.
     """
     is_wide = head_dim > 128
@@ -105,7 +104,7 @@ def _merge_kernel(
     tokens."""
     head = tl.program_id(0) + tl.arange(0, 1)
     token = tl.program_id(1)
-    # These tensors were written before the kernel of the parts, which waited for that before any program here started.
+    # The kernel of the parts let this one start only after its own wait, so all tensors written before it can be read.
     if ROWS > 0:
         rows = tl.arange(0, ROWS)
         ends = tl.load(cu_seqlens_q + 1 + rows, mask=rows < num_rows, other=token)
@@ -155,9 +154,9 @@ def paged_exact(
         q: [num_tokens, tp_q_head_num, head_dim] bf16, fp16 or fp32. Heads of a token are contiguous; the token stride
             may be larger. Every token belongs to a row: `cu_seqlens_q` ends with num_tokens or earlier. fp32 is
             multiplied in fp32, without tensor cores.
-        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, in q's dtype or FP8 e4m3. page_size is a
-            power of two.
-        v_pages: likewise.
+        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, in q's dtype or e4m3. page_size is a power
+            of two.
+        v_pages: like `k_pages`.
         paged: rows may have no new tokens. If `max_seqlen_q` is 1, every row has one, and `cu_seqlens_q` is not read.
         layer: its scales, window, chunk, softcap and sinks are applied.
         out: [num_tokens, tp_q_head_num, head_dim], contiguous, in q's dtype, written.

@@ -3,8 +3,7 @@
 A program walks the keys that one tile of queries sees. A tile has tokens of one row and, for each token, the query
 heads of one KV head, so that keys are read once for all of them. Key blocks are walked upwards from the first visible
 one, with fp32 sums and one division at the end. A block without visible keys for a query changes no bit of its sums. So
-the bits of an answer depend on its own keys and on `ExtendTuning`, but not on other rows or on how a prompt was cut
-into chunks.
+the bits of an output depend on its own keys and on `ExtendTuning`, but not on other rows or on a prompt's chunks.
 
 With SPAN, the same kernel follows the contract of exact.py.
 """
@@ -49,7 +48,7 @@ from parallel.kernels.dependent_launch import follow, let_next_start
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtendTuning:
-    """The layout of the work. The last bits of an answer depend on every field except `num_stages`."""
+    """The layout of the work. The last bits of an output depend on every field except `num_stages`."""
 
     block_m: int
     """(token, query head) pairs per tile: a power of two, at least 16."""
@@ -62,7 +61,7 @@ class ExtendTuning:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spans:
-    """How the kernel adds up in spans."""
+    """How the kernel adds up a tile's keys in spans."""
 
     span: int
     """Keys per span: a power of two and a multiple of the tuning's `block_n`."""
@@ -78,10 +77,9 @@ class Spans:
 
 def choose(v_dim: int, dtype: torch.dtype) -> ExtendTuning:
     """The layout for H200s: the largest tiles that hardly spill registers. 420 to 463 TFLOP/s, 73 to 97 % of FA3's, for
-    prompts of 8,192 tokens with heads of 128 (benchmarks/results/attention_h200_2026-11-23.txt). No other layout was
-    measured.
+    prompts of 8,192 tokens with heads of 128 (benchmarks/results/attention_h200_2026-11-23.txt). No other was measured.
 
-    It is the same for every batch, so that an answer does not depend on other requests. With few or short rows, loading
+    It is the same for every batch, so that an output does not depend on other requests. With few or short rows, loading
     the keys takes longer than the products of a partly filled tile.
     """
     if dtype.itemsize > 2:
@@ -194,8 +192,7 @@ def _extend_kernel(
     CAP: tl.constexpr, PREFIX_ONLY: tl.constexpr, SPAN: tl.constexpr, ONE_TOKEN: tl.constexpr, LEAVES: tl.constexpr,
     EARLY: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program per KV head, run of spans, and tile. `sums_ptr`: logarithms of sums, or with LEAVES the sums of
-    spans."""
+    """One program per KV head, run of spans, and tile. `sums_ptr`: logarithms of sums, or with LEAVES spans' sums."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     KEY_DIM: tl.constexpr = HEAD_DIM if HEAD_DIM < V_DIM else V_DIM
     follow(EARLY)
@@ -330,7 +327,7 @@ def paged_extend(
     chunk. Page-table entries after a row's last page, unused pages and slots after a row's last token are never read.
 
     Scores, weights and sums are fp32. For the product with the values, weights are rounded to q's dtype, or to fp16 if
-    q is bf16 and the cache FP8. The answer is rounded once.
+    q is bf16 and the cache FP8. The output is rounded once.
 
     Args:
         q: [num_tokens, tp_q_head_num, head_dim] bf16, fp16 or fp32. Heads of a token are contiguous; the token stride
@@ -339,13 +336,13 @@ def paged_extend(
         k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, in q's dtype or FP8 e4m3. page_size is a
             power of two. Or [num_keys, tp_k_head_num, head_dim] if the keys of a row follow each other: `page_table`
             [batch_size, 1] then has the first key of each row.
-        v_pages: likewise, of any width. If None, the value is the first columns of the key.
+        v_pages: like `k_pages`, but of any width. If None, the value is the first columns of the key.
         paged: rows may have no new tokens. `max_seqlen_q` is not read.
         layer: its scales, window, chunk, softcap and sinks are applied.
         out: [num_tokens, tp_q_head_num, columns of a value], contiguous, written. Its dtype is q's, or fp32 for a part
             that is merged later.
         lse: [num_tokens, tp_q_head_num] fp32, contiguous, written: the natural logarithm of the sum of exponentials
-            (with the sink's) by which each answer was divided. -inf for a query that sees nothing; its answer is zeros.
+            (with the sink's) by which each output was divided. -inf for a query that sees nothing; its output is zeros.
         mask: for the new tokens of rows that have a part of it.
         prefix_only: whether to see only tokens before the new ones. The cache need not hold the new ones then.
         tuning: if None, `choose` for this layer.
@@ -362,8 +359,7 @@ def paged_extend(
     num_rows, group = len(paged.cache_seqlens), num_q_heads // num_kv_heads
     one_token = spans is not None and spans.one_token
     num_runs = 1 if spans is None else spans.num_runs
-    # The number of tiles that `first_tile` distinguishes: the tiles of all tokens as if they were one row, plus one per
-    # row.
+    # The number of tiles that `first_tile` distinguishes: the tiles of all tokens as one row, plus one per row.
     num_tiles = num_rows if one_token else num_tokens * group // tuning.block_m + num_rows
     _extend_kernel[(num_kv_heads, num_runs, num_tiles)](
         q,

@@ -16,7 +16,7 @@ _ROWS = 256  # number of row lengths that a program reads at a time
 def _pages_of(cache_seqlens, cu_seqlens_q, rows, is_row, PAGE_SIZE: tl.constexpr, CHUNK: tl.constexpr):
     """The first listed page of each row, and the number of listed pages."""
     lens = tl.load(cache_seqlens + rows, mask=is_row, other=0)
-    first = lens * 0  # zeros of its shape
+    first = lens * 0  # zeros of the shape of `lens`
     if CHUNK > 0:
         starts = tl.load(cu_seqlens_q + rows, mask=is_row, other=0)
         num_tokens = tl.load(cu_seqlens_q + rows + 1, mask=is_row, other=0) - starts

@@ -1,4 +1,4 @@
-"""Merges two partial answers of the same queries over different keys."""
+"""Merges two partial outputs of the same queries over different keys."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def merge_states(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> torch.Tensor:
-    """Merges two parts into the answer of attention over the keys of both. One kernel without a host sync.
+    """Merges two parts into the output of attention over the keys of both. One kernel without a host sync.
 
     A layer's sinks must be part of only one of the two.
 
     Args:
-        out_a: [num_tokens, num_heads, head_dim], contiguous, of any floating-point dtype. `out_b` likewise. fp32 parts
-            are rounded once, at the end.
-        lse_a: [num_tokens, num_heads] fp32, contiguous: natural logarithms of the sums of exponentials. `lse_b`
-            likewise. -inf for a part without a key; its answer is not read.
+        out_a: [num_tokens, num_heads, head_dim], contiguous, of any floating-point dtype; so is `out_b`. fp32 parts are
+            rounded once, at the end.
+        lse_a: [num_tokens, num_heads] fp32, contiguous: natural logarithms of the sums of exponentials; so is `lse_b`.
+            -inf for a part without a key; its output is not read.
         out: as `out_a`, written; it may be `out_a` itself. Zeros where neither part has a key.
         lse: as `lse_a`, written; it may be `lse_a` itself.
 

@@ -77,7 +77,7 @@ def pack_mask(
     Args:
         most_bytes: largest size of a row: (extend_len * seq_len + 7) // 8.
         packed: uint8, contiguous, with room for the bytes of all rows.
-        begins: [num_rows] int32.
+        begins: [num_rows] int32, written: first byte of each row in `packed`.
     """
     _pack_mask[(triton.cdiv(most_bytes, _BLOCK), len(paged.cache_seqlens))](
         paged.cache_seqlens,

@@ -24,8 +24,8 @@ def block_of(size: int) -> int:
 
 @triton.jit
 def first_tile(start, row, group, BLOCK_M: tl.constexpr):
-    """The first tile of a row. `start` is the index of its first token, and decides alone, at the price of one idle
-    tile per row."""
+    """The first tile of a row. `start` is the index of its first token, and decides alone, which costs one idle tile
+    per row."""
     return start * group // BLOCK_M + row
 
 
@@ -44,7 +44,7 @@ def row_of_tile(cu_seqlens_q, num_rows, group, tile, BLOCK_M: tl.constexpr, AT_O
 @triton.jit
 def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """The first key that each query at `position` sees. WINDOW or CHUNK is 0 if the layer has none."""
-    first = position * 0  # zeros of its shape
+    first = position * 0  # zeros of the shape of `position`
     if WINDOW > 0:
         first = tl.maximum(position - (WINDOW - 1), 0)
     if CHUNK > 0:

@@ -79,16 +79,16 @@ def fill_step_metadata(
 
     Args:
         rows: [B] int32: page-table row of each row of the batch.
-        starts: [B] int32: position of each row's first token. If `next_starts` is given, a negative one means the row's
-            entry there.
+        starts: [B] int32: position of each row's first token. A negative one stands for the row's entry in
+            `next_starts`.
         cu_seqlens_q: [B + 1] int32: start of each row's tokens.
         token_ids: [T] int32. -1 - j means element j of the row's `last_tokens`.
         page_table: [num_rows + 1, max_pages] int32, up to date.
         last_tokens: [num_rows + 1, width] int64: the row's last token, then drafts of the next ones. A -1, of a row
             that got no token, counts as 0.
         page_size: a power of two.
-        max_seqlen_q: largest number of tokens of a row. A row with more loses the rest, so a graph is captured with its
-            own value.
+        max_seqlen_q: largest number of tokens of a row. Further tokens of a row are lost, so a graph is captured with
+            its own value.
         window_page_of: [num_pages + 1] int32: window page of each page. None without a window pool.
         next_starts: [num_rows + 1] int32: position of the token after each row's last one. If None, all `starts` are
             given.

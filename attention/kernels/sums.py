@@ -44,8 +44,7 @@ def exact_cap(scores, CAP: tl.constexpr):
 
 @triton.jit
 def scaled_sink(sink):
-    """The sink in units of the scores times log2(e), rounded here so that the compiler cannot fuse the product with
-    later steps."""
+    """The sink in units of the scores times log2(e), rounded here so that the compiler cannot fuse the product."""
     return tl.fma(sink, 1.4426950408889634, 0.0)
 
 
@@ -95,7 +94,7 @@ def merge_span(m, total, acc, span_m, span_total, span_acc):
 
 @triton.jit
 def exact_answer(m, total, acc, sink, v_scale):
-    """The answer from the sums of all spans. `sink` is in units of the scores times log2(e), or None."""
+    """The output from the sums of all spans. `sink` is in units of the scores times log2(e), or None."""
     if sink is not None:
         new_m = tl.maximum(m, sink)
         decay = tl.exp2(m - new_m)

@@ -66,12 +66,12 @@ class ReaderStatus:
     """The last state that a ring's reader published."""
 
     num_received: int
-    """Number of frames that it has read."""
+    """Number of frames that the reader has read."""
     heartbeat_age_s: float
-    """Seconds since it last entered, left or waited in `recv`; infinite before the first call. It grows while the
-    reader computes."""
+    """Seconds since the reader last entered, left or waited in `recv`; infinite before the first call. The age grows
+    while the reader computes."""
     closed: bool
-    """Whether it closed its end."""
+    """Whether the reader closed its end."""
 
 
 class Ring:
@@ -85,7 +85,7 @@ class Ring:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self.num_readers, self.slots, self.slot_bytes, self.spin_us = segment.words[FIRST_WORD : FIRST_WORD + 4]
-        self.sleepers = FIRST_WORD + LINE_WORDS  # the writer's mark, then the readers'
+        self.sleepers = FIRST_WORD + LINE_WORDS  # words that say who sleeps: the writer, then each reader
         self.head = self.sleepers + -(-(1 + self.num_readers) // LINE_WORDS) * LINE_WORDS
         self._first_cursor = self.head + LINE_WORDS
         self._first_slot = 8 * (self._first_cursor + self.num_readers * LINE_WORDS)

@@ -1,4 +1,4 @@
-"""Carries ranks on other nodes to their rendezvous store.
+"""Connects ranks on other nodes to their rendezvous store.
 
 torch's TCPStore has no key: anybody who reaches its port can read and change what the ranks tell each other. So it
 listens on loopback.
@@ -49,8 +49,8 @@ class StoreGate:
 
 
 def open_relay(address: str, timeout_s: float) -> int:
-    """Opens a port on loopback and returns it. Connections to the port reach the store behind the gate at `address`. It
-    stays open while the process lives.
+    """Opens a port on loopback and returns it. Connections to the port reach the store behind the gate at `address`.
+    The port stays open while the process lives.
 
     Raises:
         DeadlineError: the gate did not answer within `timeout_s`.
@@ -64,8 +64,8 @@ def open_relay(address: str, timeout_s: float) -> int:
 
 
 def _relay_each(listener: socket.socket, reach: Callable[[socket.socket], socket.socket]) -> None:
-    """Starts a thread that joins each connection of `listener` to the one that `reach` makes for it, until `listener`
-    is closed. A connection for which `reach` raises is closed."""
+    """Starts a thread that joins each connection of `listener` to the connection that `reach` makes for it, until
+    `listener` is closed. A connection for which `reach` raises is closed."""
 
     def relay(one: socket.socket) -> None:
         with one, contextlib.suppress(OSError, LockstepError), reach(one) as other:

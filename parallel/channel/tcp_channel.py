@@ -81,7 +81,7 @@ class Connection:
         threads."""
         self._death = self._death or reason
         text = reason.encode()[:_MAX_REASON_BYTES]
-        # A running send holds the lock until its deadline; it is cut off instead.
+        # A running send may hold the lock until its deadline. Then only the shutdown ends it, without the reason.
         locked = self._write_lock.acquire(timeout=0.1)
         try:
             if locked:
@@ -118,7 +118,7 @@ class Connection:
         while len(self._received) < count:
             left = deadline - time.monotonic()
             try:
-                # A timeout of 0 would not wait at all. The shortest other one is a millisecond.
+                # A timeout of 0 does not wait at all. Any other lasts at least a millisecond.
                 self._sock.settimeout(min(max(left, 0.0), _LONGEST_WAIT_S))
                 arrived = self._sock.recv(max(count - len(self._received), 1 << 16))
             except (TimeoutError, BlockingIOError):

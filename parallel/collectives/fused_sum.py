@@ -7,8 +7,8 @@ created.
 A small sum needs one meeting of the ranks, because there are two small buffers: a rank writes buffer p again for the
 sum after next. Before that, its next sum has waited for all other ranks, and they came to that sum only after reading
 buffer p. A large sum needs two meetings, and no rank leaves before all have read, so one buffer is enough. Exchanged
-rows use two halves that alternate like the small buffers, for each program by itself. Any collective between two small
-sums separates them too.
+rows use two halves, which each program alternates for itself like the small buffers. Any other collective between two
+small sums is such a meeting too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SHARED_UNIT = 1 << 16  # a multiple of 256 bytes for each program
 
 @dataclass(frozen=True, slots=True)
 class PeerSizes:
-    """Upper bounds of one step's collectives. Larger ones are sent in pieces, or use gathers."""
+    """Upper bounds of one step's collectives. Larger sums and lookups are sent in pieces, or use gathers."""
 
     rows: int = 0
     """Rows of a sum, or ids of a lookup."""
@@ -85,7 +85,7 @@ class FusedSum(PartialSum):
         self.num_rows = summand.shape[-2]
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See PartialSum. The next partial_sum may be requested only after this call.
+        """Implements PartialSum. The next `partial_sum` may be requested only after this call.
 
         Summands are added in fp32 in rank order (nodes in the order of their tree), then the residual, and the result
         is rounded to bf16 once: the same bits on every rank.
@@ -144,7 +144,7 @@ class PeerMemory:
         self._abort_reason = ""
         self._turn = 0
         self._sums: dict[tuple[tuple[int, int], torch.dtype | SumTree, int], FusedSum] = {}
-        # Flags, two small buffers, two halves for exchanged rows, norm scales, and the large buffer.
+        # Offsets of flags, two small buffers, two halves for exchanged rows, norm scales, and the large buffer.
         self._small = FLAG_BYTES
         self._shared = self._small + 2 * _SMALL_BYTES
         self._half_bytes = _half_bytes(sizes)
@@ -213,7 +213,7 @@ class PeerMemory:
             out.view(self._size, -1).view(torch.uint8).copy_(into.view(torch.uint8)[:, : len(flat)])
 
     def look_up(self, ids: Tensor, row_of: Tensor, rows: Tensor) -> Tensor | None:
-        """The rows of `ids`, see the kernel `look_up`. None if they do not fit in the memory."""
+        """The rows of `ids`, found by the kernel `look_up`. None if the memory is too small for them."""
         sizes, row_bytes = self._sizes, rows.shape[1] * rows.element_size()
         if len(ids) > sizes.rows or row_bytes > sizes.row_bytes or row_bytes % _ROW_ALIGNMENT:
             return None
@@ -232,7 +232,7 @@ class PeerMemory:
         self._words[0] = 1
 
     def check_alive(self) -> None:
-        """Raises EngineError(reason) after `abort`, and DeadlineError after a call that gave up. Results since then are
+        """Raises EngineError(reason) after `abort`, and DeadlineError after a call that gave up. Later results are
         wrong."""
         if self._words[0]:
             raise EngineError(self._abort_reason)
@@ -252,7 +252,7 @@ def way_of(
     size: int, shape: tuple[int, int], of: torch.dtype | SumTree, sizes: PeerSizes, num_sms: int = _MAX_SMALL_ROWS
 ) -> Literal["small", "large"] | None:
     """How `size` ranks compute a sum, of summands of a dtype or of a tree's nodes. None if this memory cannot hold it.
-    The answer is the same on all ranks."""
+    The result is the same on all ranks."""
     (num_rows, row_elements), is_tree = shape, isinstance(of, SumTree)
     if not (
         (is_tree or of is torch.bfloat16)
@@ -270,8 +270,7 @@ def way_of(
 
 
 def _half_bytes(sizes: PeerSizes) -> int:
-    """Bytes of each half for exchanged rows. All programs have equal areas, each for the largest number of rows of a
-    program."""
+    """Bytes of each half for exchanged rows. All programs have equal areas, each for the most rows of a program."""
     rows = -(-sizes.rows // MAX_PROGRAMS) * MAX_PROGRAMS
     return max(-(-rows * sizes.row_bytes // _SHARED_UNIT) * _SHARED_UNIT, _MIN_SHARED_BYTES)
 

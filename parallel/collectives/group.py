@@ -39,7 +39,8 @@ class TensorParallelGroup:
         self.size = size
         self.device = device
         self._collectives = collectives
-        self._meet: Callable[[Store, int], Collectives] | None = None  # for several ranks
+        # Meets the ranks of a generation; None in a group of one rank
+        self._meet: Callable[[Store, int], Collectives] | None = None
 
     @classmethod
     def create(
@@ -55,7 +56,7 @@ class TensorParallelGroup:
         spin_us: int = 0,
         sizes: PeerSizes = PeerSizes(),  # noqa: B008 - the default is frozen
     ) -> TensorParallelGroup:
-        """Meets the other ranks. Returns when all of them are there.
+        """Meets the other ranks. Returns when all of them have come.
 
         Args:
             store: the rendezvous store. If ranks are threads, each needs its own TCPStore client, because a waiting
@@ -63,8 +64,7 @@ class TensorParallelGroup:
             timeout_s: deadline of the meeting and of each collective: parallel.step_timeout_s.
             generation: prefix of the store's keys, so that a rebuilt group never reads keys of an earlier one.
             spin_us: microseconds that a waiting rank spins before it sleeps. Only shared_memory spins.
-            sizes: upper bounds of a step's collectives, for which symmetric_memory allocates memory. Equal on all
-                ranks.
+            sizes: upper bounds of a step's collectives; symmetric_memory allocates memory for them. Equal on all ranks.
 
         Raises:
             ConfigError: the implementation does not fit this machine, or a CUDA rank's environment allows multicast.
@@ -127,21 +127,19 @@ class TensorParallelGroup:
         return cls(rank=rank, size=size, device=device, collectives=collectives)
 
     def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
-        """The next sum of this shape, if the fastest way is to sum inside the norm kernel that follows. None otherwise.
+        """A pending sum of this shape, which the next norm's kernel finishes. None if another way to sum is faster.
 
-        The producer writes `summand`, then calls `add_norm` before any other call for a sum. All ranks ask with the
-        same shape. Each step (or graph replay) must begin with another collective, or have an even number of these
-        sums: see PeerMemory.
+        The producer writes `summand`, then calls `add_norm` before any other call for a sum. All ranks request the same
+        shape. Each step (or graph replay) must begin with another collective, or have an even number of these sums: see
+        PeerMemory.
 
         Args:
-            of: the dtype of the summands, or the tree of the summed nodes. The bits are those of any other way to sum
-                them.
+            of: the dtype of the summands, or the tree of the summed nodes. A tree's bits are those of `sum_nodes`.
         """
         return None if self._collectives is None else self._collectives.partial_sum(shape, of)
 
     def look_up(self, ids: Tensor, row_of: Tensor, rows: Tensor) -> Tensor | None:
-        """Looks up rows of a matrix with rows divided among the ranks. None if summing each rank's contribution is used
-        instead.
+        """Looks up rows of a matrix with rows divided among the ranks. None if ranks must sum their rows instead.
 
         Args:
             ids: [num_ids] int64.
@@ -170,8 +168,7 @@ class TensorParallelGroup:
         return x.copy_(self._collectives.all_reduce(x.contiguous()))
 
     def node_buffer(self, shape: tuple[int, int, int]) -> Tensor:
-        """Returns fp32 memory of this shape for this rank's nodes of the next `sum_nodes`. Its contents are
-        undefined."""
+        """Returns fp32 memory of this shape for this rank's nodes of the next `sum_nodes`. It is not initialised."""
         if self._collectives is None or shape[0] == 0:
             return torch.empty(shape, device=self.device)
         buffer = self._collectives.node_buffer(shape)
@@ -237,10 +234,10 @@ class _Closed:
         raise EngineError("the tensor-parallel group is closed; please report this bug")
 
     def abort(self, reason: str) -> None:
-        """Nothing is left to end."""
+        """Does nothing, as no collective is left to end."""
 
     def close(self) -> None:
-        """Already left."""
+        """Does nothing, as the group is closed already."""
 
 
 def _check_multicast_is_off() -> None:

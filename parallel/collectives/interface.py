@@ -29,7 +29,7 @@ class Collectives(ABC):
         self._size = size
 
     def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
-        """The next sum of this shape, if it is best done inside the norm kernel that follows. None otherwise.
+        """A pending sum of this shape, which the next norm's kernel finishes. None if another way to sum is better.
 
         Args:
             of: the dtype of the summands, or the tree of the summed nodes.
@@ -48,13 +48,11 @@ class Collectives(ABC):
         return x
 
     def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
-        """fp32 memory from which `sum_nodes` is fastest, valid until the next other call. None if any memory is as
-        fast."""
+        """fp32 memory from which `sum_nodes` is fastest, valid until another call. None if any memory is as fast."""
         return None
 
     def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
-        """Adds the nodes of all ranks by `tree`, and returns its root [num_rows, row_size]. `nodes`: this rank's,
-        contiguous."""
+        """Adds all ranks' nodes by `tree`. Returns the root [num_rows, row_size]. `nodes`: this rank's, contiguous."""
         shape = nodes.shape[1:]
         most = max(tree.counts)
         sent = nodes.new_empty((most, *shape))  # Messages have equal sizes; the unused part is never read.

@@ -19,7 +19,7 @@ from configs.errors import ConfigError, DeadlineError, EngineError
 from parallel.channel.store_relay import STORE_HOST
 from parallel.collectives.interface import Collectives, await_stream, late
 
-_ANY_PORT = 9  # any address works, because nothing is sent
+_ANY_PORT = 9  # any port works, because nothing is sent
 # Interval at which a blocked rank checks for an abort.
 _SLICE_S = 0.02
 
@@ -40,7 +40,7 @@ class LibraryCollectives(Collectives):
         self._timeout_s = timeout_s
         self._abort_reason: str | None = None
         self._pending: Any = None
-        # Synchronous calls run on the current stream, without events between it and a stream of NCCL's.
+        # Synchronous calls run on the current stream, so no events are needed between it and a stream of NCCL's.
         self._reduce_options, self._gather_options = AllreduceOptions(), AllgatherOptions()
         self._reduce_options.asyncOp = self._gather_options.asyncOp = device.type != "cuda"
 
@@ -87,7 +87,7 @@ class LibraryCollectives(Collectives):
             self._await_stream("barrier")
 
     def abort(self, reason: str) -> None:
-        """See Collectives. NCCL's abort returns only when no CUDA graph holds its communicator."""
+        """Implements Collectives. NCCL's abort returns only when no CUDA graph holds its communicator."""
         if self._abort_reason is not None:
             return  # NCCL must be aborted only once
         self._abort_reason = reason
@@ -159,7 +159,7 @@ def _nccl_backend(*, rank: int, size: int, store: Store, device: torch.device, t
         raise ConfigError("parallel.all_reduce=nccl needs a CUDA build of torch; choose gloo or shared_memory")
     from torch.distributed import ProcessGroupNCCL  # absent from CPU builds of torch
 
-    # NCCL's own rendezvous does not know our deadline.
+    # NCCL's own rendezvous does not know our deadline, so the ranks meet here first.
     keys = [f"here/{peer}" for peer in range(size)]
     store.set(keys[rank], "1")
     store.wait(keys, timedelta(seconds=timeout_s))

@@ -91,8 +91,7 @@ class SharedMemoryCollectives(Collectives):
         return x
 
     def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
-        # No rank reads this buffer any more: it belongs to the exchange before the last one, which all ranks have
-        # finished.
+        # No rank reads this buffer any more: it belongs to the exchange before the last one, which all ranks have left.
         if 4 * prod(shape) > self._buffer_bytes:
             return None
         return self._buffers(self._epoch + 1, torch.float32, (shape,) * self._size)[self._rank]
@@ -152,7 +151,7 @@ class SharedMemoryCollectives(Collectives):
             x[part] = sums[rank][part]
 
     def _sum_nodes(self, nodes: Tensor, tree: SumTree, total: Tensor) -> None:
-        """sum_nodes for rows that fit in the buffer. Writes `total`."""
+        """Implements `sum_nodes` for rows that fit in the buffer. Writes `total`."""
         parts = [part for view in self._exchange("sum_nodes", nodes, tree.shapes(total.shape)) for part in view]
         if self._size <= 2 or len(parts) * total.nbytes < _SLICED_BYTES:
             tree.finish(parts, total)
@@ -195,7 +194,7 @@ class SharedMemoryCollectives(Collectives):
                 spin_s=self._spin_s,
             ):
                 error = late(self._rank, f"rank {peer}", name, self._timeout_s)
-                # The other ranks have lost this rank's epoch, so the generation ends for all of them.
+                # An exchange cannot be repeated, so the generation ends for all ranks.
                 self.abort(str(error))
                 raise error
 

@@ -69,7 +69,7 @@ class SymmetricMemoryCollectives(Collectives):
             ) from error
         memory.zero_()
         torch.cuda.synchronize(device)
-        registration.meet("cleared")  # A flag that arrives before this would be lost.
+        registration.meet("cleared")  # A flag that another rank set before the memory was cleared would be lost.
         peers = PeerMemory(memory, mapping.buffer_ptrs, sizes, rank=rank, timeout_s=timeout_s)
         self = cls(size, peers, mapping, registration, device)
         try:
@@ -109,7 +109,7 @@ class SymmetricMemoryCollectives(Collectives):
         self._memory.abort(reason)
 
     def close(self) -> None:
-        """See Collectives. Unmapping waits for the device."""
+        """Implements Collectives. Unmapping waits for the device."""
         if self._registration is not None:
             self._registration.close()
         self._memory.close()
@@ -146,7 +146,7 @@ class _Registration:
         _register_process_group(self.name, self._group)  # type: ignore[arg-type]  # a NewType of str, newer than 2.11
 
     def meet(self, what: str) -> None:
-        """Returns once every rank has called it with the same words. Raises DeadlineError if a rank does not come."""
+        """Returns once every rank has called it with the same `what`. Raises DeadlineError if a rank does not come."""
         keys = [f"{what}/{rank}" for rank in range(self.size)]
         self._keys.set(keys[self._rank], "1")
         try:

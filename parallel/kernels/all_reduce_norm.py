@@ -89,8 +89,7 @@ DONE:
 
 @triton.jit
 def _signalling_thread(given_up, num_ranks: tl.constexpr):
-    """The rank that this thread signals and waits for. None if it is `num_ranks` or more. Triton treats it as a
-    scalar."""
+    """The rank that this thread signals and waits for. None if it is `num_ranks` or more. To Triton it is a scalar."""
     thread = tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
     return tl.where(given_up != 0, num_ranks, thread)
 
@@ -122,8 +121,7 @@ def _wait(num_ranks: tl.constexpr, thread, flag_address, epoch, given_up_ptr, ho
 
 @triton.jit
 def _nodes_of_ranks(bases, offset, node_bytes, columns, inside, NODES: tl.constexpr, DTYPE: tl.constexpr):
-    """Loads fp32 `columns` of node (rank, number), which starts `offset + number * node_bytes` bytes into the rank's
-    memory."""
+    """Loads fp32 `columns` of node (rank, number), at `offset + number * node_bytes` bytes of the rank's memory."""
     values = ()
     for i in tl.static_range(len(NODES)):
         # Rows start at multiples of 16 bytes, which the compiler cannot see from the address arithmetic.
@@ -307,14 +305,14 @@ class Peers:
     """Start of each rank's mapped memory in this rank's address space."""
     rank: int
     state: torch.Tensor
-    """The epochs. See the module's docstring."""
+    """[2 * MAX_PROGRAMS + 1] int32: this rank's epochs, and why a wait gave up (see the module's docstring)."""
     host_words: int
     """Address of two int32 in host memory that the device can access. The host sets the first to end the waits. The
     device sets the second to report that it gave up, and why."""
     timeout_ns: int
-    """How long a program waits for another rank's, in ns."""
+    """Nanoseconds that a program waits for the programs of other ranks before it gives up."""
     num_sms: int
-    """Number of SMs of each rank's device. All programs of a launch run at once: one per SM, or two of at most 8
+    """Number of SMs of each rank's device. All programs of a launch run at once: one per SM, or two of up to 8
     warps."""
 
     def num_programs(self, wanted: int, num_warps: int) -> int:
@@ -409,7 +407,7 @@ def look_up(
     Args:
         row_of: [vocab_size] int32: index in `rows` of each id; len(rows) - 1 if another rank has it.
         rows: [num_held + 1, row_size], contiguous; row_size is a multiple of 16 bytes.
-        area_offset: see `gather`, like half_bytes. Each program must have room for a row.
+        area_offset, half_bytes: as for `gather`. Each program must have room for a row.
 
     Returns:
         [num_ids, row_size].

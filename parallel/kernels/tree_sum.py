@@ -184,7 +184,7 @@ def sum_add_norm(
 
 
 def block_of_row(size: int) -> tuple[int, int]:
-    """Block size and number of warps for a row in kernels with a norm: two 16-byte bf16 loads per thread, 8 warps at
+    """Block size and number of warps for a row in kernels with a norm: two 16-byte bf16 loads a thread, 8 warps at
     4096."""
     block = 1 << (size - 1).bit_length()
     return block, min(max(block // 512, 1), 16)

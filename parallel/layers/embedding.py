@@ -45,8 +45,8 @@ class _PlainRows:
 
 
 class _PackedRows:
-    """Rows packed for products on a CPU, for a tied LM head that reads all of them. A lookup has to gather its row from
-    a tile, which costs a few microseconds per token."""
+    """Rows packed for products on a CPU, since a tied LM head multiplies with all of them. A lookup gathers its row
+    from a tile, which costs a few microseconds per token."""
 
     def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._packed = torch.empty(-(-num_rows // TILE), hidden_size, TILE, dtype=dtype, device=device)
@@ -75,7 +75,7 @@ class VocabParallelEmbedding:
     """Rows `plan.vocab[rank]` of the embedding. For other ranks' ids it contributes -0.0, which changes no bit of a
     sum.
 
-    All ids of other ranks look up one additional row of -0.0. So no NaN or infinity in this rank's rows can reach other
+    All ids of other ranks look up one additional row of -0.0. So no NaN or infinity in this rank's rows reaches other
     tokens.
     """
 
@@ -157,7 +157,7 @@ class ParallelLMHead:
 
     @property
     def num_local_columns(self) -> int:
-        """The vocabulary ids of this rank's columns."""
+        """Number of this rank's columns of logits."""
         return self._plan.vocab[self._group.rank].size
 
     def local_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -32,8 +32,7 @@ def _product(weight: Weight | None, x: torch.Tensor | Fp8Rows, out: torch.Tensor
 
 
 class ColumnParallelLinear:
-    """This rank's rows of one weight, or of several weights with the same input, as one product. There is no
-    all-reduce.
+    """This rank's rows of one weight, or of several weights with the same input, as one product without all-reduce.
 
     y [num_tokens, sum of spans] = x [num_tokens, in_features] @ cat(W_0[span_0], W_1[span_1], ...).T. Outputs are side
     by side in the order of `linears`. Rows that several ranks share, such as those of a KV head, are read by each of
@@ -83,12 +82,12 @@ class RowParallelLinear:
         return _row_groups(self._weight)
 
     def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        """The sum, valid as long as RankSum says."""
+        """[num_tokens, out_features]: the sum over the ranks, with the bias."""
         y = self._sum(len(x), lambda out: self.partial(x, out))
         return y if self._bias is None else y.add_(self._bias)
 
     def for_norm(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | PartialSum:
-        """The input of `RMSNorm.add`. The layer must have no bias, because a bias is added to the finished sum."""
+        """The input of `RMSNorm.add`. With a bias it is the finished sum, to which the bias is added."""
         return self(x) if self._linear.bias else self._sum.for_norm(len(x), lambda out: self.partial(x, out))
 
     def partial(self, x: torch.Tensor | Fp8Rows, out: torch.Tensor | None = None) -> torch.Tensor:

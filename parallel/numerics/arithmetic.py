@@ -1,7 +1,7 @@
-"""The arithmetic of a rank, fast or exact, in one object that layers receive like the group.
+"""The arithmetic of a rank, fast or exact, in one object that every layer receives.
 
 Exact fixes the order of every sum, independent of the number of ranks and of the batch. Fast uses what is fastest.
-Weights and sums over ranks come from this object. Other code with two variants calls `choose`; no code asks which
+Weights and sums over ranks come from this object. Other code with two variants calls `choose`; none asks which
 arithmetic it is.
 """
 
@@ -57,24 +57,24 @@ class Arithmetic(ABC):
         """The different exact sums over ranks, by group, outputs, tree and leaf width."""
 
     def weight(self, weight: Tensor | Fp8Matrix, bias: Tensor | None) -> Weight:
-        """A weight [out_features, in_features] with all of its inputs, and its bias if there is one. The weight's
-        memory belongs to the result."""
+        """A weight [out_features, in_features] with all of its inputs, and its bias if there is one. The result owns
+        the memory of `weight`."""
         if isinstance(weight, Fp8Matrix):
             return Fp8Weight(weight, bias)
         return CudaWeight(weight, bias) if weight.is_cuda else CpuWeight(weight, bias)
 
     @abstractmethod
     def choose(self, *, fast: _T, exact: _T) -> _T:
-        """Returns the argument for this arithmetic."""
+        """Returns `fast` if this arithmetic is fast, else `exact`."""
 
     @abstractmethod
     def part(self, weight: Tensor | Fp8Matrix, cut: Cut, context: LayerContext) -> Weight:
-        """A weight [out_features, this rank's inputs] with this cut. Its products are the partial sums of
-        `rank_sum`."""
+        """A weight [out_features, this rank's inputs]; `cut` says how the inputs are divided. Its products are the
+        partial sums of `rank_sum`."""
 
     @abstractmethod
     def leaves(self, cut: Cut, context: LayerContext) -> Leaves:
-        """The leaves of `part`, for CPU code that multiplies without a Weight."""
+        """The leaves of a weight made by `part`, for CPU code that multiplies without a Weight."""
 
     @abstractmethod
     def rank_sum(
@@ -83,14 +83,14 @@ class Arithmetic(ABC):
         """The sum over the ranks of products whose inputs have this cut.
 
         Args:
-            of_weight: whether `part` makes the products.
+            of_weight: whether the products come from a weight made by `part`.
             beside: cut of a second product that is added to the first one; its nodes follow the first one's. None if
                 there is none.
         """
 
 
 class FastArithmetic(Arithmetic):
-    """Uses what is fastest."""
+    """Adds in the order that is fastest."""
 
     def choose(self, *, fast: _T, exact: _T) -> _T:
         return fast
@@ -193,11 +193,11 @@ class LayerContext:
     def load(self, source: TensorSource, prefix: str, *linears: Linear) -> Weight:
         """Reads this rank's part of one weight, or of several weights with the same input, whose rows are stacked.
 
-        A bias is read only if rows are cut. With cut columns, the code that sums over the ranks adds it.
+        A bias is read only if rows are cut. If columns are cut, the code that sums over the ranks reads and adds it.
 
         Args:
-            prefix: of the checkpoint's names.
-            linears: the rows of all of them are cut, or the columns of the only one.
+            prefix: prefix of the tensors' names in the checkpoint.
+            linears: any number of linears with cut rows, or one with cut columns.
         """
         names = [f"{prefix}{linear.name}.weight" for linear in linears]
         spans = [self.shard.span_of(linear.cut) for linear in linears]
@@ -219,7 +219,7 @@ class LayerContext:
 
     @property
     def keeps_fp8(self) -> bool:
-        """Whether FP8 weights stay FP8. CPUs have no products with them, and read them in the activations' dtype."""
+        """Whether FP8 weights stay FP8. CPUs cannot multiply with them, and read them in the activations' dtype."""
         return self.device.type == "cuda"
 
     @property
@@ -237,7 +237,7 @@ class LayerContext:
     def _read(
         self, source: TensorSource, names: Sequence[str], rows: Sequence[Span], columns: Span | None, in_features: int
     ) -> Tensor | Fp8Matrix:
-        """Reads rows of each of `names`, stacked, or columns of the only one."""
+        """Reads rows of each of `names`, stacked, or columns of the only name."""
         taken, blocks = columns or Span(0, in_features), self.fp8_blocks(source, names)
         if blocks is not None:
             in_fp8 = Fp8Matrix.empty(blocks, rows, taken, self.device)
@@ -250,8 +250,8 @@ class LayerContext:
 
 
 def most_nodes(plan: ShardPlan) -> int:
-    """The largest number of nodes that a rank of `plan` contributes to an exact sum. Sums over columns of one layer may
-    be joined."""
+    """The largest number of nodes that a rank of `plan` contributes to an exact sum. Counts the sums over columns of
+    one layer together, since they may be joined."""
     most = 1
     for layer, shards in zip(plan.model.all_layers, plan.layers, strict=True):
         context = LayerContext(shards, TensorParallelGroup.single(), FAST, torch.float32, torch.device("cpu"))

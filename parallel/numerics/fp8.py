@@ -5,8 +5,9 @@ its value depends only on its row and column in the checkpoint, not on ranks or 
 of a matrix that was dequantised while it was read.
 
 In fast numerics, a row of activations is rounded to FP8 too, in groups of at most 128 columns within one block of the
-weight. The sums over groups are multiplied by the scales of both (see fp8_groups.py). Groups are cut from the rank's
-columns, so answers depend on the number of ranks as bf16 answers do, by less than the rounding.
+weight. The sum over a group is multiplied by the scales of the row's group and of the weight's block (see
+fp8_groups.py). Groups are cut from the rank's columns. So answers depend on the number of ranks, as with bf16 weights,
+but less than on the rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Fp8Matrix:
     of matrices."""
 
     values: Tensor
-    """[..., num_rows, num_columns] e4m3."""
+    """[..., num_rows, num_columns] e4m3: the elements, not multiplied by their scales."""
     scales: Tensor
     """[..., num_blocks, blocks of columns] fp32: scales of the blocks that the rows and columns touch, matrix after
     matrix."""
@@ -59,7 +60,7 @@ class Fp8Matrix:
 
         Args:
             sizes: rows and columns per block of each matrix. All matrices have the same columns.
-            groups: number of such groups of matrices. If None, there is one, without a leading dimension.
+            groups: number of groups of stacked matrices. If it is left out, there is one, without a leading dimension.
         """
         blocks, above, width = [torch.empty(0, dtype=torch.int64)], 0, sizes[0][1]
         for (height, _), span in zip(sizes, rows, strict=True):
@@ -80,7 +81,7 @@ class Fp8Matrix:
     def read(
         self, source: TensorSource, names: Sequence[str], rows: Sequence[Span], columns: Span, *group: int
     ) -> None:
-        """Reads the rows and columns for which it was created, for the only group or for group `group`."""
+        """Reads the rows and columns for which `empty` made it, for the only group or for group `group`."""
         values, scales = self.values[group], self.scales[group]
         end = 0
         for name, span in zip(names, rows, strict=True):
@@ -93,7 +94,7 @@ class Fp8Matrix:
         return len(self.values)
 
     def __getitem__(self, rows: slice) -> Fp8Matrix:
-        """Some rows of the only group."""
+        """Some rows of a matrix that has no leading dimension."""
         even_rows = math.gcd(self.even_rows, rows.start or 0)
         return Fp8Matrix(self.values[rows], self.scales, self.blocks[rows], self.first, self.width, even_rows)
 
@@ -110,14 +111,14 @@ class Fp8Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
-    """Rows of activations in FP8, as products in fast numerics take them."""
+    """Rows of activations in FP8, the input of products in fast numerics."""
 
     values: Tensor
-    """[room, num_columns] e4m3. `room` is a multiple of 4; rows after the last one are undefined."""
+    """[room, num_columns] e4m3. `room` is a multiple of 4. Rows from `num_rows` on are undefined."""
     scales: Tensor
     """[num_groups, room] fp32: a scale for each group of columns of each row."""
     finished: Tensor
-    """[MOST_TILES] int32 zeros, for the one product that uses these rows."""
+    """[MOST_TILES] int32 zeros, in which the one product that uses these rows counts programs that finished a tile."""
     num_rows: int
     dtype: torch.dtype
     """The dtype from which the rows were rounded, which is also the dtype of the products."""
@@ -127,8 +128,8 @@ class Fp8Rows:
 
 
 def multiply(out: Tensor, scales: Tensor, block: tuple[int, int], rows: Span, columns: Span) -> None:
-    """Multiplies every value of `out`, which holds these rows and columns of a matrix, by the scale of its block, in
-    fp32, and rounds once."""
+    """Multiplies every value of `out`, which holds these rows and columns of a matrix, by its block's scale, in fp32,
+    and rounds once."""
     height, width = block
     scales = scales.to(out.device)
     block_of = torch.arange(columns.start, columns.stop, device=out.device) // width - columns.start // width

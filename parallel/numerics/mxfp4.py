@@ -1,8 +1,8 @@
 """Matrices that stay in MXFP4 in memory: four-bit codes of -6 to 6, and a power of two per block of 32 inputs.
 
-An element stands for the bf16 number that reading the checkpoint gives. Four neighbouring blocks form a group. A 16-bit
-word has one code of each of the four blocks, so that few word operations make bf16 numbers, and the inputs of a block
-are side by side.
+An element stands for the bf16 number that dequantising the checkpoint gives. Four neighbouring blocks form a group. A
+16-bit word has one code of each of the four blocks, so that few word operations make bf16 numbers, and the inputs of a
+block are side by side.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 BLOCK = 32
 GROUP = 4 * BLOCK
 _BIAS = 126
-"""A code's bits, in the bf16 positions, stand for the code divided by this power of two. The checkpoint's exponents
+"""At bf16's bit positions, a code's bits stand for the code divided by two to this power. The checkpoint's exponents
 have a bias of 127, as bf16's have, and the smallest code is one half."""
 _LARGEST_EXPONENT = 254 - _BIAS
 _CODES = torch.arange(16, dtype=torch.int32)
 _HIGH = (_CODES & 8) << 12 | (_CODES & 7) << 6
 _WORDS = _HIGH, _HIGH >> 3, _HIGH >> 6, (_CODES & 8) << 11 | (_CODES & 6) << 9 | (_CODES & 1) << 13
-"""Bits of each block's code in a word. The first block's bits are where bf16 has its sign, the exponent's last bits and
-the mantissa's first. Those of the next two blocks are 3 and 6 lower, and those of the last fill the rest."""
+"""For each of a group's four blocks, the bits that each code sets in a word. The first block's bits are where bf16 has
+its sign, the exponent's last bits and the mantissa's first. The next two blocks' bits are 3 and 6 lower, and the last
+block's fill the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Mxfp4Matrix:
 
     @classmethod
     def empty(cls, num_matrices: int, num_rows: int, num_columns: int, device: torch.device) -> Mxfp4Matrix:
-        """An empty one that is not read yet. The number of columns is a multiple of BLOCK."""
+        """A matrix that is not read yet. `num_columns` is a multiple of BLOCK."""
         assert num_columns % BLOCK == 0, f"{num_columns} columns are not blocks of {BLOCK}"
         groups = -(-num_columns // GROUP)
         return cls(
@@ -56,7 +57,7 @@ class Mxfp4Matrix:
         )
 
     def read(self, source: TensorSource, name: str, i: int, rows: Span, columns: Span) -> None:
-        """Fills matrix `i` with rows and columns of a tensor with inputs as its first dimension (the columns here).
+        """Fills matrix `i` with rows and columns of a tensor that has the inputs, the columns here, as first dimension.
 
         Raises:
             CheckpointError: the weights are far too large to be real.

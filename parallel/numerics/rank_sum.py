@@ -1,7 +1,7 @@
 """Sums the ranks' partial sums of an output [num_tokens, out_features].
 
-A function makes the partial sum. It receives the tensor to fill, or None if it should allocate one, and returns the
-tensor.
+The caller passes `part`, a function that makes this rank's partial sum. It receives the tensor to fill, or None if it
+should allocate one, and returns the tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RankSum(Protocol):
     """A sum over the ranks, fast or exact."""
 
     def __call__(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor:
-        """Returns the sum."""
+        """Returns the sum [num_tokens, out_features]."""
 
     def for_norm(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor | PartialSum:
         """Returns the input of `RMSNorm.add`: the sum, or a pending sum that the norm's kernel finishes."""
@@ -50,8 +50,7 @@ class FastSum:
 
 
 class ExactSum:
-    """Adds this rank's nodes [num_nodes, num_tokens, out_features] fp32 of `tree` to the others'. The sum is fp32 too,
-    not rounded.
+    """Adds all ranks' nodes of `tree`. Each node is [num_tokens, out_features] fp32. The sum is fp32 too, not rounded.
 
     Args:
         leaf: inputs per leaf, if a NodeWeight makes the nodes: then `for_norm` may use the smaller parts of
@@ -66,7 +65,7 @@ class ExactSum:
         self._num_nodes = tree.counts[group.rank]
 
     def tree_for(self, num_tokens: int) -> SumTree:
-        """The tree of the nodes that `for_norm` adds for this number of tokens. Its root has the same bits."""
+        """Tree of the nodes that `for_norm` adds for this number of tokens. Its root has the same bits as `tree`'s."""
         return self.tree
 
     def __call__(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor:
@@ -106,7 +105,7 @@ class CudaExactSum(ExactSum):
 
 
 class NodeSum(PartialSum):
-    """A pending sum of a tree. Its nodes are at `places` of `nodes` [num_places, num_rows, size] fp32."""
+    """A pending sum of a tree. Node i is `nodes[places[i]]`; `nodes` is [num_places, num_rows, size] fp32."""
 
     __slots__ = ("_nodes", "_places", "_tree", "num_rows")
 

@@ -25,7 +25,7 @@ class TensorSource(Protocol):
 
     def read_fp8(self, name: str, out: torch.Tensor, scales: torch.Tensor, *, rows: Span, columns: Span) -> None:
         """Fills `out` with rows and columns of a matrix in e4m3, and `scales` with the fp32 scales of all blocks that
-        they touch."""
+        these rows and columns touch."""
         raise AssertionError(f"{name} cannot be read in FP8; please report this bug")
 
     def is_mxfp4(self, name: str) -> bool:

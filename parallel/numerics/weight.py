@@ -53,7 +53,7 @@ class CudaWeight:
         return torch.addmm(self._bias, x, self._transposed, out=out)
 
     def in_fp32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See Weight. The bias must be in the weight's dtype."""
+        """Implements Weight. The bias must be in the weight's dtype."""
         if self._few_rows and _is_skinny(x, self._weight):
             return _skinny(x, self._weight, self._bias, torch.float32, out)
         if self._bias is None and x.dtype is not torch.float32:
@@ -92,7 +92,8 @@ class Fp8Weight:
         return self._product(x, torch.float32, out)
 
     def row_groups(self) -> Groups | None:
-        """The groups in which the producer of the input may quantise its rows. None if only the product can."""
+        """The groups of columns in which the code that makes the input may quantise its rows. None if only the product
+        may."""
         from parallel.numerics.kernels.fp8_gemm import row_groups
 
         return row_groups(self._weight)
@@ -109,8 +110,7 @@ class Fp8Weight:
 
 
 class ChainWeight:
-    """A weight for exact numerics on a GPU. `use_chain_cublas` must have been called. Each output is one ascending
-    chain.
+    """A weight for exact numerics on a GPU. `use_chain_cublas` must have been called. Outputs are ascending chains.
 
     Args:
         weight: [out_features, in_features] on a GPU. Shared, not copied.
@@ -149,7 +149,7 @@ class ChainWeight:
 class NodeWeight:
     """Computes a rank's nodes of an exact sum [num_nodes, num_tokens, out_features] fp32 on a GPU, like CpuLeaves.
 
-    If `out` has more parts, they are those of `node_gemm.subtrees`, which saves a kernel.
+    If `out` has more parts than nodes, those of `node_gemm.subtrees` are computed, which saves a kernel that adds them.
     """
 
     __slots__ = ("_nodes", "_weight", "_width")
@@ -206,7 +206,7 @@ class CpuLeaves:
     """Computes a rank's nodes of an exact sum [num_nodes, num_tokens, out_features]; a leaf has `width` inputs.
 
     Args:
-        weight: [out_features, in_features of this rank], as CpuWeight takes it.
+        weight: [out_features, in_features of this rank]. It may be packed in place: do not use it any more.
         nodes: ranges of this rank's leaves.
     """
 

@@ -20,15 +20,16 @@ def available_bytes(root: Path = _ROOT) -> int | None:
 
 
 def available_cores(root: Path = _ROOT) -> float | None:
-    """CPU time that the same groups allow this process, in cores. None if unlimited. `root`: see `available_bytes`."""
+    """CPU cores that this process's control groups allow. None if unlimited. `root` is as for `available_bytes`."""
     quotas = [_cores(folder, is_v2=is_v2) for is_v2, folder in _folders(root, "cpu")]
     return min((it for it in quotas if it is not None), default=None)
 
 
 def _folders(root: Path, controller: str) -> Iterator[tuple[bool, Path]]:
-    """Whether the group is of version 2, and its folder, for this process's groups and all groups above them.
+    """Yields, for this process's control groups and all above them, whether a group is of version 2, and its folder.
 
-    A container may see its own group at the mount, but its name as on the host. Then only a folder above it exists.
+    In a container, the mount may begin at the container's own group, while /proc names the group as the host does. Then
+    only some folders above that name exist.
     """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 _GIB = 1 << 30
 _IDLE_TIMEOUT_S = 3.0  # two of the largest steps may be queued
 _ROOM_TIMEOUT_S = 5.0
-_ROOM_SLACK_BYTES = 2 << 30  # two starts on a device differ by little, and spares may have a context there
+_ROOM_SLACK_BYTES = 2 << 30  # tolerated shortage: starts differ by little, and spares may have a context on the device
 # Graphs of smaller shapes use the memory of the largest, except for their nodes, a few MiB each.
 _GRAPH_RESERVE = 1.5
 _GRAPH_FLOOR_BYTES = 256 << 20
@@ -39,7 +39,7 @@ class DeviceMemory:
 
     free_bytes: int
     activation_bytes: int = 0
-    """Peak of the largest eager step."""
+    """Peak bytes that the largest eager step allocates."""
     graph_bytes: int = 0
     """Bytes for all CUDA graphs."""
     table_bytes: int = 0
@@ -64,8 +64,7 @@ class DeviceMemory:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on `device`. On CPU, those left on the node or in the container for all
-    ranks."""
+    """Bytes that can still be allocated on `device`. On CPU, all ranks share what the node or container has left."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     node, container = int(psutil.virtual_memory().available), available_bytes()
@@ -115,7 +114,7 @@ def profile_cuda(
     page_size: int,
     speculation: SpeculationConfig,
 ) -> DeviceMemory:
-    """Runs the largest steps and the largest graphs on a runner with a small pool, and drops it.
+    """Runs the largest steps and captures the largest graphs on a runner with a small pool, to measure their memory.
 
     This also compiles the kernels and makes the libraries' workspaces, so memory that is free afterwards stays free.
     Every rank of the group must call it with the same sizes.

@@ -1,6 +1,6 @@
 """Peak rates of a rank's device, measured on it. They are the denominators of MFU and MBU.
 
-A data sheet's figures assume another clock and cooling, and a CPU has none.
+A data sheet's figures assume another clock and cooling, and CPUs have no such figures.
 """
 
 from __future__ import annotations

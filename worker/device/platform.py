@@ -1,4 +1,4 @@
-"""The platform: a rank's exact bits depend on its device and its kernels' versions, besides this code and the model."""
+"""Names a rank's platform: with exact numerics, bits depend only on it, on this code and on the model."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def _act_and_mul_kernel(
     out_ptr, scales_ptr, finished_ptr, x_ptr, size, x_stride, scale_stride, ACTIVATION: tl.constexpr,
     WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """If WIDTH > 0, the rounded answer is then quantised to FP8 in groups of WIDTH columns."""
+    """If WIDTH > 0, the rounded output is then quantised to FP8 in groups of WIDTH columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -66,7 +66,7 @@ def act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def act_and_mul_in_fp8(x: torch.Tensor, activation: str, groups: Groups) -> Fp8Rows:
-    """Like `act_and_mul`, with the answer quantised to FP8 in whole `groups`."""
+    """Like `act_and_mul`, with the output quantised to FP8 in whole `groups`."""
     q = empty_rows(len(x), x.shape[1] // 2, groups, x)
     _act_and_mul(q.values, q, x, activation, groups.width)
     return q

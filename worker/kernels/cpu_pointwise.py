@@ -66,8 +66,7 @@ def act_and_mul(x: torch.Tensor, activation: str, out: torch.Tensor | None = Non
 
 
 def clamped_act_and_mul(x: torch.Tensor, limit: float, alpha: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate), up clamped to +-limit, gate to at most limit. Else like
-    `act_and_mul`."""
+    """Like `act_and_mul`, for (up + 1) * gate * sigmoid(alpha * gate), up clamped to +-limit, gate to at most limit."""
     return _act_and_mul(x, _CLAMPED, limit, alpha, out)
 
 
@@ -76,7 +75,7 @@ def softmax(x: torch.Tensor, over: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: [num_rows, size] fp32, contiguous within a row, with any row stride.
-        over: [num_rows, any size from 1] fp32, strided likewise.
+        over: [num_rows, any size from 1] fp32, contiguous within a row, with any row stride.
 
     Returns:
         [num_rows, size], contiguous, fp32.

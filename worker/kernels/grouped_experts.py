@@ -325,7 +325,7 @@ def pieces_for(weight: ExpertWeight, tile: Tile, block_k: int, leaf: int | None)
 def grouped_gate_up(
     tokens: Tokens, counts: torch.Tensor, w13: ExpertWeight, tiles: Tiles, *, exact: bool
 ) -> tuple[Routes, torch.Tensor]:
-    """The routes, and every pair's input of the down product [num_pairs, width]; undefined for padding. `counts`: see
+    """The routes, and every pair's input of the down product [num_pairs, width]; undefined for padding. `counts`: as in
     `route`."""
     routes = route(
         tokens.logits,

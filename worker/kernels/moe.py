@@ -57,9 +57,11 @@ def _combine_kernel(
     num_tokens, low, high, size, first_column, num_columns, PARTS: tl.constexpr, GATED: tl.constexpr,
     DEPTH: tl.constexpr, NUM_SUMMANDS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = its pairs' y, the likeliest expert's first, plus the shared expert, perhaps gated; 0 for padding.
+    """out[token] = the sum of its pairs' y, the likeliest expert's first, plus the shared expert, perhaps gated; 0 for
+    padding.
 
-    With a DEPTH, out[node, token] = the node over y [num_leaves, num_pairs, num_columns] with the pairs' weights.
+    With a DEPTH, out[node, token] = the node's sum over y [num_leaves, num_pairs, num_columns], with the pairs'
+    weights.
     """
     token, node = tl.program_id(0).to(tl.int64), tl.program_id(2)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -114,7 +116,7 @@ def _gated_silu_and_mul_kernel(
 _PAIR_TOKENS = 8
 """Up to this number of tokens, every pair reads its expert separately, since few experts are then chosen twice."""
 _PAIR_EXPERTS = 128
-"""Maximum number of experts for that, because every program then compares all experts with each other."""
+"""Maximum number of experts for pairs that read separately, because each program then compares all experts."""
 
 # Measured on an H200 for Qwen3-30B-A3B, whole and halved.
 _PAIR = Tiles(1, gate_up=Tile(8, 256, 4, 4), down=Tile(4, 128, 1, 8))

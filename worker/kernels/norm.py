@@ -2,8 +2,7 @@
 
 One program computes each row. Block size and warps depend only on the row length, and the compiler's layout only on
 these, so a row's bits do not depend on the other rows. (Triton also compiles separately for pointers or row strides
-that are not multiples of 16. Whole tensors and slices at such multiples, which are all that this engine makes, share
-one.)
+that are not multiples of 16. Whole tensors and slices at such multiples, the only ones in this engine, share one.)
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 def add_rms_norm_in_fp8(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, groups: Groups
 ) -> Fp8Rows:
-    """Like `add_rms_norm`, with the answer quantised to FP8 in whole `groups`."""
+    """Like `add_rms_norm`, with the norm quantised to FP8 in whole `groups`."""
     num_rows, size = residual.shape
     q = empty_rows(num_rows, size, groups, residual)
     _add_rms_norm(q.values, q, x, residual, weight, eps, groups.width)

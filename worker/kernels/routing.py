@@ -170,8 +170,7 @@ def weight_of(
 
 @triton.jit
 def find_block(counts_ptr, block, num_experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """A block's expert, the index of its first pair in that expert, and the expert's number of pairs. All 0 after the
-    last.
+    """A block's expert, the index of its first pair in that expert, and the expert's number of pairs. 0 after the last.
 
     Every expert's pairs fill separate blocks, the last one perhaps partly.
     """
@@ -306,9 +305,9 @@ class Routes:
     weights: torch.Tensor
     """[num_tokens, top_k] fp32, the likeliest expert's first; undefined for padding tokens."""
     pairs: torch.Tensor
-    """[num_experts, num_tokens] int32, in any order; undefined past an expert's count."""
+    """[num_experts, num_tokens] int32: each expert's pairs, in any order; undefined past the expert's count."""
     counts: torch.Tensor
-    """[num_experts] int32."""
+    """[num_experts] int32: number of each expert's pairs."""
 
 
 def router_logits(

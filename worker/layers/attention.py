@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Attention:
     """Self-attention over this rank's query heads: qkv -> norm -> rotary -> attention -> o -> all-reduce.
 
-    The all-reduce may be left to the norm that takes the output.
+    The all-reduce may be left to the norm that reads the output.
     """
 
     def __init__(self, spec: GroupedQueryAttention, context: LayerContext, layer_id: int, eps: float) -> None:
@@ -69,7 +69,7 @@ class Attention:
             source.read(prefix + self._spec.sinks.name, self.layer.sinks, rows=self._shard[Axis.QUERY_HEADS])
 
     def row_groups(self) -> Groups | None:
-        """The groups in which rows of its input may be in FP8. None if they may not."""
+        """The groups of elements that share a scale if `attend`'s input is in FP8. None if it must not be in FP8."""
         return self._qkv.row_groups()
 
     def attend(self, x: torch.Tensor | Fp8Rows, step: Step) -> torch.Tensor:
@@ -77,5 +77,5 @@ class Attention:
         return step.backend.forward(self._qkv(x), self.layer, step.rotations[self.layer.layer_id], self._norms)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size], from the output of `attend`."""
+        """Computes the layer's output [num_tokens, hidden_size] from the output of `attend`."""
         return self._o.for_norm(attended)

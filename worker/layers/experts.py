@@ -1,6 +1,7 @@
 """A mixture of experts on one rank: some columns of every expert, and the whole router.
 
-Every rank routes separately, from equal bits to equal choices, and sums its experts' columns. The caller decides which.
+Every rank routes for itself: all have equal bits, so they make equal choices. Then it sums its columns of the experts.
+The shard plan says which columns these are.
 """
 
 from __future__ import annotations
@@ -62,12 +63,13 @@ class Experts(ABC):
         """Reads the router and this rank's part of every expert. Names begin with `prefix`."""
 
     def row_groups(self) -> None:
-        """Implements FeedForwardModule. None, because routers take unquantised rows."""
+        """Implements FeedForwardModule. None, because routers read unquantised rows."""
         return None
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] -> the same shape, 0 for padding, or a PartialSum for the next norm."""
+        """[num_tokens, hidden_size] -> the same shape, zeros for padding; or a PartialSum that the next norm
+        finishes."""
 
     def _empty_router(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """[num_experts, hidden_size], with one more row for the shared expert's gate, if it has one."""
@@ -121,7 +123,7 @@ class CudaExperts(Experts):
         leaves = context.arithmetic.leaves(_CUT, context)
         self._leaf, self._nodes = context.arithmetic.choose(fast=(None, ()), exact=(leaves.width, leaves.nodes))
         self.rank_sum = context.arithmetic.rank_sum(spec.hidden_size, _CUT, context, of_weight=False, beside=beside)
-        # The logits are fp32, since bf16 logits often tie, which would choose other experts.
+        # The logits are fp32, since bf16 logits often tie, and a tie may choose other experts.
         self._router = self._empty_router(context.dtype, context.device)
         self._context = context
         self._w13: torch.Tensor | Fp8Matrix | Mxfp4Matrix | None = None
@@ -270,12 +272,12 @@ class CpuExperts(Experts):
         self._router = CpuWeight(router, bias)
 
     def _keep(self, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None) -> None:
-        """Packs a copy of the next expert: [2 * columns, hidden_size], [hidden_size, columns], [2 * columns]."""
+        """Packs an expert's gate_up [2 * columns, hidden_size], down [hidden_size, columns], bias [2 * columns]."""
         pack(down, self._down[len(self._gate_up)])
         self._gate_up.append(CpuWeight.of_packed(pack(gate_up), len(gate_up), gate_up_bias))
 
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor:
-        """[num_tokens, hidden_size], in fp32 if the sum is exact or something is added to it."""
+        """[num_tokens, hidden_size], in fp32 if the sum is exact, or if a bias or a shared expert is added to it."""
         assert self._router is not None, "forward before load"
         spec = self._spec
         logits = self._router(x.float())
@@ -334,7 +336,7 @@ class CpuExperts(Experts):
             if begin < end:
                 gate_up = self._gate_up[expert](x.index_select(0, mixture.rows[begin:end]))
                 if self._spec.scales_input:
-                    # For w times the input, the activation is silu(w * gate) * w * up, and the sum applies the last w.
+                    # For w times the input, the activation is silu(w * gate) * w * up. The sum applies the other w.
                     gate_up[:, :columns] *= mixture.factors[begin:end, None]
                 self._act(gate_up, hidden[begin:end])
                 begin = end

@@ -25,7 +25,7 @@ class MLA:
     """Self-attention over this rank's query heads: latents -> norms -> rotary -> attention -> o -> all-reduce.
 
     Every rank computes the whole latents, with equal bits, and stores them in its own pool. The all-reduce may be left
-    to the norm that takes the output of `project`.
+    to the norm that reads the output of `project`.
     """
 
     def __init__(self, spec: LatentAttention, context: LayerContext, layer_id: int, _eps: float) -> None:
@@ -69,10 +69,10 @@ class MLA:
         self._o.load(source, prefix)
 
     def row_groups(self) -> None:
-        """Implements MixerModule."""
+        """Implements MixerModule. Returns None: the input must not be in FP8."""
 
     def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, tp_q_head_num * v_head_dim]. Stores its state in the pool."""
+        """[num_tokens, hidden_size] -> [num_tokens, tp_q_head_num * v_head_dim]. Stores latents in the pool."""
         layer, spec = self.layer, self._spec
         into = self._into(x)
         q, latents = torch.split(into, [into.shape[1] - layer.head_dim, layer.head_dim], dim=1)
@@ -83,7 +83,7 @@ class MLA:
         return step.backend.forward_latent(q, latents, layer, self._heads, step.rotations[layer.layer_id], norm)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size], from the output of `attend`."""
+        """Computes the layer's output [num_tokens, hidden_size] from the output of `attend`."""
         return self._o.for_norm(attended)
 
     def _norm(self, weight: TensorSpec) -> RMSNorm:

@@ -33,7 +33,7 @@ class MLP:
         self._down.load(source, prefix)
 
     def row_groups(self) -> Groups | None:
-        """The groups in which rows of its input may be in FP8. None if they may not."""
+        """The groups of elements that share a scale if the input is in FP8. None if the input must not be in FP8."""
         return self._gate_up.row_groups()
 
     def partial(

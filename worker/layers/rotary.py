@@ -25,8 +25,8 @@ _HALF_PI = (1.5707963267341256, 6.077100506506192e-11)
 class RotaryEmbedding:
     """Cosines and sines of every position below `max_positions`, for the kernel on CUDA and for torch elsewhere.
 
-    Uses the halves convention: element i of a head is paired with element i + rotary_dim / 2. Further ones are not
-    rotated.
+    Uses the halves convention: element i of a head is paired with element i + rotary_dim / 2. Elements from rotary_dim
+    on are not rotated.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ def _query_factors(scale: float, floor: int, positions: torch.Tensor) -> torch.T
 def _cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines in fp64 of angles from 0 to below 2**20, correct to about 1e-16 and equal on all machines.
 
-    Uses only additions and multiplications, which IEEE 754 fixes. torch's own cosines depend on the machine, and there
-    on the numbers of threads and elements: logits of two runs differed from position 32 on, where a second thread's
-    part of the table began on a host of 16 cores.
+    Uses only additions and multiplications, which IEEE 754 fixes. torch's own cosines depend on the machine, and on one
+    machine on the numbers of threads and elements: logits of two runs differed from position 32 on, where a second
+    thread's part of the table began on a host of 16 cores.
     """
     angles = angles.double()
     turns = torch.round(angles * (2 / math.pi))
@@ -94,7 +94,7 @@ class KernelRotation:
     Args:
         cos_sin: [max_positions, rotary_dim] fp32, contiguous.
         positions: [num_tokens] int64.
-        query_factors: [num_tokens, 1] fp32, or None.
+        query_factors: [num_tokens, 1] fp32: factors of the tokens' queries. If None, queries are not scaled.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class TorchRotation:
 
     Args:
         cos: [num_tokens, 1, rotary_dim] of the activations' dtype.
-        sin: the same for sines, with a negative first half.
-        query_factors: [num_tokens, 1] fp32, or None.
+        sin: [num_tokens, 1, rotary_dim] of the activations' dtype, with a negative first half.
+        query_factors: [num_tokens, 1] fp32: factors of the tokens' queries. If None, queries are not scaled.
     """
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor, query_factors: torch.Tensor | None = None) -> None:

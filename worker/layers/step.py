@@ -22,11 +22,11 @@ class Padding:
     """[num_tokens] int64 or int32: indices of the step's tokens that this object covers. If None, all."""
 
     def of(self, tokens: torch.Tensor) -> Padding:
-        """The padding among only these of the step's tokens. Launches nothing, because most layers never read it."""
+        """The padding among only `tokens` of the step. Launches no kernel, as most layers never read padding."""
         return replace(self, tokens=tokens)
 
     def token_slots(self) -> torch.Tensor:
-        """[num_tokens] int64, or [num_kept]: slots of the tokens in question."""
+        """[num_tokens] int64: slot of each token that this object covers."""
         return self.slots if self.tokens is None else self.slots.index_select(0, self.tokens)
 
 

@@ -65,7 +65,7 @@ class Decoder:
             DecoderLayer(layer, LayerContext(plan.layers[i], group, arithmetic, dtype, device), i, model.rms_norm_eps)
             for i, layer in enumerate(model.layers)
         ]
-        """One layer for each of the model's, in order."""
+        """The model's layers in order, without the draft head's."""
         self.draft_model: DraftModel | None = None
         """The draft head, if there is one. It is not part of `layers`."""
         if (head := model.draft_head) is not None:
@@ -105,8 +105,8 @@ class Decoder:
             on_progress(1.0)
 
     def set_kv_scales(self, scales: Sequence[tuple[float, ...]]) -> None:
-        """Sets the divisors of each layer's keys and values, or of both as one, for a pool in FP8. Call before
-        `attention_layers` is read to make one."""
+        """Sets the factors by which each layer's keys and values are divided in an FP8 pool: one for each, or one for
+        both. Call before a pool is made from `attention_layers`."""
         for layer, of_layer in zip(self._all_layers, scales, strict=True):
             attention: Any = layer.attention  # each kind of attention has its own kind of layer
             attention.layer = replace(attention.layer, k_scale=of_layer[0], v_scale=of_layer[-1])
@@ -135,8 +135,9 @@ class Decoder:
     ) -> torch.Tensor:
         """Hidden states [num_sampled, hidden_size] of `batch.sample_indices` after the last norm.
 
-        The last layer's products run only for these tokens, unless the draft head needs all tokens after it. `backend`
-        must be ready for `batch`. `states`, made by `DraftModel.empty_states`, get the draft head's input.
+        The last layer's products run only for these tokens, unless the draft head reads that layer's output for all
+        tokens. `backend` must be ready for `batch`. `states`, from `DraftModel.empty_states`, get the draft head's
+        input.
         """
         step = self.step_of(batch, backend)
         residual = self._embedding(batch.input_ids)
@@ -165,7 +166,7 @@ class Decoder:
 
     @property
     def num_local_logits(self) -> int:
-        """Columns of `local_logits`: this rank's vocabulary span."""
+        """Number of columns of `local_logits`: the size of this rank's vocabulary span."""
         return self._lm_head.num_local_columns
 
     def local_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -40,14 +40,14 @@ class MixerModule(Protocol):
         """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
 
     def row_groups(self) -> Groups | None:
-        """The groups in which rows of `attend`'s input may be in FP8. None if they may not."""
+        """The groups of elements that share a scale if `attend`'s input is in FP8. None if it must not be in FP8."""
 
     def attend(self, x: Any, step: Step) -> torch.Tensor:
         """Turns `x` [num_tokens, hidden_size] into the input of `project`, and stores the tokens' state in the pool.
         `x` may be in FP8 only in the groups of `row_groups`."""
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size], from the output of `attend`. The sum over the ranks may be left to the norm."""
+        """Computes [num_tokens, hidden_size] from `attend`'s output. The sum over the ranks may be left to the norm."""
 
 
 class FeedForwardModule(Protocol):
@@ -57,13 +57,13 @@ class FeedForwardModule(Protocol):
         """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
 
     def row_groups(self) -> Groups | None:
-        """The groups in which rows of its input may be in FP8. None if they may not."""
+        """The groups of elements that share a scale if the input is in FP8. None if the input must not be in FP8."""
 
     def __call__(self, x: Any, padding: Padding) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] -> the same shape. The sum over the ranks may be left to the norm after it.
 
         Args:
-            padding: identifies the tokens that nothing reads.
+            padding: identifies padding tokens, which nothing reads.
         """
 
 
@@ -92,7 +92,7 @@ class NormPair:
         self._after = after[0] if after else None
 
     def load(self, source: TensorSource, prefix: str) -> None:
-        """Reads their weights. The names begin with `prefix`."""
+        """Reads the norms' weights. The tensors' names begin with `prefix`."""
         for norm, tensor in zip(self._norms, self._tensors, strict=True):
             norm.load(source, prefix + tensor.name)
 
@@ -132,7 +132,8 @@ class DecoderLayer:
         Args:
             x: the previous layer's output, to add to `residual`. None for the first layer.
             residual: [num_tokens, hidden_size], changed in place.
-            keep: indices of the tokens to compute once K and V are stored. If None, all. If empty, no output is valid.
+            keep: indices of the tokens to compute once K and V of all are stored. If None, all. If empty, nothing more
+                is computed, and the output is empty.
             state: [num_tokens, hidden_size]: gets the residual at the layer's input, after adding x.
         """
         normed = self.norm(residual) if x is None else self.norm.add_for(x, residual, self.attention.row_groups())

@@ -1,6 +1,6 @@
 """The draft head on one rank. configs/draft_head.py describes what it computes.
 
-Its layer is divided among the ranks like any layer. Its norms, its projection and EAGLE-3's LM head are whole on each.
+The head's layer is divided among the ranks. Each rank has all of its norms, its projection and EAGLE-3's LM head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DraftModel:
         self._context = context
         self.layer = DecoderLayer(head.layer, context, layer_id, head.rms_norm_eps)
         self.state_layers = head.state_layers
-        """Indices of the layers with states that the head reads, as in DraftHead."""
+        """Indices of the layers from which the head reads states, as in DraftHead."""
         kind = (head.layer.hidden_size, head.rms_norm_eps)
         self._norms = [RMSNorm(*kind, dtype=context.dtype, device=context.device) for _ in head.norms]
         self._projection: Weight | None = None
@@ -57,17 +57,18 @@ class DraftModel:
 
         Args:
             embedded: [num_tokens, hidden_size]: the embedding of the token that follows each token.
-            hidden: [num_tokens, hidden_size]: the output of `reduced`, or `forward`'s one token before. May be changed.
-            keep: as in DecoderLayer.
+            hidden: [num_tokens, hidden_size]: the output of `reduced`, or `forward`'s second result for the token
+                before. May be changed.
+            keep: indices of the tokens for which output is returned. If None, all. If empty, only K and V are stored.
 
-        Returns the LM head's input for the token after that, and `hidden` for the next pass, [num_kept, hidden_size]
-        each.
+        Returns [num_kept, hidden_size] each: the LM head's input, which predicts the token after the embedded one, and
+        `hidden` for the next pass.
         """
         raise NotImplementedError
 
     def predicted(self, output: torch.Tensor) -> torch.Tensor | None:
-        """[num_rows] int64: the likeliest token of the model, from `forward`'s first output. None if the model's LM
-        head must be used instead."""
+        """[num_rows] int64: the likeliest token in the model's vocabulary, from `forward`'s first output. None if the
+        model's LM head must be used instead."""
         return None
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Adjustments of rows' logits before a token is sampled: penalties, biases and masks, stored on the logits' device.
 
     1. repetition penalty: positive logits of tokens in the prompt or answer are divided by it, negative ones multiplied
-    2. frequency and presence penalty: subtracted for each time, and once, that the answer has a token
-    3. biases: added while the position of the token to be sampled is below their end
+    2. frequency penalty: subtracted for each time that the answer contains the token; presence penalty: subtracted once
+    3. biases: added while the position of the token to be sampled is below the end of the bias
     4. the mask: tokens that it excludes get -inf
 
 Penalties are computed in fp64 and rounded once to fp32, so CPU and GPU agree in every bit. Temperature and filters are
@@ -36,29 +36,29 @@ class RowAdjustments:
         self._device = device
         self._flags = np.zeros(num_rows, np.int32)
         self._num_biases = np.zeros(num_rows, np.int32)
-        self._bias_ends = np.zeros(num_rows, np.int64)  # past the last position at which a bias counts
+        self._bias_ends = np.zeros(num_rows, np.int64)  # from this position on, no bias of the row applies
         self._num_requested = np.zeros(num_rows, np.int32)
         self._later_masks: list[tuple[Int32Array, UInt32Array]] = []
         self.heads = _zeros((num_rows, 2), np.int32, device)
         """[num_rows, 2] int32: flags (PENALISED, MASKED) and number of biases."""
         self.marks = _zeros((num_rows, vocab_size), np.int16, device)
-        """[num_rows, vocab_size] int16: twice the number of times that the answer has a token (at most 16383 are
-        counted), plus 1 if the prompt has it. Meaningless for rows without penalties."""
+        """[num_rows, vocab_size] int16: twice the number of times that the answer contains a token (at most 16383 are
+        counted), plus 1 if the prompt contains it. Meaningless for rows without penalties."""
         self.biases = _zeros((num_rows, MAX_ROW_BIASES, BIAS_WORDS), np.int32, device)
-        """[num_rows, MAX_ROW_BIASES, BIAS_WORDS] int32: BIAS_DTYPE records."""
+        """[num_rows, MAX_ROW_BIASES, BIAS_WORDS] int32: BIAS_DTYPE records of each row. `heads` has their number."""
         self.masks = _zeros((num_rows, mask_words(vocab_size)), np.int32, device)
-        """[num_rows, mask_words(vocab_size)] int32: bits of tokens that may be sampled."""
+        """[num_rows, mask_words(vocab_size)] int32: one bit per token, 1 if a MASKED row may sample it."""
         self.requested = _zeros((num_rows, MAX_ROW_REQUESTED), np.int64, device)
-        """[num_rows, MAX_ROW_REQUESTED] int64: tokens with requested log probabilities."""
+        """[num_rows, MAX_ROW_REQUESTED] int64: ids of the tokens for which a row requests log probabilities."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device."""
+        """Bytes of all tables on the device."""
         tables = (self.heads, self.marks, self.biases, self.masks, self.requested)
         return sum(table.numel() * table.element_size() for table in tables)
 
     def update(self, frame: StepFrame) -> None:
-        """Queues the changes that a checked `frame` contains, for the kernels launched after it."""
+        """Queues the changes that a checked `frame` contains. Kernels launched after this call see them."""
         changed = False
         self._later_masks = []
         if len(frame.params):
@@ -94,7 +94,7 @@ class RowAdjustments:
             self._put_masks(*self._later_masks[num_drafts - 1])
 
     def changed(self, rows: Int32Array, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Marks the `rows` that have adjustments for the token at `positions`."""
+        """[len(rows)]: whether each of `rows` has adjustments for the token to be sampled at its position."""
         return (self._flags[rows] != 0) | (positions < self._bias_ends[rows])
 
     def num_requested(self, rows: Int32Array) -> Int32Array:
@@ -194,6 +194,6 @@ def _slots(rows: Int32Array) -> npt.NDArray[np.int64]:
 
 
 def _zeros(shape: tuple[int, ...], dtype: npt.DTypeLike, device: torch.device) -> torch.Tensor:
-    # torch.zeros would write all of it, and so commit the memory.
+    # torch.zeros would write the whole tensor, and so commit its memory.
     zeros = torch.from_numpy(np.zeros(shape, dtype))
     return zeros if device.type == "cpu" else torch.zeros(shape, dtype=zeros.dtype, device=device)

@@ -16,19 +16,19 @@ from worker.protocol import Int32Array
 from worker.upload import upload
 
 _NO_DRAFT = -2
-"""Equals neither a token nor -1, which rows with a NaN get."""
+"""A value that no sampled token has: ids are at least 0, and a row with a NaN gets -1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepDrafts:
-    """The drafts of a step's rows, by sampled input."""
+    """The drafts that a step verifies, in arrays with one entry for each sampled input."""
 
     index_in_row: Int32Array
     """[num_sampled] index of each sampled input within its row, from 0. On the host."""
     firsts: torch.Tensor
     """[num_sampled] int64, device: index of the row's first sampled input."""
     tokens: torch.Tensor
-    """[num_sampled] int64, device: the draft that the sampled token must equal. `_NO_DRAFT` for a row's last input."""
+    """[num_sampled] int64, device: the draft that each sampled token must equal. `_NO_DRAFT` for a row's last token."""
 
     @classmethod
     def of(cls, num_samples: Int32Array, following: torch.Tensor) -> StepDrafts:
@@ -36,7 +36,7 @@ class StepDrafts:
 
         Args:
             num_samples: [num_rows]: number of sampled inputs of each row.
-            following: [num_sampled] int64, device: the step's input after each sampled one.
+            following: [num_sampled] int64, device: the input that follows each sampled input in the step.
         """
         device = following.device
         firsts = np.repeat(np.cumsum(num_samples) - num_samples, num_samples)
@@ -62,7 +62,7 @@ class StepDrafts:
         """[num_sampled] bool: whether this is the row's last token of this step. Each row has exactly one.
 
         Args:
-            tokens: the argument of the method `accepted`.
-            accepted: its result.
+            tokens: [num_sampled] int64, device: the sampled tokens.
+            accepted: [num_sampled] bool, device: the result of the method `accepted` for `tokens`.
         """
         return accepted & (tokens != self.tokens)

@@ -14,9 +14,9 @@ class LogprobTensors(NamedTuple):
     logprobs: torch.Tensor
     """[num_rows] fp32: log probability of the token itself."""
     top_ids: torch.Tensor
-    """[num_rows, k] int64: likeliest tokens, descending, ties by id. k is the largest requested number."""
+    """[num_rows, k] int64: likeliest tokens, descending, ties by id. k is the largest number that a row requested."""
     top_logprobs: torch.Tensor
-    """[num_rows, k] fp32."""
+    """[num_rows, k] fp32: log probabilities of `top_ids`."""
     requested_logprobs: torch.Tensor
     """[num_rows, m] fp32: log probabilities of the requested tokens. m is the largest number that a row requested."""
 
@@ -27,5 +27,5 @@ class LogprobTensors(NamedTuple):
 
     def to_host(self) -> LogprobTensors:
         """Queues the copies to the host. On CPU, returns the tensors themselves."""
-        # A non-blocking copy to the host goes to pinned memory, and an event after it marks when that is filled.
+        # A non-blocking copy to the host goes to pinned memory. An event of the caller marks when it is filled.
         return LogprobTensors(*(part.to("cpu", non_blocking=True) for part in self))

@@ -6,10 +6,10 @@ Noise is a hash of seed, position and token id, so no generator has state. At te
 go to the smallest id. Each row is computed on its own, so its neighbours cannot change a bit of it. If any rank has a
 NaN among a row's logits, the row's token is -1 on all ranks.
 
-Logits are sharded by vocabulary. Every row is sampled by the plain rule. A CUDA graph can contain it, and it moves two
-numbers a row between ranks. On GPUs it also moves a list of the likeliest tokens, from which rows with a small top-k
-are sampled. Rows with other filters, adjustments or logprobs are then sampled again, as whole rows. The arithmetic is
-in worker/sampling/kernels for CUDA, and in worker/sampling/torch_sampling.py for CPU.
+Logits are sharded by vocabulary. The plain rule, without filters, needs only two numbers a row from each rank, and a
+CUDA graph can contain it. On GPUs ranks also exchange a list of their likeliest tokens, from which rows with a small
+top-k are sampled. Rows with other filters or adjustments are then sampled again from complete rows of logits, which log
+probabilities need too. The arithmetic is in worker/sampling/kernels (CUDA) and worker/sampling/torch_sampling.py (CPU).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from worker.sampling.logprobs import LogprobTensors
 from worker.upload import upload
 
 _CHUNK_ROWS = 128
-"""Number of rows sampled again at a time. It bounds memory, about 30 bytes a logit. On CUDA one SM works on a row."""
+"""Maximum number of rows sampled again at a time: each needs about 30 bytes a logit and, on CUDA, one SM."""
 
 
 class ResampledRows(NamedTuple):
-    """Rows of a batch that need more than the plain rule. On the host."""
+    """Rows of a batch that need more than the plain rule. The arrays are on the host."""
 
     indices: npt.NDArray[np.int64]
     """[num_resampled]: indices into the batch."""
     is_redrawn: npt.NDArray[np.bool_]
-    """[num_resampled]: the row has filters or adjustments. The other rows need only logprobs, and their token stays."""
+    """[num_resampled]: whether the row has filters or adjustments. Other rows only need logprobs."""
     num_logprobs: Int32Array
-    """[num_resampled]: number of likeliest tokens that each row wants besides its own; -1 for no logprobs."""
+    """[num_resampled]: number of likeliest tokens with logprobs besides the sampled token's; -1 for no logprobs."""
     num_requested: int
     """The largest number of tokens for which one row requests log probabilities by id (`StepFrame.requested`)."""
     are_adjusted: bool
@@ -52,7 +52,7 @@ class ResampledRows(NamedTuple):
 
     def by_index_in_row(self, drafts: StepDrafts) -> tuple[ResampledRows, list[int]]:
         """Sorts the rows by their index within a request, because a token after a draft depends on the tokens before
-        it. Also returns the end of each index's rows."""
+        it. Also returns where the rows of each index end in that order."""
         order = np.argsort(drafts.index_in_row[self.indices], kind="stable")
         ends = np.cumsum(np.bincount(drafts.index_in_row[self.indices])).tolist()
         indices, is_redrawn, num_logprobs = self.indices[order], self.is_redrawn[order], self.num_logprobs[order]
@@ -63,7 +63,7 @@ NONE_RESAMPLED = ResampledRows(np.empty(0, np.int64), np.empty(0, np.bool_), np.
 
 
 class SamplingKernels(Protocol):
-    """The arithmetic: kernels/sampling.py, which documents the contract, or torch_sampling.py."""
+    """The functions of kernels/sampling.py, which documents them, or of torch_sampling.py."""
 
     MAX_LISTED_TOP_K: int
 
@@ -110,7 +110,7 @@ def default_params(num_rows: int) -> npt.NDArray[np.void]:
 
 
 class SamplingTables:
-    """The sampling parameters of every row, on host and device. A row is greedy until it is set.
+    """The sampling parameters of every row, on host and device. A row is greedy until `update` sets its parameters.
 
     Args:
         num_rows: rows of the request table. Row 0 is padding and stays greedy.
@@ -119,13 +119,13 @@ class SamplingTables:
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._device = device
         self.params = default_params(num_rows)
-        """[num_rows] PARAMS_DTYPE."""
+        """[num_rows] PARAMS_DTYPE: each row's parameters, on the host."""
         words = self.params.copy().view(np.int32).reshape(num_rows, RECORD_WORDS)
         self.records = torch.from_numpy(words).to(device)
-        """[num_rows, RECORD_WORDS] int32: PARAMS_DTYPE records."""
+        """[num_rows, RECORD_WORDS] int32: each row's parameters as words of a record, on the device."""
 
     def update(self, records: npt.NDArray[np.void]) -> None:
-        """Queues the change of some rows, for the kernels launched after it.
+        """Queues new parameters of some rows. Kernels launched after this call read them.
 
         Args:
             records: PARAMS_DTYPE, of distinct rows, 1 to num_rows - 1. The caller may change them once this returns.
@@ -138,13 +138,13 @@ class SamplingTables:
 
 
 class Sampler:
-    """Samples rows when each rank has the logits of the ids `plan.vocab[group.rank]`.
+    """Samples tokens from logits sharded by vocabulary: each rank has those of the ids `plan.vocab[group.rank]`.
 
     Every rank of the group makes the same calls and gets the same tokens.
 
     Args:
         num_rows: rows of the request table, padding row 0 included.
-        use_triton: whether Triton does the arithmetic. If None, it does so on CUDA.
+        use_triton: whether to use the Triton kernels. If None, they are used on CUDA only.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Sampler:
             self._kernels, self._adjust_logits = torch_sampling, torch_sampling.adjust_logits
 
     def update(self, frame: StepFrame) -> None:
-        """Queues the row settings of a checked frame, for kernels launched after it."""
+        """Queues the row settings of a checked frame. Kernels launched after this call read them."""
         if len(frame.params):
             self.tables.update(frame.params)
         self.adjustments.update(frame)
@@ -203,7 +203,7 @@ class Sampler:
             logits: [batch_size, span.size] fp32, unchanged. Tokens that must not be sampled have -inf.
             rows: [batch_size] int32, device: rows of the request table.
             positions: [batch_size] int32, device: index of the token to be sampled in its whole sequence.
-            left_out: indices of rows that `resample` will sample. Their token here is 0. Not allowed in a graph.
+            left_out: indices of rows to skip, because `resample` will sample them. They get token 0. None in a graph.
 
         Returns:
             [batch_size] int64, device; -1 for a row with a NaN.
@@ -235,8 +235,8 @@ class Sampler:
             drafts: the drafts of rows that are in the batch several times. None if no row is.
 
         Returns:
-            The logprobs of those `resampled` rows that want them, in order, or with drafts sorted by index in row. None
-            if no row wants any.
+            Log probabilities for the `resampled` rows that request any, in their order; with `drafts`, in the order of
+            `by_index_in_row`. None if no row requests any.
         """
         ends = [len(resampled.indices)]
         if drafts is not None:
@@ -270,7 +270,8 @@ class Sampler:
         return LogprobTensors.joined(parts) if parts else None
 
     def requested_by(self, rows: Int32Array) -> torch.Tensor:
-        """[len(rows), m] int64, device: tokens with log probabilities that `rows` request, at most m of a row."""
+        """[len(rows), m] int64, device: ids of the tokens for which `rows` request log probabilities. m is the largest
+        number that one row requests; a row that requests fewer ends with meaningless ids."""
         num_requested = int(self.adjustments.num_requested(rows).max(initial=0))
         return self.adjustments.requested[upload(rows.astype(np.int64), self._group.device), :num_requested]
 
@@ -280,10 +281,10 @@ class Sampler:
         """Log probabilities of given tokens. Only launches kernels. A graph cannot capture it.
 
         Args:
-            logits: [num_rows, span.size] fp32. Takes about 20 bytes for each logit of the vocabulary.
-            targets: [num_rows] int64, device.
-            k: number of likeliest tokens that are wanted too.
-            requested: [num_rows, m] int64, device: tokens that are wanted too.
+            logits: [num_rows, span.size] fp32. The call needs about 20 bytes for each entry of the vocabulary and row.
+            targets: [num_rows] int64, device: the token of each row.
+            k: number of likeliest tokens of each row to return too.
+            requested: [num_rows, m] int64, device: ids of further tokens to return.
         """
         return self._kernels.token_logprobs(whole_logits(logits, self._plan, self._group), targets, k, requested)
 
@@ -302,7 +303,7 @@ class Sampler:
     ) -> None:
         """Samples the rows `again` of the batch from `whole`, their complete rows of logits, and changes `tokens`.
 
-        `accepted`: as in `RowAdjustments.count`.
+        `accepted`: [len(again)] bool, device: which of the new tokens count for penalties. None counts all.
         """
         kernels, records = self._kernels, self.tables.records
         rows, positions = rows.index_select(0, again), positions.index_select(0, again)

@@ -25,9 +25,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _NO_ID = float(1 << 30)  # above every id; exact as a float
 _NAN_ID = -1.0  # below every id
 MAX_LISTED_TOP_K = 0
-"""No row is sampled from a list: without one, a row with filters already costs only what the filters require."""
+"""0: no row is sampled from a list. A list saves nothing here, as a row costs only what its filters require."""
 _TOP_P_WIDTH = 8.0
-"""For top-p, only scores within this distance of the best are sorted first. If they hold too little mass, all are."""
+"""Top-p first sorts only scores within this distance of the best. If they hold too little mass, it sorts all scores."""
 
 
 def best_candidates(
@@ -38,7 +38,7 @@ def best_candidates(
     first_id: int,
     thresholds: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Like the kernel, with all ids as one block: [1, num_rows, 2] fp64 (value, id)."""
+    """Like the kernel, but all ids form one block: returns [1, num_rows, 2] fp64 (value, id)."""
     num_rows, num_ids = logits.shape
     out = torch.empty((1, num_rows, 2), dtype=torch.float64)
     if num_ids == 0:
@@ -125,7 +125,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, requested
 
 
 def _params(records: torch.Tensor) -> npt.NDArray[np.void]:
-    """[table_size] PARAMS_DTYPE."""
+    """The records as [table_size] PARAMS_DTYPE, without a copy."""
     params: npt.NDArray[np.void] = records.numpy().view(PARAMS_DTYPE)
     return params[:, 0]
 
@@ -156,7 +156,8 @@ def _threshold(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> 
 
 
 def _top_p_threshold(scores: torch.Tensor, at_least: torch.Tensor | None, top_p: float) -> torch.Tensor:
-    """Score of the last token of the smallest set, likeliest first, that holds `top_p` of the mass >= `at_least`."""
+    """The smallest score that top-p allows, a scalar. It allows the fewest likeliest tokens that hold `top_p` of the
+    mass of all scores >= `at_least`."""
     best = scores.max()
     weights = (scores - best).exp()
     if at_least is not None:
@@ -206,7 +207,7 @@ def _gumbel(id_hashes: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def _row_key(seed: int, position: int) -> int:
-    """64 bits, as int64, from seed and position. Two rounds make neighbouring positions independent."""
+    """64 bits, as int64, that depend on seed and position. Two rounds make neighbouring positions independent."""
     return _signed(_mix_int((_mix_int(seed & _MASK64) + (position + 1) * _GOLDEN) & _MASK64))
 
 

@@ -40,8 +40,7 @@ class _Captured:
 class CudaGraphRunner:
     """Captures a step once for each shape, and replays the smallest captured shape that holds it.
 
-    All graphs share one memory pool, since no two run at once. The largest comes first, so smaller graphs fit in its
-    memory.
+    Graphs share one memory pool, since no two run at once. The largest comes first, so all others fit in its memory.
 
     Args:
         group: the ranks that capture and replay in step with each other.
@@ -89,7 +88,7 @@ class CudaGraphRunner:
         )
 
     def offer(self, shapes: Sequence[StepShape]) -> None:
-        """Makes the ladder from `shapes`, none of them captured yet."""
+        """Sets the ladder: the shapes that may be captured and replayed. None of them is captured yet."""
         self._decodes = sorted(shape for shape in shapes if shape.is_decode)
         self._prompts = sorted(shape for shape in shapes if not shape.is_decode)
 
@@ -118,7 +117,7 @@ class CudaGraphRunner:
         self._passes[name, shape], _ = self._record(run)
 
     def has_pass(self, name: str, shape: StepShape) -> bool:
-        """Whether `replay_pass` has this pass."""
+        """Whether this pass is captured, so that `replay_pass` can run it."""
         return (name, shape) in self._passes
 
     def replay_pass(self, name: str, shape: StepShape) -> None:
@@ -136,8 +135,8 @@ class CudaGraphRunner:
         return is_due
 
     def close(self) -> None:
-        """Drops the graphs, even if a traceback still refers to this object, since the abort of the group's NCCL
-        communicator waits until they are gone. They may be running."""
+        """Drops the graphs, which may be running, even if a traceback still refers to this object. The abort of the
+        group's NCCL communicator waits until they are gone."""
         for graph in (*(captured.graph for captured in self._captured.values()), *self._passes.values()):
             graph.reset()
         self._captured.clear()

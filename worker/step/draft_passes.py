@@ -1,15 +1,14 @@
 """The draft head's passes after a step: one over all tokens of the step, and one for each draft after the first.
 
 The first pass stores the head's keys and values in the pages that hold the model's. The head needs the token after each
-input: the next input, or the sampled token. After a chunk that is not the last, that token is not known here. After a
-shared page of a prefix, it differs between requests. In both cases the head reads a wrong token. This makes drafts
+input: the next input, or the sampled token. After a chunk that is not the last, this rank does not know the next token.
+After a page of a shared prefix, requests differ in it. In both cases the head reads a wrong token. This makes drafts
 worse, but no answer depends on drafts.
 
 If the backend plans nothing for decodes on the host, passes are CUDA graphs, and the host neither copies nor waits
 between them. The first pass has its own graph of the step's shape, since rows with filters or adjustments have their
 final tokens only after the step's graph. The first pass is eager after eager steps, and after prompts, which take
-longer to run than to launch. Each pass after the first replays the graph for that number of rows, which advances the
-rows.
+longer to run than to launch. Each pass after the first replays one graph, which first advances every row.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class DraftPasses:
         return self._decoder.draft_model is not None and step.makes_drafts
 
     def add(self, step: Step, output: StepOutput) -> None:
-        """Makes the requested number of drafts of what follows each sampled row's last token, and stores them for the
+        """Makes the requested number of drafts of the tokens after each sampled row's last one, and stores them for the
         next step. The step must be the last one uploaded, and its tokens final."""
         frame, captured, states = step.frame, output.captured, output.states
         assert states is not None, "a step with a draft head has no states"
@@ -151,12 +150,13 @@ class DraftPasses:
         self._inputs.take_drafts(upload(frame.rows[is_sampled].astype(np.int64), drafts.device), drafts)
 
     def _more(self, frame: StepFrame, wanted: Int32Array) -> Iterator[torch.Tensor]:
-        """Yields the drafts, [num_rows] int64, of each pass after the first. Rows that want fewer have no valid one."""
+        """Yields the drafts, [num_rows] int64, of each pass after the first. Rows that want fewer drafts get
+        meaningless ones."""
         num_rows, most = len(wanted), int(wanted.max())
         if most == 1:
             return
-        # A row that wants fewer stays at its last position, where a page may be missing. A row that wants one is
-        # padding.
+        # A row that wants fewer drafts stays at its last position, as the next page may be missing. A row that wants
+        # only one draft becomes padding.
         rows, more = frame.rows * (wanted > 1), (wanted - 1).clip(0)
         if self._states is not None:
             shape = self._rows_of(frame)
@@ -192,7 +192,7 @@ class DraftPasses:
 
     def _capture(self, name: str, shape: StepShape) -> None:
         self._inputs.upload(Step.of(StepFrame(generation=0, step=0)), shape)
-        self._inputs.graph_batch(shape)  # stands for the step before the pass
+        self._inputs.graph_batch(shape)  # fills the tensors like the step before the pass
         self._num_dropped.zero_()
         self._lasts.zero_()
         run = self._captured_next if name == _NEXT else functools.partial(self._captured_first, predicts=name == _FIRST)

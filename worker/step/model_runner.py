@@ -125,7 +125,7 @@ class ModelRunner:
             prompt_shapes(self._max_rows, self._max_graph_tokens, max_model_len, self._max_sampled),
         )
         shapes = [it for ladder in ladders for shape in ladder for it in backend.capture_shapes(shape, max_model_len)]
-        # All graphs share one buffer, which their outputs refer to. Separate buffers took 8 GiB (Qwen3-8B at TP 1).
+        # All graphs write their logits to one buffer. Separate buffers took 8 GiB (Qwen3-8B at TP 1).
         self._logits = torch.empty(
             self._max_sampled, self._decoder.num_local_logits, dtype=torch.float32, device=self._group.device
         )

@@ -26,7 +26,7 @@ class PendingStep:
         self._group = group
         self._generation, self._step = frame.generation, frame.step
         self._num_targets = len(frame.prompt_targets)
-        # A non-blocking copy to the host goes to pinned memory, and the event marks when that is filled.
+        # A non-blocking copy to the host goes to pinned memory. The event marks when that memory is filled.
         self._tokens = output.tokens.to("cpu", non_blocking=True)
         self._accepted = None if output.accepted is None else output.accepted.to("cpu", non_blocking=True)
         self._drafts = None if output.drafts is None else output.drafts.to("cpu", non_blocking=True)
@@ -75,7 +75,7 @@ class PendingStep:
 
 
 def _keep(result: StepResult, accepted: npt.NDArray[np.bool_], num_samples: Int32Array) -> None:
-    """Removes the tokens that do not count from the `num_samples` tokens of each row, and counts those that remain."""
+    """Removes from each row's `num_samples` tokens those that do not count, and sets the number that remains."""
     result.tokens = result.tokens[accepted]
     result.num_tokens = np.add.reduceat(accepted, np.cumsum(num_samples) - num_samples, dtype=np.int32)
     if not len(result.logprob_rows):

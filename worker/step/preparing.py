@@ -1,6 +1,7 @@
-"""Marks a thread that prepares something for this and later steps, which takes longer than any step, by its name.
+"""Marks a thread, by its name, while it prepares something for this and later steps, which takes longer than any step.
 
-cluster/ranks/liveness.py looks for steps that hang, and reads the names of the ranks' threads. Uses no torch.
+cluster/ranks/liveness.py reads the names of the ranks' threads, so a marked thread does not count as a hanging step.
+This module uses no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import ctypes
 from collections.abc import Iterator
 
 PREPARING = "preparing"
-"""The name of such a thread, at most 15 characters."""
+"""The name of a marked thread. Linux allows at most 15 characters."""
 
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
 

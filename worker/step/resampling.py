@@ -11,14 +11,15 @@ from worker.step.step_inputs import StepInputs
 
 
 class Resampling:
-    """Samples such rows again, after the step's own kernels and before the next step reads their tokens."""
+    """Samples rows with filters or adjustments again, computes log probabilities, and verifies drafts. This is queued
+    after the step's own kernels and before the next step reads the tokens."""
 
     def __init__(self, sampler: Sampler, inputs: StepInputs) -> None:
         self._sampler = sampler
         self._inputs = inputs
 
     def is_needed(self, step: Step) -> bool:
-        """Whether the step has such rows."""
+        """Whether the step has rows to sample again, requests log probabilities, or verifies drafts."""
         return bool(len(step.sampled)) and (bool(len(step.resampled.indices)) or step.verifies_drafts)
 
     def add(self, step: Step, output: StepOutput) -> None:
@@ -32,7 +33,9 @@ class Resampling:
         rows = rows.long()
         if drafts is not None:
             output.accepted = drafts.accepted(output.tokens)
-            resampled, _ = resampled.by_index_in_row(drafts)  # the order of the log probabilities
-            rows = rows * drafts.lasts(output.tokens, output.accepted)  # row 0 (padding) takes all other tokens
+            resampled, _ = resampled.by_index_in_row(drafts)
+            # Tokens that are not their row's last go to row 0 (padding)
+            # Only a row's last token is stored for the row. All others go to row 0, which is padding.
+            rows = rows * drafts.lasts(output.tokens, output.accepted)
         output.logprob_tokens = resampled.indices[resampled.num_logprobs >= 0].astype(np.int32)
         self._inputs.take(rows, output.tokens, positions)

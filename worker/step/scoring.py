@@ -2,11 +2,11 @@
 
 A prompt's targets are the tokens after some of its inputs (`StepFrame.prompt_runs`). Scored items are texts that follow
 one query and do not see each other (`StepFrame.items`). Their keys and values lie one after the other, like those of a
-prompt. Two things make each item see only the query: its positions, which rotary embeddings and windows read, and a
-mask over the new tokens.
+prompt. Two things make each item see only the query and itself: its positions, which rotary embeddings and windows
+read, and a mask over the new tokens.
 
-The last layer computes the hidden states before targets and at the ends of items together with the sampled ones. Then
-the LM head processes them in chunks of rows.
+The last layer computes only the hidden states that are needed: of sampled inputs, of inputs before targets, and of the
+last tokens of items. Then the LM head processes them in chunks of rows.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Scoring:
         wanted = WantedTokens.of(step, items.lasts)
         hidden = forward(replace(batch, sample_indices=upload(wanted.tokens, device)))
         scored = hidden.index_select(0, upload(wanted.scored, device))
-        # No single token is the target of an item.
+        # An item has no target, only requested tokens, so its target here is a placeholder.
         targets = upload(np.concatenate((frame.prompt_targets, np.zeros(num_items, np.int64))), device)
         requested = self._sampler.requested_by(np.concatenate((np.zeros(num_targets, np.int32), frame.items["row"])))
         k = int(frame.prompt_runs["k"].max(initial=0))
@@ -86,8 +86,8 @@ class WantedTokens(NamedTuple):
     sampled: Int64Array
     """[num_sampled]: index into `tokens` of each sampled input, in row order."""
     scored: Int64Array
-    """[num_prompt_logprobs + num_items]: index into `tokens` of the input before each target, and of each item's last.
-    """
+    """[num_prompt_logprobs + num_items]: index into `tokens` of the input before each target, then of each item's
+    last."""
 
     @classmethod
     def of(cls, step: Step, item_lasts: Int64Array) -> WantedTokens:
@@ -113,7 +113,7 @@ class Items(NamedTuple):
     item_of: npt.NDArray[np.int32]
     """[num_tokens]: number of the item in its row that a token belongs to, from 1. 0 if it belongs to none."""
     rows: tuple[slice | None, ...]
-    """[num_rows]: tokens of each row that has items. None for other rows."""
+    """[num_rows]: range of the row's inputs among the step's tokens. None for a row without items."""
 
     @classmethod
     def of(cls, frame: StepFrame) -> Items:
@@ -135,7 +135,7 @@ class Items(NamedTuple):
         return cls(np.concatenate([np.empty(0, np.int64), *lasts]), positions, item_of, tuple(rows))
 
     def seen_in(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch of the same frame with the items' positions and mask. Queues only kernels."""
+        """The batch of the same frame with the items' positions and mask. Does not wait for the device."""
         device = batch.positions.device
         positions, item_of = upload(self.positions, device), upload(self.item_of, device)
         parts = [None if row is None else _visible(item_of[row]) for row in self.rows]

@@ -23,11 +23,11 @@ class Step:
 
     frame: StepFrame
     samples_per_row: Int32Array
-    """[num_rows]: number of sampled inputs of each row."""
+    """[num_rows]: number of sampled inputs of each of the frame's rows."""
     sampled: Int64Array
     """[num_sampled]: index in the frame of each sampled input's row."""
     num_after: Int64Array | int
-    """[num_sampled]: number of inputs of the same row after each sampled one. The int 0 if it is 0 for all."""
+    """[num_sampled]: number of inputs that follow each sampled input in its row. The int 0 if it is 0 for all."""
     shape: StepShape
     """The step's own shape, without padding."""
     resampled: ResampledRows = NONE_RESAMPLED
@@ -73,7 +73,7 @@ class Step:
 
     @property
     def sampled_positions(self) -> npt.NDArray[np.integer]:
-        """[num_sampled]: position, in its sequence, of the token sampled after each input."""
+        """[num_sampled]: position, in its sequence, of the token sampled after each sampled input."""
         positions: npt.NDArray[np.integer] = (self.frame.starts + self.frame.lens)[self.sampled] - self.num_after
         return positions
 
@@ -89,15 +89,15 @@ class StepOutput:
     """The output of a step so far. Tensors are on the device."""
 
     tokens: torch.Tensor
-    """[num_sampled] int64; -1 if the logits have a NaN."""
+    """[num_sampled] int64: the sampled tokens; -1 for a row with a NaN in its logits."""
     logits: torch.Tensor
-    """[num_sampled, this rank's columns] fp32."""
+    """[num_sampled, this rank's columns] fp32: logits of this rank's part of the vocabulary."""
     captured: StepShape | None
     """Shape of the CUDA graph that the step replayed. None if the step ran eagerly."""
     states: torch.Tensor | None
     """The draft head's input for the step's tokens. None without a draft head."""
     logprob_tokens: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """Indices of the tokens with requested log probabilities, on the host."""
+    """Indices of the sampled tokens with requested log probabilities, on the host."""
     logprobs: LogprobTensors | None = None
     """Log probabilities of `logprob_tokens`. None if none were requested."""
     prompt_logprobs: LogprobTensors | None = None
@@ -105,7 +105,8 @@ class StepOutput:
     accepted: torch.Tensor | None = None
     """[num_sampled] bool: tokens that count, because the drafts before them are accepted. If None, all tokens count."""
     drafts: torch.Tensor | None = None
-    """[num_sampled_rows, most wanted] int64: drafts of what follows each row. None if none were requested."""
+    """[num_sampled_rows, n] int64: the tokens that the draft head expects after each row. n is the largest number that
+    a row requested. None if no row requested any."""
 
 
 class Extra(Protocol):

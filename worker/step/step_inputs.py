@@ -24,15 +24,15 @@ _NUM_STAGES = 4
 
 
 class StepInputs:
-    """Static device tensors of the steps of one rank, filled from frames.
+    """The device tensors from which every step of a rank reads its inputs. Each frame overwrites them.
 
-    Steps share them: a step's copy is queued on the same stream after the kernels of the step before.
+    A frame's copy is queued on the same stream as the kernels of the step before, and so runs after them.
 
     Args:
         max_rows: maximum number of rows of a step, padding included.
         max_tokens: maximum number of input tokens of a step, padding included.
         page_size: the KV pool's page size, in tokens.
-        max_sampled: maximum number of sampled inputs of a step, if more than `max_rows`.
+        max_sampled: maximum number of sampled inputs of a step. A number below `max_rows` counts as `max_rows`.
         num_drafts: maximum number of drafts that the ranks make for a row. If it is above 0, these tensors track each
             row's position, which the scheduler may not know yet.
     """
@@ -81,19 +81,19 @@ class StepInputs:
             )
 
     def take(self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
-        """Stores `tokens` as the last ones of `rows`, all [n] int64, at `positions` [n] int32 of their sequences. A
-        token of -1 belongs to a row with a NaN in its logits. A graph may capture this."""
+        """Stores `tokens` [n] int64 as the last ones of `rows` [n] int64. Their positions in the sequences are
+        `positions` [n] int32. A token of -1 belongs to a row with a NaN in its logits. A graph may capture this."""
         self._last_tokens[:, 0].index_copy_(0, rows, tokens)
         if self._next_starts is not None:
             self._next_starts.index_copy_(0, rows, positions)
 
     def take_drafts(self, rows: torch.Tensor, drafts: torch.Tensor) -> None:
-        """Stores `drafts` [n, most] of what follows the last tokens of `rows` [n], all int64."""
+        """Stores `drafts` [n, most] of the tokens after the last ones of `rows` [n], all int64."""
         self._last_tokens[:, 1 : 1 + drafts.shape[1]].index_copy_(0, rows, drafts)
 
     def with_device_starts(self, step: Step) -> Step:
-        """The step with the true starts of rows without HAS_TOKENS. If ranks make drafts, the scheduler does not know
-        those starts, and this method waits for the device."""
+        """Returns the step with the positions that the device tracks as starts of rows without HAS_TOKENS. This waits
+        for the device. If the ranks make no drafts, the frame's starts are true, and the same step is returned."""
         frame = step.frame
         if self._next_starts is None or (given := frame.has_tokens).all():
             return step
@@ -177,7 +177,8 @@ class StepInputs:
         return self._buffer[self._layout.starts(num_rows)]
 
     def inputs_after_samples(self, shape: StepShape) -> torch.Tensor:
-        """[num_sampled] int64, device: the input after each sampled one, of any row, or the last input itself."""
+        """[num_sampled] int64, device: the step's input after each sampled one, which may belong to the next row. After
+        the step's last input, that input itself."""
         inputs = self._buffer[self._layout.sample_tokens(shape.num_sampled)]
         return self._tensors.input_ids.index_select(0, (inputs + 1).clamp_(max=shape.num_tokens - 1))
 
@@ -186,7 +187,7 @@ class StepInputs:
         return self._buffer[self._layout.sampled(shape.num_sampled)]
 
     def sampled_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sampled inputs' page-table rows and the positions of the tokens after them, each [num_sampled] int32."""
+        """Row in the page table of each sampled input, and position of the token after it: [num_sampled] int32 each."""
         rows = self._buffer[self._layout.rows(shape.num_rows)]
         if shape.is_decode:
             return rows, self._tensors.cache_seqlens[: shape.num_rows]
@@ -252,7 +253,7 @@ class _Stage:
             self._copied.synchronize()
 
     def copy_to(self, out: torch.Tensor, count: int) -> None:
-        """Queues the copy of the first `count` elements. On the CPU it is made at once."""
+        """Queues the copy of the first `count` elements. On the CPU the copy is done when this returns."""
         out[:count].copy_(self._staged[:count], non_blocking=True)
         if self._copied is not None:
             self._copied.record()

@@ -4,9 +4,9 @@ The buffer is int32. With B = `max_rows`:
 
     rows B | starts B | sampled S | sample_tokens S | cu_seqlens_q B + 1 | token_ids | page deltas
 
-S is B, or `max_sampled` if rows with drafts may be sampled more often.
+S is the maximum number of sampled inputs: B, or more if rows with drafts may be sampled several times.
 
-All parts but the deltas have fixed offsets, so that captured graphs find them. The deltas follow the token ids.
+All parts but the page deltas have fixed offsets, so that captured graphs find them. The deltas follow the token ids.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from worker.protocol import Int32Array, StepFrame
 from worker.step.step import Step
 
 LAST_TOKEN = -1
-"""Stands for a token id: the row's own last sampled token. -2 and lower stand for the drafts that follow it."""
+"""Stands, in place of a token id, for the row's last sampled token. -2 and lower stand for its drafts."""
 _DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
 _PROMPT_SIZES = (16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 4097, 128), *range(4608, 8193, 512))
 _DRAFT_SIZES = (4, 8)  # smaller than prompts': the inputs of a row or two with drafts
-_FEW_ROWS_TOKENS = 2048  # above it, the cost of absent rows and their logits is a small part of a step
+_FEW_ROWS_TOKENS = 2048  # in larger steps, padding rows and their logits cost little in comparison
 _LEAST_GRAPH_TOKENS = 2048
-# FLOPs per layer and rank: 1.2 ms of an H200. Eager steps launch them in 0.4 to 0.9 ms, or in over 2 on a busy host.
+# FLOPs of one layer on one rank that take an H200 1.2 ms. Its eager launches take 0.4 to 0.9 ms, or over 2 on a busy
+# host.
 _LAUNCH_BOUND_FLOPS = 0.8e12
 
 
 def smallest(ladder: Sequence[StepShape], step: StepShape) -> StepShape | None:
-    """The shape with the fewest tokens that holds `step`, from a sorted ladder. None if no shape does."""
+    """The shape with the fewest tokens that holds `step`, from `ladder`, a sorted list. None if no shape does."""
     first = bisect.bisect_left(ladder, step.num_tokens, key=lambda shape: shape.num_tokens)
     return next((shape for shape in ladder[first:] if shape.holds(step)), None)
 
 
 def decode_shapes(max_rows: int) -> list[StepShape]:
-    """The ladder of decodes. It is fine where a step's cost grows with each row, coarser above, and ends at `max_rows`.
+    """The shapes to which decodes are padded, up to `max_rows` rows; closer where a step's cost grows with each row.
 
     Padding costs at most 7 rows up to 256 and 31 above.
     """
@@ -48,7 +49,7 @@ def decode_shapes(max_rows: int) -> list[StepShape]:
 
 
 def launch_bound_tokens(flops_per_token: float) -> int:
-    """Number of input tokens up to which launching a step may take longer than running it. They are worth a CUDA graph.
+    """Number of input tokens up to which launching a step may take longer than running it, so a CUDA graph pays off.
 
     Args:
         flops_per_token: FLOPs of the matrix products of one layer on one rank, two for a multiply-add.
@@ -57,9 +58,9 @@ def launch_bound_tokens(flops_per_token: float) -> int:
 
 
 def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int, max_sampled: int) -> list[StepShape]:
-    """The ladder of steps with prompts or drafts. It ends with `max_tokens`, or with 8192 if that is less.
+    """The shapes to which steps with prompts or drafts are padded, capped by `max_tokens`, `max_model_len` and 8192.
 
-    If `max_sampled` is above `max_rows`, it also has shapes for steps with drafts, with up to `max_sampled` inputs.
+    If `max_sampled` is above `max_rows`, some shapes are for steps with drafts, with up to `max_sampled` samples.
 
     Padding costs at most 31 tokens up to 128, 63 up to 512, 127 up to 4096 and 511 above. Up to 2048 tokens each size
     exists twice: with few rows, for prompts that run alone or with few other rows, and with the maximum number of rows.
@@ -87,7 +88,7 @@ class StepLayout:
     Args:
         max_rows: maximum number of rows of a step, padding included.
         max_tokens: maximum number of input tokens of a step, padding included.
-        max_sampled: maximum number of sampled inputs of a step, if more than `max_rows`.
+        max_sampled: maximum number of sampled inputs of a step. A number below `max_rows` counts as `max_rows`.
     """
 
     def __init__(self, max_rows: int, max_tokens: int, max_sampled: int = 0) -> None:
@@ -95,7 +96,7 @@ class StepLayout:
         self._cu_seqlens_q = 2 * (max_rows + self._max_sampled)
         self._token_ids = self._cu_seqlens_q + max_rows + 1
         self.capacity = self._token_ids + max_tokens + 3 * (max_rows + max_tokens)
-        """Elements of the buffer. The page deltas of a step with many prefix hits may not fit."""
+        """Number of elements in the buffer. Page deltas that do not fit, after many prefix hits, are copied apart."""
 
     def rows(self, num_rows: int) -> slice:
         return slice(num_rows)

@@ -44,7 +44,7 @@ _IGNORED_SUFFIXES = (
 _COMPARED_ROWS = 4096
 _SHOWN_NAMES = 8
 _UNREAD_OF_HEADS = ("t2d", "embed_tokens.weight")
-"""The inverse of d2t, and a copy of the model's embedding."""
+"""Tensors of draft heads that are not read: the inverse of d2t, and a copy of the model's embedding."""
 
 
 class TensorFile(Protocol):
@@ -54,7 +54,7 @@ class TensorFile(Protocol):
         """Shape of every tensor, by its name."""
 
     def scaled(self) -> set[str]:
-        """Names of the tensors with values that were divided by scales, which are in another tensor."""
+        """Names of the tensors that must be multiplied by scales, which another tensor contains."""
 
     def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
         """Fills `out`, a matrix or vector, with rows (and columns) of a tensor. Reads no other pages of the file."""
@@ -86,7 +86,7 @@ class AnyCheckpoint(TensorSource, Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Closes its files."""
+        """Closes the checkpoint's files."""
 
 
 class _Memory:
@@ -389,7 +389,7 @@ def _scale_shapes(expected: Mapping[str, tuple[int, ...]], kind: WeightScales) -
 
 
 def _head_files(path: Path | None) -> list[TensorFile]:
-    """The files of a draft head, which name its layer `midlayer` or layer 0 of the model."""
+    """Opens the files of a draft head. They name the head's layer `midlayer`, or layer 0 of the model."""
 
     def name_of(name: str) -> str | None:
         own = name.removeprefix("model.").replace("layers.0.", "midlayer.")

@@ -46,7 +46,7 @@ class DummyCheckpoint(AnyCheckpoint):
     A TensorSource and a context manager, like worker.weights.checkpoint.Checkpoint.
 
     Args:
-        revision: the values depend on it.
+        revision: each revision has other values.
     """
 
     def __init__(self, model: ModelConfig, revision: str | None = None) -> None:
@@ -104,7 +104,7 @@ class DummyCheckpoint(AnyCheckpoint):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Nothing is open."""
+        """Does nothing, as no file is open."""
 
 
 def _mean_and_std(role: Role, num_inputs: int) -> tuple[float, float]:

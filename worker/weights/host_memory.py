@@ -1,4 +1,4 @@
-"""The memory of tensors as bytes, and host memory in which it is staged."""
+"""The memory of tensors as vectors of bytes, and host memory to which it can be moved for a time."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from parallel.numerics.arithmetic import Arithmetic
 from worker.layers.rotary import RotaryEmbedding
 
 _NO_WEIGHTS = (TensorParallelGroup, Arithmetic, RotaryEmbedding)
-"""Parts of a decoder that contain no weights but may have tensors."""
+"""Types of parts of a decoder that may have tensors, but no weights."""
 _PIECE_BYTES = 16 << 20
-"""Bytes of host memory pinned at once. The driver blocks launches of steps meanwhile."""
+"""Bytes of host memory that one call pins. During the call, the driver blocks launches of steps."""
 _GIVE_BACK_EVERY_S = 0.05
 _SPARE_BYTES = 2 << 30
 """Device memory that staged weights leave free for other uses."""
 
 
 class HostMemory:
-    """Memory of tensors that is staged on the host. Their device memory is empty meanwhile, and they stay its views."""
+    """Tensors' memory that is staged on the host. They stay views of their device memory, which is empty meanwhile."""
 
     def __init__(self) -> None:
-        self._pieces: dict[int, list[torch.Tensor]] = {}  # by the memory that they were copied from
+        # The keys are ids of the device memory that the pieces were copied from.
+        self._pieces: dict[int, list[torch.Tensor]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._pieces)
 
     def move(self, part: object) -> None:
-        """Moves the memory of all tensors of `part` that have any to the host. It is pinned if it comes from a GPU."""
+        """Moves the memory of all tensors of `part` to the host. Memory from a GPU goes to pinned memory."""
         for held in by_memory(part):
             memory = held[0].untyped_storage()
             if not memory.nbytes():
@@ -42,7 +43,7 @@ class HostMemory:
                 torch.empty(len(piece), dtype=torch.uint8, pin_memory=is_pinned).copy_(piece)
                 for piece in torch.split(bytes_of(memory), _PIECE_BYTES)
             ]
-            if not memory.resizable():  # a persistent block cannot be emptied, but new memory in its stead can
+            if not memory.resizable():  # a persistent block cannot be emptied, so the tensors get new memory first
                 memory = torch.empty_like(bytes_of(memory)).untyped_storage()
                 for it in held:
                     it.set_(memory, it.storage_offset(), it.shape, it.stride())
@@ -54,8 +55,7 @@ class HostMemory:
         return self._pieces.get(memory._cdata) or [bytes_of(memory)]
 
     def clear(self) -> None:
-        """Drops the memory on the host. A thread frees pinned pieces one by one, since each blocks steps for 1 or 2
-        ms."""
+        """Drops the memory on the host. A thread frees pinned pieces one by one: each blocks steps for 1 or 2 ms."""
         pieces = [piece for pieces in self._pieces.values() for piece in pieces]
         self._pieces.clear()
         if pieces and pieces[0].is_pinned():
@@ -94,7 +94,7 @@ def tensors(part: object, seen: set[int] | None = None) -> list[torch.Tensor]:
     """Each tensor that `part` holds directly or through its attributes, once. Equally built parts give the same order.
 
     Args:
-        seen: ids of objects to leave out. New ones are added.
+        seen: ids of objects to leave out. The ids of objects found are added.
     """
     seen = set() if seen is None else seen
     if isinstance(part, list | tuple | dict):
@@ -119,7 +119,7 @@ def by_memory(part: object) -> list[list[torch.Tensor]]:
 
 
 def has_room(device: torch.device, num_bytes: int) -> bool:
-    """Whether the device has room for weights in addition to the serving ones."""
+    """Whether the device has `num_bytes` left for weights in addition to the serving ones. Always true on CPU."""
     return device.type == "cpu" or _free_bytes(device) >= num_bytes
 
 

@@ -1,8 +1,8 @@
-"""Weights in four bits, as in the published experts of gpt-oss: MXFP4 of the Open Compute Project's "Microscaling
-Formats".
+"""Weights in four bits, as in the published experts of gpt-oss: MXFP4 of OCP's "Microscaling Formats".
 
-A matrix is stored with its inputs in the last dimension, 32 to a block: 16 bytes with the low half first, and one more
-byte for a power of two by which all of them are multiplied. The tensor that they encode has its inputs first.
+A matrix is stored with its inputs in the last dimension, in blocks of 32. A block has 16 bytes of codes, with the low
+half first, and one byte for a power of two by which its 32 values are multiplied. The tensor that a checkpoint encodes
+in this way has the inputs before the outputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BORDERS = tuple((low + high) / 2 for low, high in itertools.pairwise(_VALUES))
 
 
 def stored_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of tensors that may encode matrices [num_matrices, inputs, outputs]. Empty if none can."""
+    """Names and shapes of tensors that encode matrices [num_matrices, inputs, outputs]. Empty for other shapes."""
     if len(shape) != 3 or shape[1] % _BLOCK:
         return {}
     rows = shape[0], shape[2], shape[1] // _BLOCK

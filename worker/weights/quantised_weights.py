@@ -21,7 +21,7 @@ class QuantisedCheckpoint(AnyCheckpoint):
     through. A context manager, like the wrapped checkpoint.
 
     Args:
-        model: determines the blocks of the scales. If it has no scales, they are those of `FP8_BLOCKS`.
+        model: determines the blocks of the scales. If the model has no scales, the blocks are those of `FP8_BLOCKS`.
     """
 
     def __init__(self, source: AnyCheckpoint, model: ModelConfig) -> None:

@@ -15,7 +15,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class RangeReader:
-    """Reads byte ranges of one file through a file descriptor, since a mapping would keep pages resident."""
+    """Reads byte ranges of one file through a file descriptor, since a mapping would keep its pages in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,7 +35,7 @@ class RangeReader:
         self.bytes_read += len(view)
 
     def read_strided(self, offset: int, stride: int, count: int, length: int) -> bytearray:
-        """`count` pieces of `length` bytes, `stride` apart, joined. `bytes_read` counts only these.
+        """`count` pieces of `length` bytes, `stride` apart, joined. `bytes_read` counts only the pieces.
 
         Gaps of a page or more are not read. Smaller ones are read: skipping them would save no page, and a call for
         each row of thousands of experts would take longer than reading the gaps.

@@ -1,7 +1,7 @@
 """Safetensors files: reads the rows and columns of tensors that this rank needs.
 
-Files are read with `pread`, because the safetensors package maps them. A mapped shard counts as resident memory in
-addition to its copy, which doubles a rank's memory while loading.
+Files are read with `pread`. The safetensors package maps them, and mapped pages count as a rank's memory in addition to
+the copies, which would double its memory while loading.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DTYPES = {
 }
 """torch's names of the types, and bytes of an element."""
 _CHUNK_BYTES = 16 << 20
-"""Most bytes in flight between file and tensor. Bounds what loading adds to a rank's peak memory."""
+"""Maximum number of bytes read before they are copied to a tensor. It bounds what loading adds to peak memory."""
 
 
 @dataclass(frozen=True, slots=True)

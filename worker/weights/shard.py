@@ -85,8 +85,8 @@ class Shard:
             on_progress: gets the share done, 0 to 1.
             identity: identifies the weights.
             must_find: raise if persistent memory does not hold the weights, because no checkpoint has them.
-            beside: other ranks are serving on the device. If it has no room for these weights too, they are staged in
-                host memory until `load_to_device`.
+            beside: other ranks are serving on the device. If the device has no room for these weights too, the weights
+                are staged in host memory until `load_to_device`.
 
         Raises:
             CheckpointError: the files are invalid or do not fit the model.
@@ -112,8 +112,8 @@ class Shard:
             if DTYPES[self._config.kv_dtype] is FP8:
                 self.decoder.set_kv_scales(checkpoint.kv_scales())
             self.num_bytes = self._weights.num_bytes
-        # The allocator still holds the memory of the last part, from before it moved to persistent memory: 2.3 GiB for
-        # 8B's embedding and LM head, by reckoning.
+        # The allocator still holds the memory in which the last part was before its move to persistent memory: 2.3 GiB
+        # for 8B's embedding and LM head, by reckoning.
         torch.cuda.empty_cache()
         _log.info(
             "rank %d: %.2f GiB of weights %s in %.1f s",
@@ -167,7 +167,7 @@ class Shard:
 
         Raises:
             CheckpointError: the files are invalid or do not fit the model.
-            ConfigError: the scales of keys and values in FP8 differ, or other weights are in FP8.
+            ConfigError: the FP8 scales of keys and values, or the dtype of some matrix, differ from the serving ones.
             OutOfMemoryError: the node has no room for the shard.
             EngineError: the device failed, or has no room for a layer.
         """

@@ -11,11 +11,11 @@ _CHUNK_ELEMENTS = 1 << 17
 
 ROW_STEP = 0x9E3779B1
 COLUMN_STEP = 0x85EBCA77
-"""Odd numbers, so that rows (and columns) of one tensor never share a key."""
+"""Multipliers of row and column indices. They are odd, so that two rows (or columns) of a tensor never share a key."""
 MIX = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 """Shifts and factors of MurmurHash3's 32-bit finaliser. Its last shift is omitted, as it changes only unused bits."""
 USED_BITS = 24
-"""Bits that fp32 holds exactly."""
+"""Number of a hash's bits that make a value. fp32 holds 24 bits exactly."""
 
 
 def fill(

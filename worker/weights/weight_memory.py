@@ -110,8 +110,8 @@ class WeightMemory:
                 self._write_note(self._note)
 
     def move_to_host(self) -> None:
-        """Moves the weights to host memory until `load_to_device`. Until then they are lost if this process dies after
-        the keeper has dropped their blocks."""
+        """Moves the weights to host memory until `load_to_device`. Once the keeper has dropped their blocks, they are
+        lost if this process dies."""
         self.on_host.move(self._decoder)
         self._blocks.clear()
 
@@ -157,8 +157,8 @@ class WeightMemory:
         self._write_note(staged._note)
 
     def _write_note(self, note: str) -> None:
-        """Writes `note` with the weights in persistent memory. An empty note marks them invalid. It must be written
-        before they are changed in place."""
+        """Writes `note` with the weights in persistent memory. An empty note marks them invalid. Write it before
+        changing them in place."""
         self._note = note
         if self._persistent is not None:
             self._persistent.write_note(_REST, note)

@@ -18,8 +18,7 @@ from parallel.numerics.kernels.c_library import TYPES, load
 TILE = 64
 """Rows of a weight that are interleaved when it is packed."""
 _PIECE = 1 << 18
-"""Elements that are copied at a time while a weight is packed in place, so that they stay in the caches. At least one
-tile."""
+"""Elements that are copied at a time while a weight is packed in place, to stay in the caches. At least one tile."""
 
 
 def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

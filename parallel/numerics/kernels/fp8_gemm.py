@@ -38,7 +38,8 @@ class Tile:
     num_warps: int
     num_stages: int
     side: int = 1
-    """Number of groups that a loop iteration multiplies in parallel. Only for up to `block_m` rows."""
+    """Number of groups that a loop iteration multiplies in parallel. It may be above 1 only for up to `block_m`
+    rows."""
     quantises: bool = False
     """Whether programs quantise the rows themselves. Only if `side` is above 1."""
     programs: int = 256
@@ -113,8 +114,7 @@ def _fp8_gemm_kernel(
 
 
 def cublas_is_faster(num_rows: int, out_features: int) -> bool:
-    """Whether `scaled_mm` is faster. It does not split columns among programs, and only wide weights have enough
-    tiles."""
+    """Whether `scaled_mm` is faster. It does not split columns, so only wide weights have enough tiles."""
     return num_rows >= (_CUBLAS_WIDE_ROWS if out_features > _WIDE else _CUBLAS_ROWS)
 
 

@@ -89,8 +89,7 @@ def nothing_finished(finished_ptr, is_first, TILES: tl.constexpr):
 def store_in_fp8(
     x, q_ptr, scales_ptr, finished_ptr, scale_stride, row, first_column, size, WIDTH: tl.constexpr, TILES: tl.constexpr
 ):
-    """Quantises x [columns], part of a row of `size` columns, into Fp8Rows from `first_column` on, in groups of
-    WIDTH."""
+    """Quantises x [columns], part of a row of `size` columns, into Fp8Rows from `first_column`, in groups of WIDTH."""
     groups = tl.arange(0, x.shape[0] // WIDTH)
     q, scale = in_fp8(tl.reshape(x, [x.shape[0] // WIDTH, WIDTH]))
     columns = first_column + groups[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]

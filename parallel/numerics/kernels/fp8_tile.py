@@ -64,7 +64,7 @@ def plain_tile(w, scale_rows, group, first_k, k, dtype: tl.constexpr, FORMAT: tl
     else:
         scale_rows += group * FORMAT[3]
         if FORMAT[4]:
-            # Loaded as a vector. With a matrix of one column, the compiler might lay out the whole tile like it, in
+            # Loaded as a vector: for a matrix of one column, the compiler might lay out the whole tile like it, in
             # bytes.
             scale = tl.load(scale_rows + (FORMAT[0] + first_k) // FORMAT[1])[:, None]
         else:

@@ -2,8 +2,7 @@
 
 The columns of the weight are divided in leaves of one width. A leaf's sum is one ascending chain of MMAs that starts at
 zero. T(a, b) = T(a, mid) + T(mid, b) with mid = a + ceil((b - a) / 2) adds leaves in fp32. The bits of a row's node
-depend on the row, the weight and the leaves, but not on other rows, tiles, warps, or the number of programs per node.
-Those are the schedule.
+depend on the row, the weight and the leaves, but not on other rows or on the schedule: tiles, warps, programs per node.
 
 A program walks the leaves of a subtree in order and holds left halves in registers until their right halves are done.
 With few rows, a node is divided into several subtrees, and a second kernel adds them.
@@ -44,8 +43,7 @@ FEW_ROWS = 16
 _SOME_ROWS = 64
 _MORE_ROWS = 128
 # The fastest of 6 to 8 tiles on an H200, with the norm after it, for 1 to 4 ranks of two 8B models, or within 5 % of it
-# (benchmarks/results/exact_wide_leaves_h200_2026-11-23.txt). None spills registers at the tree depths that it is used
-# for.
+# (benchmarks/results/exact_wide_leaves_h200_2026-11-23.txt). None spills registers at the tree depths used.
 _FEW = Tile(16, 32, 128, 2, 4)
 _FEW_DEEP = Tile(16, 64, 64, 2, 5)
 _DEEP = 8192
@@ -55,8 +53,7 @@ _MANY = Tile(128, 128, 128, 8, 3)
 _MAX_DEPTH = 5
 _LARGE_DEPTH = 2  # used for _MORE and _MANY
 _DESCRIBED_ROWS = 64
-# A node is divided until this many programs share the weight, but into few parts, because each part is written and
-# read.
+# A node is divided until this many programs share the weight, but into few parts, as each is written and read.
 _ENOUGH_PROGRAMS = 256
 _ENOUGH_LARGE_PROGRAMS = 128  # used for _MANY
 _MAX_CUTS = 4
@@ -65,7 +62,7 @@ _MAX_CUTS = 4
 _BATCHED_ROWS = range(_MORE_ROWS + 1, 513)
 _BATCHED_LEAF = 1024
 _MAX_BATCHED = 8
-_MAX_PARTS = 15  # boundaries of 8 bits in two words
+_MAX_PARTS = 15  # the boundaries of 15 parts, 8 bits each, fit in two words
 
 
 @triton.jit
@@ -203,7 +200,7 @@ def tree_gemm(
     blocks_m = triton.cdiv(num_rows, tile.block_m)
     values, scales, blocks, block_k, weight_format = pieces_of(weight, tile.block_k, leaf if leaf < in_features else 0)
     even = leaf % block_k == 0 and in_features % leaf == 0
-    # Blocks that the copy engine reads need no addresses in registers, which the tree uses.
+    # Blocks that the copy engine reads need no addresses in registers, so the tree can use these registers.
     described = even and tile.block_m >= _DESCRIBED_ROWS and x.stride(0) % 8 == 0
     dependent = blocks_m == 1 and not described and has_dependent_launch(x.device)
     described = described and (x.data_ptr() | values.data_ptr()) % 16 == 0 and in_features * values.itemsize % 16 == 0
@@ -249,8 +246,7 @@ def node_gemm(
     tile: Tile | None = None,
     parts: tuple[Span, ...] | None = None,
 ) -> torch.Tensor:
-    """out[i] = x @ weight.T over the leaves of nodes[i], added as the module describes. One or two kernels, no host
-    sync.
+    """out[i] = x @ weight.T over the leaves of nodes[i], added as the module says. One or two kernels, no host sync.
 
     Args:
         x: [num_rows, in_features], this rank's leaves, with any row stride. fp32 is multiplied without tensor cores.
@@ -317,8 +313,7 @@ def pack_parts(parts: tuple[Span, ...]) -> tuple[int, int, int]:
 
 
 def is_by_cublas(x: torch.Tensor, leaf: int, num_parts: int) -> bool:
-    """Whether `node_gemm` leaves `x`, with each part a leaf, to cuBLAS. Not for fp32, where cuBLAS may split a leaf's
-    columns."""
+    """Whether `node_gemm` leaves `x`, with each part a leaf, to cuBLAS. Not for fp32, where cuBLAS may split a leaf."""
     is_chain = x.is_cuda and x.dtype is not torch.float32
     return is_chain and _is_batched(len(x), leaf, num_parts) and num_parts * leaf == x.shape[1]
 

@@ -19,7 +19,7 @@ _MAX_OUT_FEATURES = 8192
 """With several rows, larger weights keep cuBLAS busy enough. A single row is faster here for any weight."""
 
 # block_n, block_k, num_warps, num_stages: the fastest, or within 3 % of it, for nearly every weight of the shapes in
-# benchmarks/models over 1, 2 and 4 GPUs. The last bits of the answer depend on the first two.
+# benchmarks/models over 1, 2 and 4 GPUs. The last bits of the output depend on the first two.
 _VECTOR = (8, 512, 4, 4)
 _TILE = (16, 256, 2, 4)
 
@@ -74,8 +74,7 @@ def skinny_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """x @ weight.T + bias, summed in fp32 and rounded once. One kernel, no host sync.
 
     Args:
-        x: [num_rows, in_features] with 1 to `MAX_ROWS` rows; the elements of a row are contiguous, the row stride is
-            free.
+        x: [num_rows, in_features] with 1 to `MAX_ROWS` rows; contiguous within a row, with any row stride.
         weight: [out_features, in_features] in x's dtype, contiguous; in_features is a multiple of 8.
         bias: [out_features] or None.
         out: [num_rows, out_features], contiguous, any float dtype, written.

@@ -21,9 +21,9 @@ _MASKED = tl.constexpr(MASKED)
 _BIAS_WORDS = tl.constexpr(BIAS_WORDS)
 
 _BLOCK = 4096
-"""Ids of one program."""
+"""Number of ids that one program processes."""
 _BIASES = 256
-"""Biases added at a time. One program processes one row."""
+"""Number of biases that a program adds at a time. Each program processes one row."""
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _bias_kernel(logits, rows, positions, heads, biases, num_ids, MAX: tl.conste
         token = tl.load(record + 1, mask=inside, other=0)
         tl.store(logits + token, tl.load(logits + token, mask=added, other=0.0) + value, mask=added)
         start += BLOCK
-    tl.debug_barrier()  # if a token has a bias and, in another lane, a ban, the ban counts
+    tl.debug_barrier()  # a token may have a bias in one lane and a ban in another; then the ban counts
     start = 0
     while start < num_biases:
         slot = start + tl.arange(0, BLOCK)

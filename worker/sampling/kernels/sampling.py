@@ -1,20 +1,20 @@
-"""Sampling kernels: the rule of worker/sampling/sampler.py over rows of logits. They do not wait for the device.
+"""Sampling kernels, which apply the rule of worker/sampling/sampler.py to rows of logits. None waits for the device.
 
 The CPU versions are in worker/sampling/torch_sampling.py.
 
     plain_tokens                      argmax of logit / temperature + noise, over few tokens if top-k is small
-    best_candidates, reduce_tokens    the same in parts, above a threshold
+    best_candidates, reduce_tokens    argmax in each block of ids, then over blocks, among scores that reach a threshold
     filter_thresholds                 smallest score that top-k, top-p and min-p allow
     token_logprobs                    log probabilities, also of the likeliest, with a fixed order of ties
 
 A row's result depends only on its own logits, parameters and position: blocks have one size and sums one order for any
 number of rows. Scores and noise are fp64, as in the CPU versions, so both sample the same tokens. For a row with a NaN
-the candidate is (+inf, -1): every maximum returns it, and its id is below any id with the same value. The row's
-thresholds are meaningless, and its log probabilities are NaN.
+the candidate is (+inf, -1), which wins every comparison: no value is larger, and of equal values the smallest id wins.
+The row's thresholds are meaningless, and its log probabilities are NaN.
 
-A row with a small top-k is sampled from a list of the tokens that it allows, the likeliest of each rank. Top-p adds
-weights as integers, so the sum is the same for any split of the list. Such a list contains all tokens as likely as the
-k-th. If these do not fit, it contains the first of them by id.
+A row with a small top-k is sampled from lists: each rank lists its likeliest tokens, including all that top-k allows.
+Top-p adds weights as integers, so the sum does not depend on how the ranks divide the tokens. A list contains all
+tokens as likely as the k-th. If these do not fit, it contains the ones with the smallest ids.
 
 Thresholds are searched on keys: the bits of an fp32 value as an int32 that sorts like the value. An fp64 quotient keeps
 distinct fp32 logits distinct, so the order of logits is the order of scores.
@@ -48,22 +48,22 @@ _NAN_ID = tl.constexpr(-1)  # below every id
 _LOWEST_KEY = tl.constexpr(-0x7F800001)  # the key of -inf
 
 _BLOCK = 4096
-"""Ids of one program if many programs share a row."""
+"""Number of ids that a program processes if many programs share a row."""
 _SLICE = 1024
-"""Ids of a block for which noise is computed together, so that it fits the registers."""
+"""Number of a block's ids for which noise is computed at a time. The noise of more would not fit in registers."""
 _GROUP = 128
-"""Ids that share one stored maximum. The k largest maxima bound the k-th largest logit from below."""
+"""Number of ids that share one stored maximum. The k largest maxima bound the k-th largest logit from below."""
 _SEARCH_BLOCK = 8192
-"""Ids read at a time if one program processes a whole row."""
+"""Number of ids read at a time if one program processes a whole row."""
 _SEARCH_WARPS = 16
 
 MAX_LISTED_TOP_K = 64
 """Rows with a top-k up to this are sampled from a list of their candidates, not from the whole vocabulary."""
 _MAX_K = tl.constexpr(MAX_LISTED_TOP_K)
 _LIST = tl.constexpr(128)  # entries of a list: key << 32 | id
-_MOST_GROUPS = tl.constexpr(128)  # most groups read at once: those with one of the k largest maxima, ties included
+_MOST_GROUPS = tl.constexpr(128)  # if more groups reach the k-th largest maximum, the whole row is read
 _NO_ENTRY = tl.constexpr(-(1 << 63) + (1 << 30))  # below every key, and without an id
-_ONE = tl.constexpr(float(1 << 52))  # a weight of 1 as an integer; a list's sum fits
+_ONE = tl.constexpr(float(1 << 52))  # the integer for a weight of 1; the sum of a list fits in int64
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def _candidates_kernel(
             near_x, near_nan = _load_or_top(logits + near, inside)
             scores = near_x.to(tl.float64) / temperature.to(tl.float64)
             allowed = inside & (scores >= threshold)
-            # Noise is skipped for most slices of a restricted row.
+            # Most slices of a row with a threshold have no allowed id, and need no noise.
             if not RESTRICTED or tl.max(allowed.to(tl.int32), 0) > 0:
                 noisy = scores + _gumbel(first_id + near, row_key)
                 better = (allowed & ((noisy > best) | (token == _NO_ID))) | near_nan
@@ -236,7 +236,7 @@ def _weight(values, num_values, key, top, inverse_temperature, WEIGHED: tl.const
 def _largest_key(
     values, num_values, wanted, low, high, top, inverse_temperature, WEIGHED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # The largest key in [low, high] for which the values with at least this key weigh `wanted`. `low` if there is none.
+    # The largest key in [low, high] for which the values with at least this key weigh `wanted` or more, else `low`.
     while low < high:
         middle = low + ((high - low + 1) >> 1)
         weight = _weight(values, num_values, middle.to(tl.int32), top, inverse_temperature, WEIGHED, BLOCK)
@@ -259,7 +259,7 @@ def _kth_key(keys, inside, k, low, high):
 
 @triton.jit
 def _list_some(keys, ids, inside, kth, room, entries, num_kept, num_ties):
-    # Appends the entries above the k-th key, and at most `room` of those equal to it. Returns the new count of each.
+    # Appends entries above the k-th key and at most `room` equal ones. Returns the new numbers of entries and ties.
     ties = (inside & (keys == kth)).to(tl.int32)
     kept = inside & ((keys > kth) | ((ties > 0) & (num_ties + tl.cumsum(ties, 0) <= room)))
     ones = kept.to(tl.int32)
@@ -544,11 +544,11 @@ def best_candidates(
         rows: [num_rows] int32: index of each row's parameters in `records`.
         positions: [num_rows] int32: index of the token to be sampled in its whole sequence.
         records: [table_size, RECORD_WORDS] int32: PARAMS_DTYPE records.
-        thresholds: [num_rows] fp64: smallest score allowed for rows with a positive temperature. If None, any.
+        thresholds: [num_rows] fp64: smallest allowed score, for a positive temperature. If None, all are allowed.
 
     Returns:
-        [num_blocks, num_rows, 2] fp64: (value, id). A block without an allowed id has value -inf and id 2**30. A block
-        with a NaN has +inf and -1.
+        [num_blocks, num_rows, 2] fp64: (value, id). A block without an allowed id has -inf and 2**30, one with a NaN
+        +inf and -1.
     """
     return _candidates(logits, rows, positions, records, first_id, thresholds, None)
 
@@ -562,7 +562,7 @@ def _candidates(
     thresholds: torch.Tensor | None,
     maxima: torch.Tensor | None,
 ) -> torch.Tensor:
-    # With `maxima` [num_rows, num_groups], rows that are sampled from a list get their groups' maxima instead of noise.
+    # `maxima` [num_rows, num_groups] receives the group maxima of listed rows, which get no noise. None: lists no row.
     num_rows, num_ids = logits.shape
     num_parts = max(triton.cdiv(num_ids, _BLOCK), 1)
     out = torch.empty((num_parts, num_rows, 2), dtype=torch.float64, device=logits.device)
@@ -575,7 +575,7 @@ def _candidates(
 
 
 def reduce_tokens(candidates: torch.Tensor) -> torch.Tensor:
-    """[num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64: the id of the largest value, ties to the least."""
+    """[num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64: the smallest id of the largest value."""
     out = torch.empty(candidates.shape[1], dtype=torch.int64, device=candidates.device)
     _reduce(candidates, out, tokens=True)
     return out
@@ -629,13 +629,13 @@ def filter_thresholds(logits: torch.Tensor, rows: torch.Tensor, records: torch.T
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, requested: torch.Tensor) -> LogprobTensors:
-    """Log probabilities, before temperature and filters, of one token a row, the likeliest and the requested.
+    """Log probabilities, before temperature and filters, of each row's given, likeliest and requested tokens.
 
     Args:
         logits: [num_rows, vocab_size] floating, contiguous within a row: whole rows.
-        tokens: [num_rows] int64.
+        tokens: [num_rows] int64: the given token of each row.
         k: number of likeliest tokens.
-        requested: [num_rows, m] int64.
+        requested: [num_rows, m] int64: ids of further tokens.
     """
     ranked, logprobs = rank_logprobs(logits, tokens)
     top = ranked.topk(k).values if k else ranked[:, :0]
@@ -643,15 +643,15 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, requested
 
 
 def rank_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log probabilities before temperature and filters, as integers that sort by rank, and those of one token a row.
+    """Log probabilities before temperature and filters: of all ids, as integers that sort by rank, and of `tokens`.
 
     Args:
         logits: [num_rows, vocab_size] floating, contiguous within a row: whole rows.
-        tokens: [num_rows] int64.
+        tokens: [num_rows] int64: the one token of each row.
 
     Returns:
-        [num_rows, vocab_size] int64, read by `ranked_ids` and `ranked_logprobs`. A larger value is likelier, and among
-        equal ones the smaller id is larger. And [num_rows] fp32: log probabilities of `tokens`.
+        [num_rows, vocab_size] int64, read by `ranked_ids` and `ranked_logprobs`. A larger value is likelier; of equally
+        likely ids the smaller one has the larger value. And [num_rows] fp32: log probabilities of `tokens`.
     """
     num_rows, num_ids = logits.shape
     normalisers = torch.empty((num_rows, 2), dtype=torch.float64, device=logits.device)
@@ -667,11 +667,11 @@ def rank_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Ten
 
 
 def ranked_ids(ranked: torch.Tensor) -> torch.Tensor:
-    """The ids, int64, in the output of `rank_logprobs`."""
+    """The token ids, int64, that values returned by `rank_logprobs` stand for."""
     return 0x7FFFFFFF - (ranked & 0xFFFFFFFF)
 
 
 def ranked_logprobs(ranked: torch.Tensor) -> torch.Tensor:
-    """The log probabilities, fp32, in the output of `rank_logprobs`."""
+    """The log probabilities, fp32, that values returned by `rank_logprobs` stand for."""
     keys = (ranked >> 32).to(torch.int32)
     return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).view(torch.float32)
