@@ -12,8 +12,8 @@ from configs.errors import ConfigError, EngineError, LockstepError
 
 def resize_app(size: int, app: str, address: str | None) -> None:
     """Resizes every replica of `app`, one after the other, and prints how long requests waited. Raises ConfigError if
-    there is no such cluster or app, or if it cannot have that size. Raises EngineError if a resize failed: then the
-    replicas after it are not changed."""
+    the cluster or app does not exist, or cannot have that size. Raises EngineError if a resize failed: the replicas
+    after it are not changed then."""
     joined = cluster_address(address)
     if joined is None:
         raise ConfigError("no Ray cluster runs on this machine; give its address with --address host:port")
@@ -22,7 +22,7 @@ def resize_app(size: int, app: str, address: str | None) -> None:
 
 
 def resize_all(size: int, app: str, console: Console) -> None:
-    """Like `resize_app`, in the cluster that this process has joined."""
+    """Resizes every replica of `app` in the cluster that this process has joined. Has the errors of `resize_app`."""
     found = coordinators(app)
     if not found:
         raise ConfigError(f"no replica of an app {app!r} runs in this cluster; `serve status` lists the apps")

@@ -250,7 +250,7 @@ class SchedulerStats:
     """Pages that are private to one running request."""
     total_prefix_hit_tokens: int
     total_prompt_tokens: int
-    """Tokens of admitted requests, of which `total_prefix_hit_tokens` came from the cache."""
+    """Tokens of admitted requests, whether computed or from the prefix cache."""
     total_preemptions: int
     total_answer_tokens: int = 0
     """Tokens of answers, without dropped ones."""

@@ -85,7 +85,7 @@ def _log_stacks(ranks: list[Rank], step_age_s: float) -> None:
 
 
 def failure_of(calls: Mapping[int, Any], size: int) -> LockstepError:
-    """The reason why `calls` (rank -> call), of which one has ended, failed: preferably a rank that failed by itself.
+    """The reason why one of `calls` (rank -> call) failed: preferably the failure of a rank that failed by itself.
 
     Args:
         size: number of ranks of the group.

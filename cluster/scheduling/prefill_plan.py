@@ -21,7 +21,7 @@ class PromptRun(NamedTuple):
     """Position of the first token. The token before it is an input of the step."""
     num: int
     k: int
-    """Number of likeliest tokens whose log probabilities are returned too."""
+    """Number of likeliest tokens that get a log probability too."""
 
 
 @dataclass(slots=True, eq=False)
