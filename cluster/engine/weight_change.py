@@ -1,4 +1,4 @@
-"""Changes the weights of a running engine to others of the same shape. The ranks stage new weights beside the old ones,
+"""Changes the weights of a running engine to other weights of the same shape. The ranks stage them beside the old ones,
 and switch between two steps.
 
 A failure before the switch costs nothing: the ranks drop the staged weights. If a rank fails during the switch, the

@@ -97,5 +97,5 @@ ErrorShape = Callable[[RequestError, str], msgspec.Struct]
 
 
 async def send_error(send: Send, error: RequestError, body: msgspec.Struct, headers: Mapping[str, str]) -> None:
-    """Sends `error` as a whole response with this body. `headers` are added to those of the error."""
+    """Sends `error` as a whole response with this body. `headers` are added to the error's own headers."""
     await send_json(send, error.status, _encode(body), {**error_headers(error), **headers})

@@ -185,7 +185,7 @@ class _ScoreWriter(AnswerWriter):
 
 
 def _scores(logprobs: Sequence[float], *, softmax: bool) -> list[float]:
-    """Probabilities of the log probabilities. With `softmax`, they are divided by their sum."""
+    """Converts log probabilities to probabilities. With `softmax`, divides these by their sum."""
     top = max(logprobs) if softmax else 0.0
     if top == -math.inf:
         return [0.0] * len(logprobs)

@@ -331,7 +331,7 @@ class RankGroup:
             self._spares.fill([] if self.config.device == "cpu" else self.devices)
 
     def _take_kv(self, kv: PersistentKV) -> None:
-        """Makes the ranks copy the KV that other ranks left. The memory of those is released layer by layer."""
+        """Makes the ranks copy the KV that other ranks left. The other ranks' memory is released layer by layer."""
         for first in range(0, len(self.model.all_layers), _LAYERS_AT_ONCE):
             layer_ids = range(len(self.model.all_layers))[first : first + _LAYERS_AT_ONCE]
             self._on(self._ranks, "take_kv", kv.keeper.address, kv.num_ranks, layer_ids, kv.pages)
@@ -466,7 +466,7 @@ class RankGroup:
         self.start_spares()
 
     def _stop(self, reason: LockstepError, *, keeps_kv: bool = False) -> list[Rank]:
-        """Makes all ranks stop waiting and keep only their weights. Kills the processes of ranks that do not or cannot,
+        """Makes all ranks stop waiting and keep only their weights. Kills the processes of ranks that do not answer,
         that have no weights, or that failed by themselves.
 
         Returns:

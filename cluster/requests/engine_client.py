@@ -252,7 +252,7 @@ class EngineClient:
         return streams
 
     def flush_cache(self) -> None:
-        """Makes the engine drop the prefixes that no running request uses. Raises EngineError if it is gone."""
+        """Makes the engine drop prefixes that no running request uses. Raises EngineError if the engine is gone."""
         if self._lost is not None:
             raise EngineError(self._lost)
         self._send(FlushCache())

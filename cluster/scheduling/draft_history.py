@@ -42,7 +42,7 @@ class DraftHistory:
         return (self._rates[False], self._rates[True])
 
     def take(self, tokens: Int32Array, *, is_whole: bool) -> None:
-        """Compares the drafts with the request's next `tokens`. Wrong drafts end, with all after them."""
+        """Compares the drafts with the request's next `tokens`. A wrong draft drops all later ones."""
         self._num_tokens += len(tokens)
         for token in tokens.tolist():
             if self._drafts:

@@ -139,7 +139,7 @@ class GuidedRows:
         return False
 
     def forget(self, request: Request) -> bool:
-        """Removes an ended request, which still has its row if it had one. Returns whether it was held."""
+        """Removes an ended request, which still has its row if it had one. Returns True if it was in `_held`."""
         _guide_of(request).close()
         self._awaiting.pop(request.row, None)
         self._masks.pop(request.row, None)

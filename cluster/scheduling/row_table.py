@@ -52,7 +52,7 @@ class RowTable:
         """Number of drafts in flight that are not verified yet. The position of the row's next input is between
         `num_computed` and `num_computed + num_unverified`."""
         self.num_drafts = np.zeros(num_rows, np.int32)
-        """Number of drafts that the ranks make for the row after the last launched step that names it."""
+        """Number of drafts that the ranks make for the row in the last launched step that names it."""
         self.drafts_on_device = np.zeros(num_rows, np.bool_)
         """Whether the ranks track the row's position and drafts themselves. Such a row can decode again before its
         result comes. False if its masks or biases depend on its tokens."""

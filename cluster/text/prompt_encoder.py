@@ -91,7 +91,7 @@ class PromptEncoder:
         limit, longest = self._max_model_len * (_COUNTED if use == "count" else 1), self._tokenizer.longest_token
         size = _CHARS_PER_TOKEN * limit + _LEAST_PART
         if use == "end":
-            # The last tokens have an eighth of these characters at most, so where the text is cut does not change them.
+            # The last tokens should have an eighth of these characters, so the cut is too far away to change their ids.
             return encode(text[-8 * size :])
         num_tokens = -(-len(text) // longest) if longest else 0
         while num_tokens <= limit and size < len(text):

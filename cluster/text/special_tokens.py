@@ -109,7 +109,7 @@ class SpecialTokens:
         # An answer that a client sends back contains the tags of the model's reasoning and calls, so these stay.
         calls = () if formats.calls is None else formats.calls.tags
         own = {name for name in calls if not added.get(name)}
-        # Special reasoning tags do not stay, because they end whole messages.
+        # Special tags do not stay, because they end whole messages.
         if formats.reasoning is not None and not formats.reasoning.special:
             own |= {formats.reasoning.begin, formats.reasoning.end}
         self._names = tuple(sorted(names))

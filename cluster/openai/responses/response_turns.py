@@ -19,7 +19,7 @@ _BEGINS_TURN: Mapping[str, frozenset[str]] = {
     "message": frozenset({"message", "function_call"}),
     "function_call": frozenset(),
 }
-"""For each kind of item: it begins a new turn of the assistant after an item of one of these kinds."""
+"""Kind of item -> kinds in the assistant's last turn after which such an item begins a new turn."""
 
 
 def conversation(request: InputTokensRequest, items: Sequence[Mapping[str, Any]], num_earlier: int) -> Conversation:
