@@ -72,8 +72,8 @@ def prompt_top_logprobs(whole: WholePromptLogprobs, ids: Sequence[int], k: int) 
 def prompt_logprobs_json(
     whole: WholePromptLogprobs, ids: Sequence[int], k: int, tokenizer: Tokenizer
 ) -> Iterator[dict[int, PromptLogprob] | None]:
-    """The entries of the field `prompt_logprobs`: each token's own log probability and those of the `k` likeliest
-    tokens at its position."""
+    """The entries of the field `prompt_logprobs`: log probabilities of each token, and of the `k` likeliest tokens at
+    its position."""
     name = tokenizer.token_text
     yield None
     for own, logprob, top in zip(ids[1:], whole.logprobs.tolist(), prompt_top_logprobs(whole, ids, k), strict=True):

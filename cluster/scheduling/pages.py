@@ -109,7 +109,7 @@ class WindowPages:
         self._table = table
         self._owners = owners
         self._first = np.zeros(len(table), np.int32)  # index of the first page in each row's window
-        self._allocator = PageAllocator(limits.num_window_pages)  # its owners are page ids
+        self._allocator = PageAllocator(limits.num_window_pages)  # the owner of a window page is the page that has it
         self._window_page_of = np.zeros(len(owners), np.int32)  # window page of each page; 0 if it has none
         self._num_users = np.zeros(len(owners), np.int32)
         self._originals = np.zeros(len(owners), np.int32)  # the cached page with the same tokens as each private copy
@@ -321,7 +321,7 @@ class RowPages:
         return np.stack((rows, have, pages), axis=1, dtype=np.int32)
 
     def grow(self, row: int, num_tokens: int) -> Int32Array | None:
-        """Like `grow_rows`, for one row."""
+        """Calls `grow_rows` for one row."""
         return self.grow_rows(np.array((row,), np.int32), np.array((num_tokens,), np.int32))
 
     def open(self, row: int, salt: bytes) -> None:

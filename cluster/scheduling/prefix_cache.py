@@ -105,7 +105,7 @@ class PrefixCache:
         end, known = self.match(node, tokens)
         num_known = len(known)
         if num_known < len(pages):
-            # Copies, because the row table reuses its buffers.
+            # The arrays are copied, because the row table reuses its buffers.
             new_tokens = tokens[num_known * self._page_size :].copy()
             new_pages = pages[num_known:].copy()
             self.num_pages += len(new_pages)

