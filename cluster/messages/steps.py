@@ -20,8 +20,7 @@ from worker.protocol import StepFrame
 STEP_DTYPE = np.dtype(
     [
         ("launched_s", "<f8"),  # CLOCK_MONOTONIC of the host
-        # Seconds to its end from its launch, or from the end of the step before if that was later
-        ("duration_s", "<f4"),
+        ("duration_s", "<f4"),  # from the launch, or the end of the step before if later, to the step's end
         ("gap_s", "<f4"),  # seconds before the launch in which no step was in flight although requests waited
         ("num_rows", "<i4"),  # sequences in the step
         ("num_decodes", "<i4"),  # sequences that computed their last token, and no prompt
