@@ -30,8 +30,7 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes one JSON object per line: time, level, logger, message, names of the process, the line's fields,
-    `error`."""
+    """One JSON object per line: time, level, logger, message, names of the process, the line's fields, `error`."""
 
     def __init__(self, process: Mapping[str, str]) -> None:
         super().__init__()

@@ -40,8 +40,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """Facts about one request, which the guard collects before any route runs. Every log line and span has the
-    request's id."""
+    """Facts about one request. The guard collects them before any route runs. Every log line and span has its id."""
 
     request_id: str
     """The client's `x-request-id` if it is a valid name, else a new id."""
