@@ -1,8 +1,8 @@
-"""`python -m cluster`."""
+"""Runs the command line: `python -m cluster`."""
 
 from cluster.serve.haproxy import use_haproxy
 
-use_haproxy()  # before the next import brings ray.serve
+use_haproxy()  # the next import imports ray.serve, which reads these variables
 
 from cluster.commands.cli import app  # noqa: E402
 

@@ -1,7 +1,7 @@
 """The log format of Lockstep's processes: to stderr, which Ray stores, one line per event, as text or JSON.
 
-Every line names its replica and rank. Further values come in `extra={"fields": {...}}`: values of a request or of the
-engine, never its text.
+Every line names its replica and rank. Further values are in `extra={"fields": {...}}`: values of a request or of the
+engine, never a request's text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PACKAGES = ("attention", "cluster", "configs", "parallel", "worker")
 
 
 class ConsoleFormatter(logging.Formatter):
-    """`INFO [app:replica tp1] cluster.serve.running_engine: message key=value ...`."""
+    """Writes lines such as `INFO [app:replica tp1] cluster.serve.running_engine: message key=value ...`."""
 
     def __init__(self, process: Mapping[str, str]) -> None:
         where = " ".join(process.values())
@@ -30,12 +30,12 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, logger, message, the process's names, the line's fields, `error`."""
+    """One JSON object per line: time, level, logger, message, names of the process, the line's fields, `error`."""
 
     def __init__(self, process: Mapping[str, str]) -> None:
         super().__init__()
         self._process = dict(process)
-        # Values that JSON lacks are written as text, so that no line is lost.
+        # Values that JSON cannot express are written as text, so that no line is lost.
         self._encoder = msgspec.json.Encoder(enc_hook=str)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -53,18 +53,18 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """The handler of Lockstep among those of the root logger."""
+    """Lockstep's own handler, which distinguishes it from other handlers of the root logger."""
 
 
 def formatter(log_format: str, **process: str) -> logging.Formatter:
-    """A formatter of `observability.log_format` (console or json), for a process with these names, such as replica and
-    rank."""
+    """A formatter for `log_format` (`observability.log_format`: console or json). `process` has names such as replica
+    and rank."""
     return (JsonFormatter if log_format == "json" else ConsoleFormatter)(process)
 
 
 def log_to_stderr(log_format: str = "console", **process: str) -> None:
-    """Shows Lockstep's log and warnings of others in this process. Ray stores it and passes it on to the driver.
-    Another call changes the process's names."""
+    """Writes Lockstep's log and warnings of other packages to stderr. Ray stores the lines and passes them on to the
+    driver. Another call changes the process's names."""
     logging.basicConfig(level=logging.WARNING, handlers=[_Handler(sys.stderr)])
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _Handler):

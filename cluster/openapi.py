@@ -42,7 +42,7 @@ _HEADERS: dict[str, dict[str, Any]] = {
 
 
 class _WithoutTitles(GenerateJsonSchema):
-    """Titles would only repeat the names."""
+    """Leaves out titles, because they would only repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -140,8 +140,8 @@ def _success(route: Route) -> dict[str, Any]:
     if route.answer is not None:
         content["application/json"] = {"schema": _schema_of(route.answer)}
     if route.event is not None:
-        # This version of OpenAPI cannot describe a stream of events, and some tools read `schema` as that of each
-        # event. So the type of the events' data has a name of its own.
+        # This version of OpenAPI cannot describe a stream of events, and some tools would take `schema` for the type of
+        # an event. So the events' type is under another key.
         content["text/event-stream"] = {"x-event-schema": _schema_of(route.event)}
     if not content:
         content[route.media_type] = {"schema": {"type": "string"}}

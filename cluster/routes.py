@@ -1,7 +1,7 @@
 """All routes of the endpoint: input and output types, required roles, and handlers.
 
 The app (`serve.ingress`), the roles of API keys and the OpenAPI document are built from this one table. Fields come
-from the models, so a new field is in the document without a change here.
+from the request and answer models, so a new field is in the document without a change here.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Version(msgspec.Struct):
 
 
 class Handlers:
-    """The objects that answer the routes of one replica. Its own methods do not wait."""
+    """The objects that answer the routes of one replica. The methods of this class do not wait."""
 
     def __init__(self, model: ServedModel, requests: ActiveRequests, document: bytes) -> None:
-        """`document`: the OpenAPI document, as JSON."""
+        """`document` is the OpenAPI document as JSON."""
         self.model = model
         self.requests = requests
         self._document = document
@@ -113,15 +113,15 @@ PlainHandler = Callable[[Request], Awaitable[PlainResponse]]
 Tag = Literal["OpenAI", "Anthropic", "SGLang and vLLM", "Operations"]
 
 _ANY = (400, 401, 403, 429, 431, 500)
-"""Errors of every route: an invalid header, no key, a key of the wrong role or a foreign Host, a quota, too many
-headers, an internal error."""
+"""Statuses of errors on every route: an invalid header, no key, a key of the wrong role or a foreign Host, a quota, too
+many headers, an internal error."""
 _ENDPOINT = (*_ANY, 408, 413, 415, 503)
-"""Further errors of routes that may have a body: it can be wrong, slow, large or of another type, and the server can be
+"""Adds errors of routes that may have a body: it can be wrong, slow, large or of another type, and the server can be
 stopping."""
 _MODEL = (*_ENDPOINT, 404)
-"""Further errors of routes that name something that may not exist: a model, or a response."""
+"""Adds the error of routes that name something that may not exist: a model, or a response."""
 _GENERATES = (*_MODEL, 409, 504)
-"""Further errors of routes that wait for the engine: a timeout, or an operator ends the request."""
+"""Adds errors of routes that wait for the engine: a timeout, or an operator ends the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,26 +133,26 @@ class Route:
     path: str
     """The path in Starlette's form, in which `:path` after a name means that the value may contain slashes."""
     about: str
-    """A sentence. The document adds whether an admin key is needed."""
+    """A sentence that describes the route. The OpenAPI document adds whether an admin key is needed."""
     handler: ModelHandler | None = None
-    """The handler, if it only needs the replica's model. None if one of the next two is set."""
+    """The handler, if it only needs the replica's model. None if `serving` or `plain` is set."""
     serving: Callable[[Handlers], Handler] | None = None
-    """The handler, if it needs more of a replica than its model."""
+    """Returns the handler, if it needs more of a replica than its model."""
     plain: Callable[[Handlers], PlainHandler] | None = None
-    """The handler of a route without a body, which answers at once, also while the server is stopping."""
+    """Returns the handler of a route without a body. It answers at once, even while the server is stopping."""
     request: type[BaseModel] | None = None
     answer: Any = None
-    """A struct type, or a union of them. None if the answer is not JSON."""
+    """Type of the JSON answer: a struct, or a union of structs. None if the answer is not JSON."""
     media_type: str = "application/json"
-    """Type of an answer that is not JSON."""
+    """Media type of an answer that is not JSON."""
     event: Any = None
-    """The type of each server-sent event's data, on routes that stream."""
+    """Type of the data in each server-sent event. None if the route does not stream."""
     errors: Sequence[int] = _ENDPOINT
     error: Any = ErrorBody
     roles: Set[Role] = USERS
-    """The roles of keys that may call it. `ANYONE`: no key is needed."""
+    """Roles of the keys that may call the route. `ANYONE`: no key is needed."""
     costs: bool = False
-    """Whether it counts against a key's quota although it is not a POST."""
+    """Whether a request counts against its key's quota although the method is not POST."""
 
 
 _openai = partial(Route, "OpenAI", errors=_MODEL)
@@ -167,7 +167,7 @@ PATH_PARAMETERS = {
     "request_id": "The answer's id, or the request's `x-request-id`.",
     "response_id": "The id of a response.",
 }
-"""Descriptions of path parameters, by name."""
+"""Description of each path parameter."""
 
 ROUTES: tuple[Route, ...] = (
     _openai(

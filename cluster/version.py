@@ -1,3 +1,3 @@
-"""The version of this checkout, equal to that in pyproject.toml."""
+"""The version of this checkout. pyproject.toml has the same."""
 
 VERSION = "0.1.0"

@@ -19,7 +19,7 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
     thinking: str = ""
     signature: str = ""
-    """Always empty: this server accepts its own reasoning back without a signature."""
+    """Always empty, because this server accepts its own reasoning without a signature."""
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
@@ -32,7 +32,7 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(msgspec.Struct):
-    """`input_tokens` and `cache_read_input_tokens` together are the prompt's tokens."""
+    """Token counts. The prompt's tokens are `input_tokens` plus `cache_read_input_tokens`."""
 
     input_tokens: int
     output_tokens: int
@@ -54,7 +54,7 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
 
 
 class TokenCount(msgspec.Struct):
-    """The answer of /v1/messages/count_tokens."""
+    """The answer to /v1/messages/count_tokens."""
 
     input_tokens: int
 
@@ -140,7 +140,7 @@ class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
 
     @classmethod
     def of(cls, error: RequestError, request_id: str | None = None) -> AnthropicError:
-        """`error` in the form for clients."""
+        """The body that shows `error` to clients."""
         kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         return cls(AnthropicErrorDetail(kind, str(error)), request_id)
 

@@ -29,8 +29,8 @@ def conversation(request: CountTokensRequest) -> Conversation:
     if not turns:
         raise RequestError("messages has only system messages, all empty; add a user message.", param="messages")
     if len(turns) > 1 and turns[-1] == Turn(role="assistant", path=turns[-1].path):
-        turns.pop()  # an answer that was cut off before its first text
-    # The answer continues the beginning that the caller gave.
+        turns.pop()  # The last turn is an answer that was cut off before its first text.
+    # If the last turn is the assistant's, it is the beginning of the answer.
     continued = turns[-1].role == "assistant"
     if continued and not turns[-1].text:
         raise RequestError("The final message has no content to continue; leave it out.", param=turns[-1].path)
@@ -54,7 +54,7 @@ def conversation(request: CountTokensRequest) -> Conversation:
 
 
 def output_grammar(request: MessagesRequest) -> GrammarSpec | None:
-    """The grammar for `output_config.format`, if any. Raises RequestError for a schema that is too long."""
+    """The grammar that `output_config.format` asks for, or None. Raises RequestError for a schema that is too long."""
     output = request.output_config
     if output is None or output.format is None:
         return None
@@ -112,5 +112,5 @@ def _assistant_turn(blocks: Sequence[Block], path: str) -> Turn:
 def _result_turn(result: ToolResultParam, path: str) -> Turn:
     text = _text(result.content or "")
     if result.is_error:
-        text = f"Error:\n{text}" if text else "Error:"  # a template has no other position for it
+        text = f"Error:\n{text}" if text else "Error:"  # a template has no field for errors
     return Turn(role="tool", text=text, call_id=result.tool_use_id, path=path)

@@ -30,7 +30,7 @@ def sse(event: objects.MessageEvent) -> bytes:
 
 
 def message_usage(usage: Usage) -> MessageUsage:
-    """Token counts in Anthropic's form, with cached tokens counted separately."""
+    """Token counts in Anthropic's form, in which `input_tokens` does not include cached tokens."""
     cached = usage.prompt_tokens_details.cached_tokens
     return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
@@ -39,7 +39,7 @@ class MessageWriter(BlockBuilder, AnswerWriter):
     """Writes answers of /v1/messages."""
 
     def __init__(self, run: Run, model_name: str, request_id: str) -> None:
-        """`request_id`: named by an error in the stream."""
+        """`request_id` is shown by an error in the stream."""
         BlockBuilder.__init__(self)
         AnswerWriter.__init__(self, run)
         self._message = objects.AnthropicMessage(id=run.job.id, model=model_name, usage=MessageUsage(0, 0, 0))
@@ -115,7 +115,7 @@ class MessageWriter(BlockBuilder, AnswerWriter):
 
 
 def _object(text: str) -> dict[str, object]:
-    """The JSON object in `text`. Empty if the model was cut off inside it, or wrote something else."""
+    """The JSON object in `text`. Empty if the answer was cut off inside it, or the model wrote something else."""
     try:
         decoded = msgspec.json.decode(text or "{}")
     except msgspec.DecodeError:

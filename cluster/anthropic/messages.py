@@ -59,7 +59,7 @@ async def count_tokens(model: ServedModel, body: bytes, context: RequestContext)
 def _checked(
     model: ServedModel, kind: type[_Request], raw: Mapping[str, Any]
 ) -> tuple[_Request, list[str], Conversation]:
-    """A request, its ignored fields, and the conversation that the model continues. Raises RequestError."""
-    # A client may send the whole request for counting.
+    """Returns a request, its ignored fields, and the conversation that the model continues. Raises RequestError."""
+    # A client may send the whole request to have its tokens counted.
     request, ignored = model.checked(kind, raw, FIELDS, MessagesRequest)
     return request, ignored, conversation(request)

@@ -23,7 +23,7 @@ from cluster.requests.shapes import (
 
 
 class TextParam(Shape):
-    """Text."""
+    """A piece of text."""
 
     type: Literal["text"]
     text: str
@@ -33,14 +33,14 @@ Texts = Annotated[list[TextParam], Field(fail_fast=True)]
 
 
 class ThinkingParam(Shape):
-    """The reasoning of an earlier turn, for templates that read it."""
+    """The model's reasoning in an earlier turn, for templates that read it."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class RedactedThinkingParam(Shape):
-    """Reasoning of another server's model, which this one cannot read."""
+    """Reasoning of another server's model, which this server cannot read and ignores."""
 
     type: Literal["redacted_thinking"]
 
@@ -83,7 +83,7 @@ class UserParam(Shape):
 
 
 class AssistantParam(Shape):
-    """An earlier turn of the model. It may be empty, because `max_tokens` may cut a call off before its arguments."""
+    """An earlier turn of the model. May be empty, because `max_tokens` may cut off a call before its arguments."""
 
     role: Literal["assistant"]
     content: str | Annotated[list[_Said], Field(fail_fast=True)]
@@ -105,7 +105,7 @@ class ToolParam(Shape):
 
 
 class ToolChoiceParam(Shape):
-    """Whether tools are used, and which."""
+    """Whether the model may or must use tools, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -113,7 +113,7 @@ class ToolChoiceParam(Shape):
 
 
 class ThinkingConfig(Shape):
-    """Whether the model reasons first."""
+    """Whether the model reasons before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
@@ -127,20 +127,20 @@ class OutputFormat(Shape):
 
 
 class OutputConfig(Shape):
-    """The form of the text, and how much the model reasons."""
+    """The form of the answer's text, and how much the model reasons."""
 
     effort: ReasoningEffort | None = None
     format: OutputFormat | None = None
 
 
 class RequestMetadata(Shape):
-    """Accepted and not used."""
+    """Accepted, but not used."""
 
     user_id: str | None = None
 
 
 class CountTokensRequest(Shape):
-    """POST /v1/messages/count_tokens: the part of a request that determines its prompt."""
+    """POST /v1/messages/count_tokens: the fields of a request that determine its prompt."""
 
     model: str
     messages: list[Annotated[Message, Field(discriminator="role")]] = Field(min_length=1, fail_fast=True)

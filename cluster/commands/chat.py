@@ -10,7 +10,7 @@ from cluster.commands.endpoint_client import EndpointClient
 
 
 def run_chat(url: str, model: str | None, *, temperature: float | None, max_tokens: int | None) -> None:
-    """Reads lines and streams answers until an empty line or end of input. Ctrl-C ends an answer, and at the prompt the
+    """Reads lines and streams answers until an empty line or end of input. Ctrl-C ends an answer, or at the prompt the
     chat. If `temperature` or `max_tokens` is None, the endpoint decides. Raises the errors of EndpointClient."""
     console = Console(highlight=False, soft_wrap=True)
     with EndpointClient(url) as endpoint:

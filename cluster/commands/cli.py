@@ -50,9 +50,10 @@ def serve(
     address: Address = None,
 ) -> None:
     """Serve the model of FILE until interrupted."""
-    # Read when Ray is imported. Otherwise a SIGTERM while Ray starts would wait half a minute for a node without work.
+    # Read when Ray is imported. Otherwise a SIGTERM while Ray starts would wait half a minute for an idle node.
     os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
-    began = time.monotonic()  # before imports, which take a second, also on a host that has just started many processes
+    # Before the imports, which take a second even on a host that has just started many processes
+    began = time.monotonic()
     from cluster.commands.serve import ServingJob
 
     with _friendly_errors():
@@ -87,7 +88,8 @@ def check(
         app_config = load_app_config(file, overrides or [])
         gpu_memory_bytes = None if gpu is None else parse_memory(gpu)
         print_plan(app_config, gpu_memory_bytes=gpu_memory_bytes, settings=settings, layers=layers)
-        check_checkpoint(app_config.engine, serves_text=False)  # later checks accept random weights
+        # `check_tokenizer` needs none for random weights
+        check_checkpoint(app_config.engine, serves_text=False)
         check_tokenizer(app_config.engine)
         if against is not None:
             print_changes(load_app_config(against), app_config)
@@ -271,7 +273,7 @@ def _counts(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def _friendly_errors() -> Iterator[None]:
-    """Turns our errors into one red line and exit code 2. Other errors stay tracebacks."""
+    """Shows a LockstepError as one red line and exits with code 2. Other errors are shown as tracebacks."""
     try:
         yield
     except LockstepError as error:

@@ -1,4 +1,4 @@
-"""An OpenAI endpoint as the commands use it: its URL, the caller's key, and errors that a person can act on."""
+"""An OpenAI endpoint for the commands: its URL, the caller's key, and errors that a person can act on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 from configs.errors import ConfigError, EngineError
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
-"""The environment variable with the key to send. On a command line, every user of the machine could read it."""
+"""The environment variable with the key to send. Every user of the machine could read a key on the command line."""
 
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 600.0
@@ -23,9 +23,9 @@ class EndpointClient:
     """A client of one endpoint. Every method raises EngineError if the endpoint fails or does not answer."""
 
     def __init__(self, url: str) -> None:
-        """`url` may omit the scheme, and `/v1` if it has no path. Raises ConfigError if it is not a URL."""
+        """`url` may omit the scheme, and `/v1` if it has no path. Raises ConfigError if `url` is not a URL."""
         self.url = _base_url(url)
-        """Base URL, `/v1` included."""
+        """Base URL of the endpoint, including `/v1`."""
         key = os.environ.get(API_KEY_VARIABLE)
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
@@ -38,7 +38,7 @@ class EndpointClient:
         self._client.close()
 
     def first_model(self) -> str:
-        """The first model that the endpoint lists."""
+        """The name of the first model that the endpoint lists."""
         with self._answering():
             response = self._client.get("models")
         if response.status_code == 401:
@@ -53,7 +53,7 @@ class EndpointClient:
         return name
 
     def json(self, path: str) -> Any:
-        """The body of a GET. `path` is relative to `/v1`, or to the host's root if it begins with a slash."""
+        """The JSON that a GET returns. `path` is relative to `/v1`, or to the host's root if it begins with a slash."""
         with self._answering():
             response = self._client.get(self._place(path))
             _check(response)
@@ -69,7 +69,7 @@ class EndpointClient:
             return response.json()
 
     def accepts(self, path: str, body: dict[str, Any]) -> bool:
-        """Whether a POST succeeds. Raises EngineError for an error of the server itself."""
+        """Whether a POST succeeds. False if the server refuses it. Raises EngineError for every other error."""
         with self._answering():
             response = self._client.post(path, json=body)
             if response.status_code in (400, 422):
@@ -78,7 +78,7 @@ class EndpointClient:
             return True
 
     def events(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[Any]:
-        """The JSON of each server-sent event as it arrives. `path` as in `json`."""
+        """Yields the JSON of each server-sent event as it arrives. `path` is the same as for `json`."""
         with self._answering(), self._client.stream(method, self._place(path), json=body) as response:
             if not response.is_success:
                 response.read()

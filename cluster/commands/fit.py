@@ -1,4 +1,4 @@
-"""Computes from config.json alone, by number of ranks, whether a model fits and how large its KV pool is."""
+"""Computes from config.json alone, for numbers of ranks, whether a model fits and how large its KV pool is."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ GPU_MEMORY: dict[str, int] = {
     "l40s": 46068 << 20,
     "rtx-4090": 24564 << 20,
 }
-"""Bytes of one GPU, as its driver reports them."""
+"""Bytes of memory of one GPU, as the GPU's driver reports them."""
 _UNITS = {"gb": 10**9, "gib": _GIB, "mib": 1 << 20, "g": _GIB, "m": 1 << 20}
 
 # Memory of a rank besides weights and KV: CUDA's context, kernels, libraries' workspaces, the captured graphs, and the
 # tensors of the largest step. Fitted to Qwen3-0.6B, 8B and 32B on H200s at 1, 2 and 4 ranks (2.8 to 3.9 GB).
 _FIXED_BYTES = 2_600_000_000
-_ACTIVATIONS_PER_TOKEN = 12  # in units of a token's hidden state
+_ACTIVATIONS_PER_TOKEN = 12  # elements, as a multiple of a token's hidden state
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The fit for one number of ranks."""
+    """Whether and how the model fits on one number of ranks."""
 
     tp_size: int
     weight_bytes: int
     """Bytes of weights on the fullest rank."""
     kv_tokens: int
-    """Number of tokens in the KV pool. 0 if the model does not fit."""
+    """Number of tokens that fit in the KV pool. 0 if the model does not fit."""
 
 
 def parse_memory(text: str) -> int:
@@ -55,12 +55,12 @@ def parse_memory(text: str) -> int:
 
 
 def sizes_to_show(model: ModelConfig, configured: int) -> list[int]:
-    """The sizes 1 to 8, 16, and the configured one, up to the model's number of query heads."""
+    """The numbers of ranks 1 to 8, 16, and `configured`, up to the model's number of query heads."""
     return sorted({size for size in (*range(1, 9), 16, configured) if size <= model.num_attention_heads})
 
 
 def fits(model: ModelConfig, config: EngineConfig, sizes: Iterable[int], memory_bytes: int) -> list[Fit]:
-    """The fit for each number of GPUs with `memory_bytes` each. `config` must be resolved for CUDA."""
+    """The fit for each of `sizes`, numbers of GPUs with `memory_bytes` each. `config` must be resolved for CUDA."""
     scheduler = config.scheduler
     activations = _ACTIVATIONS_PER_TOKEN * model.hidden_size + _routed_outputs(model)
     used = _FIXED_BYTES + activations * resolved(scheduler.max_num_batched_tokens) * dtype_bytes(config.dtype)
@@ -88,5 +88,5 @@ def _kv_tokens(plan: ShardPlan, config: EngineConfig, free_bytes: int) -> int:
         fits_all = all(pool_bytes(num_pages, page, window_pool) <= free_bytes for page in pages)
         return kv.num_tokens if fits_all else 0
     budget = free_bytes * resolved(kv.memory_fraction) if kv.memory_bytes is None else min(kv.memory_bytes, free_bytes)
-    # One page is padding, and the next one must hold a prompt and its answer.
+    # One page is padding. The page after it must be enough for a prompt and its answer.
     return max(min(pages_within(budget, page, window_pool) for page in pages), 0) * kv.page_size

@@ -1,4 +1,4 @@
-"""`python -m cluster generate`: one group, one prompt, no HTTP and no Ray Serve, but the same engine."""
+"""`python -m cluster generate`: one group, one prompt, no HTTP and no Ray Serve, but the same engine as for serving."""
 
 from __future__ import annotations
 

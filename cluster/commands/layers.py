@@ -1,4 +1,4 @@
-"""A model as its specs describe it: its layers, their tensors, how these are cut, and the state of a token."""
+"""Shows a model as its specs describe it: its layers, their tensors, how these are cut, and the state of a token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TITLES = ("tensor", "shape", "cut along", "on a rank")
 
 
 def print_layers(plan: ShardPlan, console: Console) -> None:
-    """Prints each kind of layer once, and tensors that differ only in the number of their expert once."""
+    """Prints each kind of layer once. Tensors that differ only in the number of their expert are also printed once."""
     model = plan.model
     kinds: dict[LayerSpec, list[int]] = {}
     for number, layer in enumerate(model.all_layers):
@@ -39,7 +39,7 @@ def print_layers(plan: ShardPlan, console: Console) -> None:
 
 
 def _tensor_table(tensors: Iterable[TensorSpec], shards: Sequence[LayerShard]) -> Table:
-    """One line per tensor. `shards`: those of every rank, in every layer that has these tensors."""
+    """A table with one line per tensor. `shards` are the shards of every rank, in every layer with these tensors."""
     table = Table(box=None, padding=(0, 2), header_style="")
     for title in _TITLES:
         table.add_column(title, no_wrap=True)
@@ -55,14 +55,14 @@ def _tensor_table(tensors: Iterable[TensorSpec], shards: Sequence[LayerShard]) -
 
 
 def _described(spec: Any) -> str:
-    """The class of a spec, and its fields without those that have their default value."""
+    """The class of a spec, and the fields that do not have their default value."""
     given = {it.name: getattr(spec, it.name) for it in fields(spec) if getattr(spec, it.name) != it.default}
     values = (f"{name}={_described(it) if is_dataclass(it) else it}" for name, it in given.items())
     return f"{type(spec).__name__}({', '.join(values)})"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as ranges: 0-4, 6-10."""
+    """Ascending numbers written as ranges, such as 0-4, 6-10."""
     ends = [i for i, number in enumerate(numbers) if number + 1 not in numbers[i + 1 : i + 2]]
     starts = [0, *(end + 1 for end in ends[:-1])]
     parts = zip((numbers[i] for i in starts), (numbers[i] for i in ends), strict=True)

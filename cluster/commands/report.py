@@ -1,4 +1,4 @@
-"""The plan in readable form: what each rank holds, what the job requests from the cluster, where it will answer."""
+"""The plan in readable form: what each rank stores, what the job requests from the cluster, and the endpoint's URL."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from parallel.plan import ShardPlan
 
 _MIB = 1 << 20
 _GIB = 1 << 30
-_WIDEST = 36  # a longer value, mostly a path, shifts only its own line
+_WIDEST = 36  # a longer value, usually a path, shifts only its own line
 _OPEN = ("kv_cache.num_tokens", "max_model_len")
 
 
@@ -54,9 +54,9 @@ def print_plan(
 
     Args:
         gpus: whether the ranks run on GPUs. If None, the config decides, and `device: auto` means cpu.
-        gpu_memory_bytes: memory of each GPU. If given, also shows how many tokens each number of GPUs holds.
-        settings: also show every setting, its value and its source.
-        layers: also show the model's layers, their tensors and how they are cut.
+        gpu_memory_bytes: memory of each GPU. If given, also prints how many tokens fit on each number of GPUs.
+        settings: also print every setting, its value and its source.
+        layers: also print the model's layers, their tensors and how they are cut.
 
     Raises:
         ConfigError: the file or the checkpoint is wrong, or they do not fit together.
@@ -66,7 +66,7 @@ def print_plan(
     on_gpus = asks_for_gpus(config) or gpu_memory_bytes is not None if gpus is None else gpus
     model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = with_draft_head(read_model(config, model_path), config)
-    # The placement will request one GPU a rank. Whether the cluster has them is checked when it is joined.
+    # The placement will request one GPU per rank. Whether the cluster has enough is checked when it is joined.
     num_gpus = config.tensor_parallel_size if on_gpus else 0
     host = HostFacts(os.cpu_count() or 1, num_gpus, packages=installed_packages())
     resolved = resolve(config, model, host)
@@ -95,14 +95,14 @@ def print_plan(
     if gpus is None and config.device == "auto" and not on_gpus:
         lines.append("  device: auto takes GPUs where the cluster has them; this is the plan without")
     for line in lines:
-        # Not wrapped, so that lines can be searched and copied. A terminal wraps by itself.
+        # Lines are not wrapped, so that they can be searched and copied. A terminal wraps them by itself.
         console.print(line, soft_wrap=isinstance(line, str), markup=False)
     if layers:
         print_layers(plan, console)
 
 
 def print_changes(before: AppConfig, after: AppConfig) -> None:
-    """Prints what differs in `after`, and the effect of each change on an app that runs with `before`."""
+    """Prints how `after` differs, and the effect of each change on an app that runs with `before`."""
     console = Console(highlight=False)
     rows = [(it.key, _values(it), str(it.effect)) for it in changes(before, after)]
     widths = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
@@ -112,7 +112,7 @@ def print_changes(before: AppConfig, after: AppConfig) -> None:
 
 
 def _values(change: Change) -> str:
-    """Both values. For an environment variable, which may be a secret, only whether it is set."""
+    """Old and new value of a change. For an environment variable, which may be a secret, only whether it is set."""
     secret = ".env_vars." in change.key
     shown = ["-" if it is None else "(not shown)" if secret else str(it) for it in (change.before, change.after)]
     return " -> ".join(shown)
@@ -166,14 +166,14 @@ def _rank_table(plan: ShardPlan, config: EngineConfig) -> Table:
 
 
 def _kv_bytes_per_token(plan: ShardPlan, config: EngineConfig) -> list[float]:
-    """Bytes for each rank. Layers with a window count by their share of all pages."""
+    """KV bytes per token on each rank. Layers with a window count by their share of all pages."""
     page_size, window_pool = config.kv_cache.page_size, WindowPool.of(config, plan.model)
     pages = [plan.kv_page_bytes(rank, page_size, config.kv_dtype) for rank in range(plan.tp_size)]
     return [bytes_per_token(page, page_size, window_pool) for page in pages]
 
 
 def _range(sizes: Iterable[int]) -> str:
-    """One number if all layers have the same size, else the smallest and the largest."""
+    """One number if the sizes are equal, else the smallest and the largest."""
     counts = list(sizes)
     low, high = min(counts), max(counts)
     return str(low) if low == high else f"{low}-{high}"
@@ -215,7 +215,7 @@ def _placement_line(config: EngineConfig, *, gpus: bool) -> str:
 
 
 def _tools(config: EngineConfig, model_path: Path) -> str:
-    """The format in which the model gets tools."""
+    """How the model is shown tools, and the format of its calls."""
     given = config.server.chat_template
     tokenizer = Path(config.tokenizer or model_path).expanduser()
     if given is None and not tokenizer.exists():

@@ -1,4 +1,4 @@
-"""`python -m cluster serve`: deploys one config file, shows the start's progress, and removes the app at the end."""
+"""`python -m cluster serve`: deploys one config file, shows the start's progress, and removes the app when it ends."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ _POLL_S = 0.25
 _WATCH_S = 1.0
 _PROGRESS_TIMEOUT_S = 1.0
 _URL_TIMEOUT_S = 10.0
-# Descriptions of coordinator phases that need other words for a person at the prompt.
+# Phases of the coordinator with a clearer description for a person at the prompt.
 _PHASES = {"starting": "starting the coordinator", "ready": "generating the first token"}
-# Seconds beyond server.shutdown_timeout_s, for which running requests may continue: for Serve to end the replicas, and
-# for this process to end Ray.
+# Seconds after server.shutdown_timeout_s, the time for running requests: for Serve to end the replicas, and for this
+# process to end Ray.
 _STOP_MARGIN_S = 12.0
 _GIVE_UP_MARGIN_S = 16.0
-# `ray job stop` sends SIGTERM and, three seconds later, SIGKILL. The delete must be sent before the SIGKILL.
+# `ray job stop` sends SIGTERM and, three seconds later, SIGKILL. The app must be deleted before the SIGKILL.
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ERROR_LINE = re.compile(r"([A-Za-z_][\w.]*(?:Error|Exception|Timeout|Exit)): (.*)")
 _OUR_ERRORS = "configs.errors."
-# Errors that no retry fixes. Serve would retry three times.
+# Errors that no retry can fix. Serve would try three times.
 _FINAL_ERRORS = tuple(f"{_OUR_ERRORS}{name}: " for name in ("ConfigError", "CheckpointError", "PlacementError"))
 
 
@@ -76,9 +76,9 @@ class ServingJob:
         self._config = app_config
         self._address = address
         self._stop = threading.Event()
-        self._hurry = threading.Event()  # stop was requested twice
+        self._hurry = threading.Event()  # set if a stop was requested twice
         self._ran = False
-        self._replaced: set[str] = set()  # coordinators of replicas that existed before
+        self._replaced: set[str] = set()  # coordinators of the app's replicas from before this command
         self._console = Console(file=sys.stdout, highlight=False)
         self._began = began
 
@@ -87,7 +87,7 @@ class ServingJob:
         """Reads and checks `file`, and looks for the cluster. Raises ConfigError.
 
         Args:
-            began: `time.monotonic` when the command began. Its output shows times since then.
+            began: `time.monotonic` when the command began. The output shows times since then.
         """
         return cls(load_app_config(file, overrides), cluster_address(address), began)
 
@@ -102,7 +102,7 @@ class ServingJob:
         return f"http://{host_and_port(host, self._config.port)}{self._config.route_prefix.rstrip('/')}"
 
     def run(self, *, detach: bool) -> None:
-        """Serves until interrupted, or until ready if `detach`.
+        """Serves until interrupted. With `detach`, returns once the app is ready.
 
         Raises:
             ConfigError: an error was found before anything was placed.
@@ -124,13 +124,13 @@ class ServingJob:
             open_keys(config.server)
         cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=False)) * config.num_replicas
         self._say("starting Ray" if self._address is None else f"joining Ray at {self._address}")
-        # The start of Ray is mostly waiting, so the next modules, which take half a second, are imported meanwhile.
+        # Starting Ray is mostly waiting, so the next modules, which take half a second, are imported meanwhile.
         threading.Thread(target=importlib.import_module, args=("cluster.serve.deployment",), daemon=True).start()
         if config.device != "cpu" and _NVIDIA.exists():
             threading.Thread(target=_read_ahead, daemon=True).start()
         try:
             with ray_session(self._address, min_cpus=cpus) as session:
-                self._trap_signals()  # ray.init installed its own
+                self._trap_signals()  # `ray.init` has installed handlers of its own
                 if not self._stop.is_set():
                     self._serve_watchfully(session, detach=detach)
         except KeyboardInterrupt:
@@ -139,30 +139,30 @@ class ServingJob:
             self._say("stopped")
 
     def _trap_signals(self) -> None:
-        # nohup sets SIGHUP to be ignored, which is respected. Scripts set SIGINT to be ignored for background
-        # processes, but its sender means this process, so it is handled.
+        # nohup makes processes ignore SIGHUP, which is respected. Scripts make background processes ignore SIGINT, but
+        # a SIGINT sent to this process means it, so it is handled.
         terminal = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
         for number in (*_STOP_SIGNALS, *terminal):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, *_: object) -> None:
         (self._hurry if self._stop.is_set() else self._stop).set()
-        # After a signal, Ray prints how its own processes ended, always. Our own output goes to the console.
+        # After a signal, Ray always prints how its own processes ended. Our own output goes to the console.
         sys.stdout = io.StringIO()
 
     def _serve_watchfully(self, session: Session, *, detach: bool) -> None:
-        """Runs `_serve` in a thread, because Ray's calls wait a minute for an ended cluster."""
+        """Runs `_serve` in a thread, because Ray's calls wait a minute for a cluster that has ended."""
         with ThreadPoolExecutor(1) as pool:
             serving = pool.submit(self._serve, session, detach=detach)
             head = _head_processes() if session.own else []
             gcs_address = ray.get_runtime_context().gcs_address if session.own else ""
             while not serving.done() and not self._stop.is_set():
                 wait([serving], _POLL_S)
-                # The signal may have ended the process too, and may arrive here a moment later.
+                # The signal may have ended the Ray process too, and may arrive here a moment later.
                 if not all(map(_lives, head)) and not self._stop.wait(_WATCH_S):
                     self._say("a process of Ray has ended (killed, or out of memory), and the app ends with it")
                     _end_at_once(2)
-            # Before the app ran, there are no requests to end.
+            # Before the app runs, there are no requests to wait for.
             patience_s = self._config.engine.server.shutdown_timeout_s if self._ran else 0.0
             deadline = time.monotonic() + patience_s + _GIVE_UP_MARGIN_S
             while session.own and not serving.done():
@@ -187,7 +187,7 @@ class ServingJob:
         print_plan(self._config, self._console, gpus=gpus)
         self._say("starting Ray Serve" if session.own else "deploying")
         deployment = Deployment.prepare(self._config, session)
-        stays = serve_is_running()  # a running app stays as it is if its change is refused
+        stays = serve_is_running()  # if a running app refuses its change, it stays as it is
         if stays:
             self._replaced = set(coordinators(self._config.name))
         try:
@@ -207,7 +207,7 @@ class ServingJob:
                 self._delete(deployment, until_gone=session.own)
 
     def _delete(self, deployment: Deployment, *, until_gone: bool) -> None:
-        """Requests that Serve ends the app. If this command started the cluster, this waits for the app's end."""
+        """Asks Serve to end the app. If this command started the cluster, waits for the app's end."""
         from cluster.serve.deployment import serve_is_running
 
         if not serve_is_running():
@@ -242,24 +242,24 @@ class ServingJob:
                     self._say(phase)
                     bars.reset(bar, total=None, description=phase)
                 if progress.done:
-                    # The group waits for the last of its ranks.
+                    # The group waits for the slowest of its ranks.
                     bars.update(bar, total=1.0, completed=min(progress.done))
         return False
 
     def _progress(self) -> Progress | None:
-        """The progress of the slowest replica's start, from its coordinator. None if there is none yet."""
+        """The progress of the slowest replica's start, from its coordinator. None before a coordinator answers."""
         found: list[Progress] = []
         for name, coordinator in coordinators(self._config.name).items():
             if name in self._replaced:
                 continue
-            # A coordinator may end before the call, and is slow to answer while it imports.
+            # A coordinator may end before the call, and answers slowly while it imports.
             with contextlib.suppress(ray.exceptions.RayError):
                 answer: Any = ray.get(coordinator.progress.remote(), timeout=_PROGRESS_TIMEOUT_S)
                 found.append(answer)
         return min(found, key=lambda progress: progress.phase == "ready", default=None)
 
     def _wait_until_answering(self) -> None:
-        """Returns once the endpoint answers on this machine. Serve's proxy learns of a new app a moment later."""
+        """Returns once the endpoint answers on this machine, since Serve's proxy learns of a new app a moment later."""
         deadline = time.monotonic() + _URL_TIMEOUT_S
         while not self._stop.wait(_POLL_S):
             with contextlib.suppress(httpx.HTTPError):
@@ -271,7 +271,7 @@ class ServingJob:
 
     def _print_ready(self, *, detach: bool, session: Session) -> None:
         name = self._config.served_model_name
-        # Limited, because a small model may fill its context, and this only shows that the endpoint works.
+        # The tokens are limited, because a small model may fill its context. This only shows that the endpoint works.
         messages = [{"role": "user", "content": "Name the capital of France."}]
         body = {"model": name, "messages": messages, "max_tokens": 32}
         self._say("ready")
@@ -286,7 +286,7 @@ class ServingJob:
             self._print("Ctrl-C ends it")
 
     def _watch(self, deployment: Deployment) -> None:
-        """Returns when interrupted. Prints changes of the status, and raises EngineError if the app is gone."""
+        """Returns when interrupted. Prints changes of the app's status, and raises EngineError if the app is gone."""
         last = "RUNNING"
         while not self._stop.wait(_WATCH_S):
             status, message = deployment.status()
@@ -313,10 +313,11 @@ def _read_ahead() -> None:
 
 
 def _head_processes() -> list[psutil.Process]:
-    """Children of this process without which its own cluster cannot work."""
+    """The child processes of this process without which its own cluster cannot work."""
     found = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # one may have ended since, like the one that reads ahead
+        # a child may have ended since, like `_read_ahead`'s
+        with contextlib.suppress(psutil.NoSuchProcess):
             if child.name() in ("gcs_server", "raylet"):
                 found.append(child)
     return found
@@ -329,10 +330,10 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _end_at_once(exit_code: int) -> NoReturn:
-    """Ends all processes below this one, all other processes of our own cluster, and this one, without Ray.
+    """Ends all processes below this one, all other processes of our own cluster, and this one, without Ray's help.
 
-    The others are found by their environment. A signal to the process group ends Ray's raylet, and then processes below
-    it, such as HAProxy, have no parent.
+    The other processes are found by their environment: a signal to the process group ends Ray's raylet, and then
+    processes below the raylet, such as HAProxy, have no parent.
     """
     below = psutil.Process().children(recursive=True)
     for process in psutil.process_iter():
@@ -346,7 +347,7 @@ def _end_at_once(exit_code: int) -> NoReturn:
 def root_cause(message: str) -> str:
     """The part of a Serve status message that a person can act on: the error's text without its traceback.
 
-    Serve passes on the traceback of the constructor that failed. The error is its last line that names one.
+    Serve passes on the traceback of the constructor that failed. The last line that names an error has the cause.
     """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     errors = [match for line in lines if (match := _ERROR_LINE.match(line))]

@@ -1,4 +1,4 @@
-"""`python -m cluster status`: shows the current state of one endpoint in a dozen lines."""
+"""`python -m cluster status`: shows the current state of one endpoint in about a dozen lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WINDOW_S = 10
 
 
 def print_status(url: str, *, as_json: bool) -> None:
-    """Prints model, requests, speed, KV pages and ranks. If `as_json`, prints the endpoint's own figures, for a script.
+    """Prints model, requests, speed, KV pages and ranks. With `as_json`, prints the endpoint's figures as JSON instead.
     Raises ConfigError if `url` is not a URL, EngineError if it does not answer or has no report of its engine yet."""
     console = Console(highlight=False, soft_wrap=True)
     with EndpointClient(url) as endpoint:
@@ -61,7 +61,7 @@ def status_lines(live: dict[str, Any], url: str, version: str) -> list[str]:
 
 
 def _utilisation(steps: list[dict[str, Any]], peak_flops: float, peak_bandwidth: float) -> list[str]:
-    """One line if there were steps and the peaks are known, else none."""
+    """A list with a line about MFU and MBU. Empty if no steps ran or the peaks are not known."""
     step_s = sum(step["duration"] for step in steps)
     if not (step_s and peak_flops and peak_bandwidth):
         return []

@@ -1,7 +1,7 @@
 """Changes to a running engine, each made between two steps: other ranks, other weights, sleep.
 
-The thread that asks for a change loads it while steps run. Then the coordinator's loop retires the steps in flight and
-calls `take`. If `take` fails, `after_failure` restores the old state if possible.
+The thread that asks for a change loads the new ranks or weights while steps run. Then the coordinator's loop retires
+the steps in flight and calls `take`. If `take` fails, `after_failure` restores the old state if possible.
 """
 
 from __future__ import annotations
@@ -31,44 +31,44 @@ class Failed(NamedTuple):
     reported: LockstepError
     """The error for the caller that asked for the change."""
     fatal: LockstepError | None = None
-    """The reason why no ranks run any more. None if the engine continues as before."""
+    """The error that leaves no ranks running. None if the engine continues as before the change."""
 
 
 class Change(Protocol):
     """One change. The coordinator's loop calls the methods in this order. No step is in flight from `take` on."""
 
     def is_due(self, scheduler: Scheduler) -> bool:
-        """Whether the change may be made before the next step. If False, the loop asks again after that step."""
+        """Whether the change may be made before the next step. If False, the loop asks again one step later."""
 
     def take(self, engine: Coordinator) -> None:
-        """Makes the change, while new requests are accepted and wait. Raises LockstepError if that failed."""
+        """Makes the change. New requests are accepted meanwhile, and wait. Raises LockstepError if it fails."""
 
     def after_failure(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Failed:
         """Restores the state before the change, or says why that is impossible.
 
         Args:
-            failure: what `take` raised.
-            pause_s: seconds that requests have waited so far.
+            failure: the error that `take` raised.
+            pause_s: seconds for which requests have waited so far.
         """
 
     def wait_until_resumed(self, engine: Coordinator) -> None:
-        """Returns when steps may run again. The loop calls this after the change was made and reported; only `Sleep`
+        """Returns when steps may run again. The loop calls this after the change was made and reported. Only `Sleep`
         blocks here."""
 
 
 class OtherRanks:
-    """Replaces the ranks by a group that is loaded already, with the KV that it can take over."""
+    """Replaces the ranks by a group that is loaded already, and keeps the KV if the new ranks can take it over."""
 
     def __init__(self, others: RankGroup) -> None:
         self._others = others
         self._keeps_kv = False
 
     def is_due(self, scheduler: Scheduler) -> bool:
-        """Always: running requests wait with all others."""
+        """True: running requests wait during the change, like new ones."""
         return True
 
     def take(self, engine: Coordinator) -> None:
-        """Starts the other ranks in the next generation."""
+        """Ends the old ranks' generation and starts the new ranks in the next one."""
         self._keeps_kv = self._others.takes_kv(engine.ranks)
         engine.requeue(keeps_kv=self._keeps_kv)
         logger.info("replacing the ranks; %d requests wait", len(engine.scheduler.live_ids()))
@@ -76,7 +76,7 @@ class OtherRanks:
         engine.fit_ranks()
 
     def after_failure(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Failed:
-        """Restarts the old ranks, in one more generation."""
+        """Starts the old ranks again, in one more generation."""
         logger.error("the new ranks do not run, and the old ones continue", exc_info=failure)
         if self._keeps_kv:
             engine.requeue()  # the other ranks may have taken some of the KV
@@ -88,12 +88,12 @@ class OtherRanks:
         return Failed(EngineError(f"{stays}: {failure}"))
 
     def wait_until_resumed(self, engine: Coordinator) -> None:
-        """Steps may run at once."""
+        """Returns at once, because steps may run."""
 
 
 @dataclass(frozen=True)
 class WeightChange:
-    """Switches to weights that the ranks have staged beside the current ones."""
+    """Switches to weights that the ranks have staged beside their current ones."""
 
     weights: Weights
     running: Running
@@ -103,8 +103,8 @@ class WeightChange:
     """Makes the ranks use the staged weights. Raises LockstepError if a rank cannot; then all processes have ended."""
 
     def is_due(self, scheduler: Scheduler) -> bool:
-        """Whether the weights may change now. With `running` "finish", only when all requests that have begun have
-        ended; until then new requests wait."""
+        """Whether the weights may change now. If `running` is "finish", they may not while a request has begun and not
+        ended. New requests wait from the first call on."""
         if self.running == "finish" and scheduler.has_begun:
             scheduler.pause_admission()
             return False
@@ -119,8 +119,8 @@ class WeightChange:
         engine.send_report()
 
     def after_failure(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Failed:
-        """If no rank has tried to use the new weights, the old ones stay in use. Otherwise all ranks have ended, and
-        the loop rebuilds them with the new weights."""
+        """Keeps the old weights if no rank has tried to use the new ones. Otherwise all ranks have ended, and the loop
+        rebuilds them with the new weights."""
         if self.generation != engine.scheduler.generation:
             engine.scheduler.resume_admission()
             return Failed(failure)
@@ -128,7 +128,7 @@ class WeightChange:
         return Failed(EngineError(f"the group is rebuilt with the new weights: {failure}"), failure)
 
     def wait_until_resumed(self, engine: Coordinator) -> None:
-        """Steps may run at once."""
+        """Returns at once, because steps may run."""
 
 
 class Sleep:
@@ -137,10 +137,10 @@ class Sleep:
     def __init__(self) -> None:
         self.is_over = threading.Event()
         self.woken: Future[float] = Future()
-        """Result: seconds that the ranks took to return."""
+        """Its result: seconds from the wake-up until the ranks ran."""
 
     def is_due(self, scheduler: Scheduler) -> bool:
-        """Always: running requests wait with all others."""
+        """True: running requests wait during the sleep, like new ones."""
         return True
 
     def take(self, engine: Coordinator) -> None:
@@ -152,7 +152,7 @@ class Sleep:
         engine.life.enter(EngineState.SLEEPING)
 
     def after_failure(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Failed:
-        """The loop will replace ranks that could not move their weights to the host."""
+        """Makes the loop replace the ranks, because some could not move their weights to the host."""
         engine.mark_ranks_failed()
         return Failed(failure, failure)
 

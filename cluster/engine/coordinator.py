@@ -1,9 +1,9 @@
 """The coordinator: a loop that turns requests into step frames and step results into outputs.
 
-It is a separate process, because a busy Python thread beside the HTTP server makes stream latency worse. It owns the
-scheduler and the socket to the Engine replica. It knows the ranks only as a writer of frames and a reader of results.
-This module uses neither Ray nor torch: the actor around it (cluster/engine/coordinator_actor.py) starts and watches the
-ranks (cluster/ranks/rank_group.py).
+The coordinator is a separate process, because a busy Python thread beside the HTTP server makes stream latency worse.
+It owns the scheduler and the socket to the Engine replica. It knows the ranks only as a writer of frames and a reader
+of results. This module uses neither Ray nor torch: the actor around it (cluster/engine/coordinator_actor.py) starts and
+watches the ranks (cluster/ranks/rank_group.py).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 1.0
-# Seconds for the watcher of the ranks to name the failed rank. A dead rank also breaks connections and deadlines of
-# other ranks, and those errors may come first.
+# Seconds in which the ranks' watcher should name a failed rank. A dead rank also breaks connections and deadlines of
+# other ranks, and the errors of those may come first.
 _BLAME_S = 2.0
 _FLUSH_S = 1.0
-# A mask takes a tenth of this, and a step several times this.
+# Seconds to wait for masks. Computing a mask takes a tenth of this, and a step takes several times this.
 _MASK_WAIT_S = 0.001
-# Reports are sent at this interval while a step runs longer, or the group is rebuilt.
+# Seconds between reports while a step runs for longer, or the group is rebuilt.
 _WATCH_S = 1.0
 # A step that has used this share of its deadline counts as stuck, and the ranks' stacks are logged.
 _STUCK_SHARE = 0.25
@@ -59,7 +59,7 @@ class Coordinator:
 
     Args:
         scheduler: owns requests, pages and their order.
-        ranks: compute the steps.
+        ranks: the ranks that compute the steps.
         step_timeout_s: `parallel.step_timeout_s`.
         recovery: decides whether failed ranks are replaced.
         liveness: detects steps that hang.
@@ -87,19 +87,19 @@ class Coordinator:
         self._fewer = fewer
         self._socket = EngineSocket()
         self._closing = threading.Event()
-        self._ranks_failed = threading.Event()  # whether `fail` was called
+        self._ranks_failed = threading.Event()  # set when ranks have failed, by `fail` or by a change
         self._failure: LockstepError | None = None
         self.is_preparing = True
-        """Whether the ranks may have CUDA graphs left to capture, which they do while the engine is idle."""
+        """Whether CUDA graphs may be left that the ranks have not captured. They capture while the engine is idle."""
         self._change: tuple[Change, Future[float]] | None = None  # the requested change, until it is made
         self.weights: Weights | None = None
-        """The weights that replaced those of the start."""
+        """The weights that replaced the ones of the start. None if none did."""
         self.num_rebuilds = 0
         """Number of times that failed ranks were replaced."""
         self.life = EngineLife()
-        """The engine's state: RUNNING from `run` on."""
+        """The engine's state, RUNNING once `run` is called."""
         self._meter = StepMeter(ranks.cost)
-        # Other threads read the scheduler's figures. A step holds this lock only while it uses the scheduler.
+        # Other threads read the scheduler's figures, so the loop takes this lock, but only while it uses the scheduler.
         self._lock = threading.Lock()
 
     @property
@@ -146,12 +146,12 @@ class Coordinator:
         self._socket.wake()
 
     def change(self, change: Change) -> Future[float]:
-        """Makes `change`, which is loaded already, once the steps in flight are retired. Requests wait meanwhile. Any
-        thread may call this, for one change at a time.
+        """Makes `change`, which is loaded already, once the steps in flight have retired. Requests wait meanwhile. Any
+        thread may call this, but only one change at a time is possible.
 
         Returns:
-            The pause in seconds, or an error if the change failed and the engine continues as before, or if the engine
-            ended.
+            The pause in seconds, or an error: the change failed and the engine continues as before, or the engine
+                ended.
         """
         done: Future[float] = Future()
         self._change = (change, done)
@@ -159,10 +159,10 @@ class Coordinator:
         return done
 
     def run(self) -> None:
-        """Runs the loop, once. Returns when closed; the socket is closed then.
+        """Runs the loop. Returns when closed, with the socket closed. Call this once.
 
         Raises:
-            LockstepError: the engine failed. Every request has got an error.
+            LockstepError: the engine failed. Every request has ended with an error.
         """
         try:
             self._socket.start()
@@ -183,9 +183,9 @@ class Coordinator:
                 self._change[1].set_exception(EngineError("the engine ended"))
 
     def _serve(self) -> LockstepError | None:
-        """Runs steps until closed. Returns the failure if ranks failed and may be replaced, and None if closed. Raises
-        any other error."""
-        busy = self.scheduler.has_work  # requests may have waited for a rebuild
+        """Runs steps until closed, then returns None. Returns the failure if ranks failed and may be replaced. Raises
+        every other error."""
+        busy = self.scheduler.has_work  # requests may have waited during a rebuild
         try:
             while not self._closing.is_set():
                 if not busy:
@@ -213,7 +213,7 @@ class Coordinator:
         return None
 
     def _recover(self, failure: LockstepError) -> LockstepError | None:
-        """Replaces ranks after `failure`. Returns the error if that failed. Raises `failure` if ranks must not be
+        """Replaces ranks after `failure`, and returns the error if that failed. Raises `failure` if ranks must not be
         replaced."""
         self._failure = failure
         keeps_kv = self.ranks.keeps_kv(failure)
@@ -257,7 +257,7 @@ class Coordinator:
             self.fit_ranks()
 
     def _make(self, change: Change, done: Future[float]) -> None:
-        """Makes a change if it is due. Raises its error if no ranks run any more."""
+        """Makes a change if it is due. Raises the change's error if it leaves no ranks running."""
         if not change.is_due(self.scheduler):
             return
         while self.scheduler.num_in_flight:
@@ -281,7 +281,7 @@ class Coordinator:
     # Parts of changes and rebuilds, called on the loop's thread.
 
     def requeue(self, *, keeps_kv: bool = False) -> frozenset[tuple[int, int]]:
-        """Starts a generation in which all requests wait. Returns what the steps in flight were computing."""
+        """Starts a generation in which all requests wait. Returns the result of `Scheduler.requeue_all`."""
         self._meter.lost()
         with self._lock:
             return self.scheduler.requeue_all(self.scheduler.generation + 1, keeps_kv=keeps_kv)
@@ -292,8 +292,8 @@ class Coordinator:
             return self.scheduler.cached_pages
 
     def replace_ranks(self, how: LockstepError | RankGroup, kept_pages: Int32Array | None = None) -> None:
-        """Runs `RankGroup.replace_ranks` on another thread, while new requests are accepted and wait. Raises
-        LockstepError if no ranks run then."""
+        """Runs `RankGroup.replace_ranks` on another thread. New requests are accepted meanwhile, and wait. Raises
+        LockstepError if no ranks run afterwards."""
         self._failure = None
         self._ranks_failed.clear()
         self.life.enter(EngineState.REBUILDING)
@@ -314,7 +314,7 @@ class Coordinator:
             self.scheduler.set_num_pages(self.ranks.pool.num_pages, self.ranks.pool.num_window_pages)
 
     def begin_weights(self, weights: Weights, *, recompute: bool) -> None:
-        """Answers requests with `weights` from now on. See `Scheduler.change_weights`."""
+        """Notes that steps use `weights` from now on. `recompute` is explained in `Scheduler.change_weights`."""
         with self._lock:
             self.scheduler.change_weights(recompute=recompute)
         self.weights = weights
@@ -323,8 +323,8 @@ class Coordinator:
         """Accepts requests until `is_over`, then restarts the ranks.
 
         Returns:
-            Seconds that the ranks took, or None if the engine was closed meanwhile. Raises LockstepError if they do not
-            start.
+            Seconds that the ranks took to start, or None if the engine was closed meanwhile. Raises LockstepError if
+            they do not start.
         """
         while not is_over.is_set():
             if self._closing.is_set():
@@ -340,18 +340,18 @@ class Coordinator:
         self._socket.send(StepOutput(stats=self._report()))
 
     def mark_ranks_failed(self) -> None:
-        """Counts the error that the loop is about to raise as a failure of ranks, which may be replaced."""
+        """Makes the loop treat the error that it is about to raise as a failure of ranks, which it may replace."""
         self._ranks_failed.set()
 
     def wait_for_watcher(self) -> None:
-        """Waits for the watcher of the ranks' processes to name the failed rank. Then counts the error as a failure of
-        ranks in any case."""
+        """Waits for the watcher of the ranks' processes to name the failed rank. Afterwards, the error counts as a
+        failure of ranks in any case."""
         self._ranks_failed.wait(_BLAME_S)
         self.mark_ranks_failed()
 
     def run_apart(self, closed: LockstepError, function: Callable[..., _T], *args: object) -> Future[_T]:
-        """Runs a function of the ranks on its own thread, while new requests are accepted and wait. Raises `closed` if
-        the coordinator is closed meanwhile."""
+        """Runs a function of the ranks on a thread of its own. New requests are accepted meanwhile, and wait. Raises
+        `closed` if the coordinator is closed meanwhile."""
         done: Future[_T] = Future()
         done.add_done_callback(lambda _: self._socket.wake())
         threading.Thread(target=_run_into, args=(done, function, *args), name="rebuild", daemon=True).start()
@@ -363,7 +363,7 @@ class Coordinator:
         return done
 
     def _root_cause(self, error: Exception) -> LockstepError:
-        """The root cause of `error`: the failed rank if it is known, instead of the channel error that followed."""
+        """The root cause of `error`: the failure of a rank, if known, instead of the channel error after it."""
         if isinstance(error, LockstepError):
             if self._failure is None:
                 self._ranks_failed.wait(_BLAME_S)
@@ -386,14 +386,14 @@ class Coordinator:
                     case FlushCache():
                         self.scheduler.flush_cache()
             if lost:
-                # No one can read the results, so what the lost Engine's requests hold is freed.
+                # The requests end and free their rows and pages, because the lost Engine cannot read their tokens.
                 self.scheduler.abort(self.scheduler.live_ids())
         if refused:
             self._socket.send(StepOutput(finished=refused))
 
     def _advance(self) -> bool:
-        """Launches all steps that may be launched, then retires one. Returns False if nothing can continue without a
-        message or a mask."""
+        """Launches all steps that may be launched, then retires one. Returns False if only a message or a mask can make
+        the next step possible."""
         if self.scheduler.num_in_flight and self.scheduler.is_awaiting_masks:
             self._await_masks()
         with self._lock:
@@ -404,7 +404,7 @@ class Coordinator:
         if self.scheduler.num_in_flight:
             self._retire()
             return True
-        # Requests that wait for a change of weights are not stuck, because the change will release them.
+        # Requests that wait for a change of weights are not stuck, because the change will let them run.
         if self.scheduler.has_work and not self.scheduler.is_awaiting_masks and self._change is None:
             raise EngineError(
                 "the scheduler has work but neither launched a step nor has one in flight; please report this bug"
@@ -419,9 +419,9 @@ class Coordinator:
             self._send(output)
 
     def _await_masks(self) -> None:
-        """Waits briefly for masks, so that their rows join the next step while the ranks run the current one.
+        """Waits briefly for masks while the ranks run a step, so that rows with new masks join the next step.
 
-        With two steps in flight, a guided row can join every second step; if its mask is late, only every third.
+        With two steps in flight, a guided row can join every second step, or every third if its mask is late.
         """
         deadline = time.monotonic() + _MASK_WAIT_S
         while (left := deadline - time.monotonic()) > 0:
@@ -431,8 +431,8 @@ class Coordinator:
             self._take_messages(left)
 
     def _capture_graph(self) -> bool:
-        """Makes the ranks capture one more CUDA graph if there is no request, and waits for it. Returns whether more
-        may be left to capture. A request that arrives meanwhile waits for this one."""
+        """Makes the ranks capture one more CUDA graph if no request waits, and waits for them. Returns whether another
+        graph may be captured now. A request that arrives meanwhile waits for one graph at most."""
         if self.is_preparing and not self.scheduler.has_work:
             frame = StepFrame(self.scheduler.generation, self.scheduler.last_step, kind=FrameKind.CAPTURE)
             self.ranks.frames.send(frame.encode(), self._step_timeout_s)
@@ -441,7 +441,7 @@ class Coordinator:
         return self.is_preparing and not self.scheduler.has_work
 
     def _rest(self) -> None:
-        """Sends a report, because nothing can continue. If only a mask is missing, sends it only when it is due."""
+        """Sends a report, because the loop is about to wait. While only a mask is missing, not more often than due."""
         if not self.scheduler.has_work:
             self._meter.rest()
         elif not self._meter.is_due():
@@ -449,7 +449,7 @@ class Coordinator:
         self.send_report()
 
     def _receive(self) -> bytes:
-        """The oldest step's result. Sends reports while it waits.
+        """Waits for the oldest step's result, and sends reports meanwhile.
 
         Raises:
             DeadlineError: the result did not come within `parallel.step_timeout_s`, or the ranks hang.
@@ -507,7 +507,7 @@ class Coordinator:
         self._socket.flush(_FLUSH_S)
 
     def _leave(self) -> None:
-        """Retires the steps in flight, then sends the ranks a CLOSE frame."""
+        """Retires the steps in flight, then sends the ranks a CLOSE frame, with which they end."""
         self.life.enter(EngineState.DRAINING)
         while self.scheduler.num_in_flight:
             self.scheduler.retire(StepResult.decode(self.ranks.results.recv(self._step_timeout_s)))
@@ -516,7 +516,7 @@ class Coordinator:
 
 
 def _run_into(future: Future[_T], function: Callable[..., _T], *args: object) -> None:
-    """Sets the result of `function` as `future`'s result. Waits for file descriptors first: `_RANKS_DESCRIPTORS`."""
+    """Sets the result of `function` in `future`. Waits first until `_RANKS_DESCRIPTORS` descriptors are free."""
     deadline = time.monotonic() + _DESCRIPTORS_WAIT_S
     while (left := num_descriptors_left()) < _RANKS_DESCRIPTORS and time.monotonic() < deadline:
         logger.warning("the ranks wait for file descriptors: %d are left; raise ulimit -n", left)

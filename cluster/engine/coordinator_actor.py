@@ -50,30 +50,30 @@ class EngineFacts:
     """Facts about a started group."""
 
     address: str
-    """Address of the coordinator's socket, for `EngineClient.connect`."""
+    """Address of the coordinator's socket, the argument of `EngineClient.connect`."""
     pid: int
     """Process id of the coordinator."""
     num_pages: int
     max_model_len: int
     max_item_tokens: int
-    """See SchedulerLimits."""
+    """`SchedulerLimits.max_item_tokens`."""
     locations: tuple[Location, ...]
     loads: tuple[RankLoad, ...]
     peak_flops: float
-    """Measured FLOP/s of large matrix products, all ranks together."""
+    """Measured FLOP/s of large matrix products, the sum over all ranks."""
     peak_bandwidth: float
-    """Measured bytes per second of memory traffic, all ranks together."""
+    """Measured bytes per second of memory traffic, the sum over all ranks."""
     phase_s: tuple[tuple[str, float], ...]
-    """Seconds that each phase of the start took, in order."""
+    """Name of each phase of the start, with its seconds, in order."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a start."""
+    """The current phase of a start."""
 
     phase: str
     done: tuple[float, ...] = ()
-    """Share of the phase that is done, 0 to 1, by rank. Empty if it is not known."""
+    """Share of the phase that each rank has done, 0 to 1. Empty if it is not measured."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ReplicaState:
     """What operators have changed of a replica since its start."""
 
     start: tuple[str, str | None]
-    """Model and revision of its config file."""
+    """Model and revision of the replica's config file."""
     source: dict[str, Any]
     """Arguments of `update_weights` that lead to the weights of now."""
     size: int | None
@@ -93,7 +93,7 @@ class ReplicaState:
         return (self.source["model"], self.source["revision"]) != self.start or bool(self.source["version"])
 
     def starts_as(self, spec: EngineSpec) -> bool:
-        """Whether an engine of `spec` starts with the weights with which this replica started."""
+        """Whether an engine of `spec` starts with the same checkpoint as this replica."""
         return self.start == (spec.config.model, spec.config.revision)
 
 
@@ -110,19 +110,19 @@ class CoordinatorActor:
         self._phase = "starting"
         self._phase_began = time.monotonic()
         self._phase_s: list[tuple[str, float]] = []
-        self._starting: RankGroup | None = None  # the ranks that report their start
+        self._starting: RankGroup | None = None  # the group that reports the progress of its start
         self._coordinator: Coordinator | None = None
         self._changing = threading.Lock()
         self._sleep: Sleep | None = None
         self._size: int | None = None  # number of ranks of the last resize
-        self._platforms: list[str] = []  # by rank
+        self._platforms: list[str] = []  # `platform_of` each rank
         self._guides = RequestGuides(spec.model.vocab_size, spec.model.eos_token_ids, self._wake)
 
     def __repr__(self) -> str:
         return "Coordinator"
 
     def start(self, placement_group: PlacementGroup) -> EngineFacts:
-        """Starts the ranks and loads the model. The socket accepts connections from now on, and `run` serves them."""
+        """Starts the ranks and loads the model. After this, the socket accepts connections, which `run` serves."""
         spec, config = self._spec, self._spec.config
         self._enter("starting ranks")
         starter = RankStarter(
@@ -184,7 +184,7 @@ class CoordinatorActor:
         self._phase, self._phase_began = phase, now
 
     def run(self) -> None:
-        """Serves until `close`, then ends the ranks. Raises EngineError with the cause if the engine failed."""
+        """Serves until `close`, then ends the ranks. If the engine fails, raises EngineError with the cause."""
         coordinator = self._coordinator
         assert coordinator is not None, "start comes first"
         coordinator.ranks.start_spares()
@@ -199,8 +199,8 @@ class CoordinatorActor:
             self._guides.close()
 
     def _processes(self) -> dict[str, int]:
-        """The processes to kill if they are stopped, by name: ranks that would be replaced, and the Engine replica if
-        Ray Serve would replace it."""
+        """Process ids to kill when stopped, by name: the ranks if they would be replaced, and the Engine replica if Ray
+        Serve would replace it."""
         assert self._coordinator is not None, "it runs"
         ranks, pid = self._coordinator.ranks, self._coordinator.engine_pid
         found = {f"rank {rank}": of_rank for rank, of_rank in ranks.pids.items() if ranks.reason_never is None}
@@ -208,17 +208,17 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="ctl")
     def set_tokenizer(self, tokenizer: str) -> None:
-        """Enables grammars.
+        """Enables grammars, which need the model's tokenizer.
 
         Args:
-            tokenizer: the model's, as the text of a tokenizer.json.
+            tokenizer: the text of the model's tokenizer.json.
         """
         self._guides.set_tokenizer(tokenizer)
 
     @ray.method(concurrency_group="ctl")
     def resize(self, size: int) -> Resized:
-        """Changes the number of ranks to `size` while the engine runs, and returns when they run. Errors are those of
-        `cluster.engine.resizing.resize`."""
+        """Changes the number of ranks to `size` while the engine runs, and returns when the new ranks run. Raises the
+        errors of `cluster.engine.resizing.resize`."""
         with self._one_change() as coordinator:
             resized = resize(size, self._spec.given, coordinator)
             self._size = resized.size
@@ -226,9 +226,9 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="ctl")
     def update_weights(self, model: str | None = None, **how: Any) -> WeightsChanged | None:
-        """Changes to the weights of checkpoint `model`, or of one in a trainer's memory, while the engine runs. Returns
-        when they are in use. Further arguments and errors are those of
-        `cluster.engine.weight_change.change_weights`."""
+        """Changes to the weights of checkpoint `model`, or of tensors in a trainer's memory, while the engine runs.
+        Returns when the ranks use them. `cluster.engine.weight_change.change_weights` has the other arguments and the
+        errors."""
         with self._one_change() as coordinator:
             return change_weights(coordinator, self._spec, self._platforms, model, **how)
 
@@ -245,14 +245,14 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="ctl")
     def flush_cache(self) -> None:
-        """Drops the cached prompts that no running request uses."""
+        """Drops all cached prefixes that no running request uses."""
         if self._coordinator is not None:
             self._coordinator.inspect(lambda scheduler: scheduler.flush_cache())
 
     @ray.method(concurrency_group="ctl")
     def sleep(self) -> float:
         """Frees the memory of the ranks' devices until `wake_up`. KV is lost, weights move to the host, and requests
-        wait. Returns the seconds it took.
+        wait. Returns the seconds until the devices were free.
 
         Raises:
             ConfigError: this engine cannot sleep.
@@ -270,8 +270,7 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="ctl")
     def wake_up(self) -> float:
-        """Ends a `sleep`. Returns the seconds until requests continue. Raises ConfigError if the engine does not
-        sleep."""
+        """Ends a `sleep`. Returns the seconds until requests continue. Raises ConfigError if the engine is awake."""
         with self._one_change(in_sleep=True) as coordinator:
             assert self._sleep is not None, "it sleeps"
             sleep, self._sleep = self._sleep, None
@@ -284,7 +283,7 @@ class CoordinatorActor:
         """Gives the coordinator to one change at a time.
 
         Raises:
-            ConfigError: another change is running, or the engine sleeps (with `in_sleep`: does not sleep).
+            ConfigError: another change is under way, or the engine sleeps. With `in_sleep`, it must sleep instead.
         """
         if self._coordinator is None:
             raise ConfigError("the engine has not started yet; try again when it has")
@@ -299,14 +298,14 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="ctl")
     def progress(self) -> Progress:
-        """Progress of the start. Answers while `start` runs."""
+        """The progress of the start. May be called while `start` runs."""
         done = self._starting.progress() if self._starting is not None and self._phase in _MEASURED_PHASES else []
         return Progress(self._phase, tuple(done))
 
     @ray.method(concurrency_group="ctl")
     def status(self) -> dict[str, Any]:
-        """The scheduler's figures, the number of steps, and the failure if there is one. Raises if the pages are
-        inconsistent."""
+        """The scheduler's figures, the number of steps, and the failure if there is one. Raises AssertionError if the
+        scheduler's tables contradict each other."""
         coordinator = self._coordinator
         if coordinator is None:
             return {"phase": self._phase, "state": EngineState.STARTING}
@@ -330,7 +329,7 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="ctl")
     def close(self) -> None:
-        """Makes `run` return after the step in flight and ends the ranks. Without effect before `start` is done."""
+        """Makes `run` return after the steps in flight, which ends the ranks. Does nothing before `start` is done."""
         if self._coordinator is not None:
             self._coordinator.close()
 
@@ -355,7 +354,7 @@ def _scheduler_limits(
 
 
 def _log_pool(num_pages: int, page_size: int, memory: GroupMemory, window_pool: WindowPool | None) -> None:
-    """Logs the pool of each rank. All ranks hold the same number of pages, limited by the one with the least memory."""
+    """Logs the pool of each rank. All ranks have the same number of pages, limited by the one with the least memory."""
     for rank, (page, free) in enumerate(zip(memory.bytes_per_page, memory.free_bytes, strict=True)):
         pool = f"{num_pages + 1} pages x {sum(page)} bytes"
         if window_pool is not None:

@@ -1,4 +1,4 @@
-"""The input for starting an engine, which other modules use to describe and change it."""
+"""The input for starting an engine, which other modules also use to describe and change the engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class EngineSpec:
     """One tensor-parallel group to start."""
 
     config: EngineConfig
-    """Resolved, except for what the ranks' memory decides."""
+    """The configuration after `resolve`. Only values that depend on the ranks' memory are still open."""
     model: ModelConfig
     model_path: Path
     tokenizer_path: Path
     """The directory with the tokenizer."""
     given: EngineConfig
-    """The configuration before it was resolved. Another number of ranks resolves it again."""
+    """The configuration before `resolve`, which is resolved again for another number of ranks."""

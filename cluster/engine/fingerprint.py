@@ -16,15 +16,15 @@ _SAMPLE_BYTES = 1 << 16
 def system_fingerprint(
     spec: EngineSpec, platforms: Iterable[str], version: str = "", *, in_memory: bool = False
 ) -> str:
-    """The version, and a hash of everything that may change an answer.
+    """Lockstep's version, and a hash of everything that may change an answer.
 
-    With exact numerics that is the model, its weights, the dtypes of activations and cache, the platform, and the
-    contract: equal fingerprints mean equal bits. With fast numerics it is also the number of ranks and all settings
-    except those of serving, and equal fingerprints promise nothing.
+    With exact numerics, the hash covers the model, its weights, the dtypes of activations and cache, the platform, and
+    the contract: equal fingerprints mean equal bits. With fast numerics, it also covers the number of ranks and all
+    settings except those of serving, and equal fingerprints promise nothing.
 
     Args:
         platforms: `worker.device.platform.platform_of` of each rank.
-        version: version of weights that replaced those of the start, if any.
+        version: version of weights that replaced the ones of the start. Empty if none did.
         in_memory: whether no file has the weights, so that only `version` identifies them.
     """
     config = spec.config
@@ -39,8 +39,8 @@ def system_fingerprint(
 
 
 def _weights(path: Path) -> str:
-    """Sizes of a checkpoint's files, and bytes from their beginning, middle and end, which differ between trainings. A
-    checkpoint that is not on this node is identified by the last part of its path; for the Hub that is a commit."""
+    """Hashes the sizes of a checkpoint's files, and bytes from their beginning, middle and end, which differ between
+    trainings. If the checkpoint is not on this node, returns the last part of its path, for the Hub a commit."""
     files = sorted(path.glob("*.safetensors"))
     if not files:
         return path.name

@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 def check_checkpoint(config: EngineConfig, *, serves_text: bool = True) -> None:
-    """Reads the headers of the model's files, as every rank does, and the factors of an FP8 KV cache. For random
-    weights and for a model on the Hub, only the config is read.
+    """Reads the headers of the model's files, as every rank does, and the scales of an FP8 KV cache. For random weights
+    and for a model on the Hub, reads only the config.
 
     Args:
         serves_text: whether a tokenizer is needed.
 
     Raises:
         CheckpointError: files are missing, truncated or unsafe, do not fit their config, or have unsupported FP8 KV
-            factors.
+            scales.
     """
     path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = read_model(config, path)
@@ -49,7 +49,7 @@ def read_model(config: EngineConfig, path: Path) -> ModelConfig:
 
 
 def check_tokenizer(config: EngineConfig) -> None:
-    """Loads the tokenizer as a replica does, with the same warnings. Random weights may be served without a tokenizer.
+    """Loads the tokenizer as a replica does, with the same warnings. Random weights may be served without one.
 
     Raises:
         CheckpointError, ConfigError: there is no tokenizer, or it cannot be used.
@@ -61,7 +61,7 @@ def check_tokenizer(config: EngineConfig) -> None:
 
 
 def find_tokenizer(config: EngineConfig, model_path: Path) -> Path:
-    """The directory with the tokenizer of the model at `model_path`. Raises CheckpointError if there is none."""
+    """The directory with the tokenizer for the model at `model_path`. Raises CheckpointError if none exists."""
     if config.tokenizer is None:
         return model_path
     return resolve_tokenizer_path(config.tokenizer, config.model, config.revision)
@@ -69,7 +69,7 @@ def find_tokenizer(config: EngineConfig, model_path: Path) -> Path:
 
 def read_tokenizer(config: EngineConfig, model: ModelConfig, path: Path) -> Tokenizer:
     """Loads the tokenizer at `path`. This takes tenths of a second, or seconds for the largest vocabularies. Warns if
-    it has tokens that `model` lacks.
+    the tokenizer has ids that `model` lacks.
 
     Raises:
         CheckpointError, ConfigError: the tokenizer or `server.chat_template` is missing or cannot be used.

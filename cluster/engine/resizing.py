@@ -2,15 +2,15 @@
 
 The new ranks start and load their shards while the old ones serve. Only then do requests wait: the steps in flight
 retire, the old ranks release their KV pools, and the new ranks allocate theirs and take over the KV of pages in use. If
-they cannot take the KV over, it is computed again, as after a rebuild. A failure before that pause costs the requests
-nothing. After a failure in it, the old ranks, which still have their weights, continue.
+they cannot take it over, the KV is computed again, as after a rebuild. A failure before that pause costs the requests
+nothing. After a failure during the pause, the old ranks, which still have their weights, continue.
 
-The pool retains its number of pages and all limits by which requests were admitted.
+The pool keeps its number of pages and all limits by which requests were admitted.
 
-On GPUs, the old ranks' KV pools may fill the memory. The new ranks start beside them, load the kernels, and read their
-shards into the GPU's memory if it has room, else into the host's, from where they are moved once the old pools are
-released. A new rank shares the GPU of the old rank with its index until that rank ends; further ranks use free GPUs of
-the node. The pool gets fewer pages if there is no room, but `max_model_len` always fits.
+On GPUs, the old ranks' KV pools may fill the memory. The new ranks start beside the old ones, load the kernels, and
+read their shards into the GPU's memory if they fit there. Otherwise the shards wait in the host's memory until the old
+pools are released. A new rank shares the GPU of the old rank with its index until that rank ends; further ranks use
+free GPUs of the node. If the old number of pages does not fit, the pool gets fewer, but `max_model_len` always fits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from worker.device.cgroup import available_bytes
 logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
-# Share of a node's memory that may be pinned for waiting weights; pinning takes more than their size.
+# Share of a node's memory that may be pinned for waiting weights. Pinning them takes more memory than their size.
 _HOST_SHARE = 0.5
 
 
@@ -46,13 +46,13 @@ class Resized:
     """The result of a resize."""
 
     size: int
-    """Number of ranks now."""
+    """Number of ranks after the resize."""
     pause_s: float
     """Seconds for which requests waited."""
 
 
 def resize(size: int, given: EngineConfig, coordinator: Coordinator) -> Resized:
-    """Replaces the ranks by `size` new ones. One resize at a time.
+    """Replaces the ranks by `size` new ones. Only one resize may run at a time.
 
     Args:
         given: the configuration before it was resolved.
@@ -87,11 +87,11 @@ def resize(size: int, given: EngineConfig, coordinator: Coordinator) -> Resized:
 
 
 def fewer(given: EngineConfig, old: RankGroup) -> RankGroup | None:
-    """A group with fewer ranks, not started, for when ranks of `old` are lost with their devices. None if no smaller
-    size is allowed or possible.
+    """A group of the ranks that are left when ranks of `old` are lost with their devices, not started. None if no
+    smaller size is allowed or possible.
 
     Args:
-        given: as in `resize`.
+        given: the configuration before it was resolved.
     """
     size, least = old.size - len(old.lost), old.config.recovery.min_ranks
     if size == old.size or least is None or size < least:
@@ -104,7 +104,7 @@ def fewer(given: EngineConfig, old: RankGroup) -> RankGroup | None:
 
 
 def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
-    """The configuration for `size` ranks. Raises ConfigError if that is impossible."""
+    """The resolved configuration for `size` ranks. Raises ConfigError if the group cannot have this size."""
     on_gpus = old.config.device == "cuda"
     if old.starter.is_in_memory:
         raise ConfigError("new ranks cannot read weights that came from memory; change to weights at a path first")
@@ -116,7 +116,7 @@ def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
             f"placement.cpus_per_rank={given.placement.cpus_per_rank:g} is reserved for {num_bundles} ranks; leave "
             f"it out, or start with tensor_parallel_size={size}"
         )
-    # A decided `auto` stays: streams continue with the numerics with which they began.
+    # The numerics that were chosen at the start stay, so that running streams continue with them.
     now = old.config
     # The weights may have been changed since the start
     kept = {"numerics": now.numerics, "model": now.model, "revision": now.revision}
@@ -125,15 +125,15 @@ def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
 
 
 def _held(size: int, old: RankGroup) -> tuple[HeldGPU, ...]:
-    """GPUs for the ranks of `size` without a bundle in the placement group, those of `old` first. Raises ConfigError if
-    too few are free."""
+    """Reserved GPUs for the ranks of a group of `size` that have no bundle in the placement group, first the ones that
+    `old` has. Raises ConfigError if too few are free."""
     count = max(0, size - old.starter.num_bundles) if old.config.device == "cuda" else 0
     held = old.starter.held[:count]
     return held + (hold(old.bundle, count - len(held), CUDA_ENVIRONMENT) if count > len(held) else ())
 
 
 def _load(new: RankGroup, old: RankGroup) -> None:
-    """Starts `new` and loads its shards (on GPUs with `RankGroup.prepare`). Raises ConfigError if there is no room."""
+    """Starts `new` and loads its shards (on GPUs with `RankGroup.prepare`). Raises ConfigError if they do not fit."""
     on_gpus = new.config.device == "cuda"
     if on_gpus:
         check_devices(new, old)
@@ -177,7 +177,7 @@ def check_devices(new: RankGroup, old: RankGroup) -> None:
 
 
 def _check_pool(memory: GroupMemory, new: RankGroup, old: RankGroup) -> None:
-    """Raises ConfigError if the new ranks cannot hold the old ranks' pages."""
+    """Raises ConfigError if the KV pool with the old number of pages does not fit in the new ranks' memory."""
     num_pages, config = old.pool.num_pages, old.config
     window_pool = None if old.pool.num_window_pages is None else WindowPool.of(config, old.model)
     takes = [pool_bytes(num_pages, page, window_pool) for page in memory.bytes_per_page]

@@ -1,8 +1,8 @@
 """The coordinator's end of the unix socket to its Engine replica: length-prefixed msgpack in both directions.
 
-A thread reads, and the step loop takes the messages that were read. A unix socket buffers only a few hundred kilobytes,
-so reading once per step would take many steps for a large message, and delay everything after it. The loop itself
-writes, and never blocks on it.
+One thread reads, and the step loop takes the messages that the thread has read. A unix socket buffers only a few
+hundred kilobytes: if the loop read once per step, a large message would take many steps, and delay every later message.
+The loop writes to the socket itself, and never blocks on it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _RECEIVE_BYTES = 1 << 18
 _MAX_UNTAKEN_BYTES = 64 << 20
-# Without descriptors, the listener stays readable. Without this pause, the thread would take a whole core.
+# Seconds to wait without file descriptors. The listener stays readable, so the thread would use a whole core.
 _ACCEPT_AGAIN_S = 1.0
 
 
@@ -35,7 +35,7 @@ class EngineSocket:
     remains. Only processes of the same user may connect."""
 
     def __init__(self, *, max_untaken_bytes: int = _MAX_UNTAKEN_BYTES) -> None:
-        """`max_untaken_bytes`: while messages that were not polled exceed this, the thread stops reading."""
+        """Creates the socket. Reading stops while messages that were not polled exceed `max_untaken_bytes`."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.address = f"\0lockstep-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener.bind(self.address)
@@ -74,7 +74,7 @@ class EngineSocket:
             self._wake_writer.send(b"\0")
 
     def poll(self, timeout_s: float) -> tuple[list[EngineToCoordinator], bool]:
-        """Waits up to `timeout_s` for something to arrive. Returns all messages, and whether the peer disconnected."""
+        """Waits up to `timeout_s` for a message. Returns all messages, and whether the peer disconnected."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._wake_reader:
                 self._wake_reader.recv(4096)
@@ -96,13 +96,13 @@ class EngineSocket:
         self._write()
 
     def flush(self, timeout_s: float) -> None:
-        """Writes what is queued, for at most `timeout_s`."""
+        """Writes the queued messages, for at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self._unsent and self._peer is not None and (left := deadline - time.monotonic()) > 0:
             self.poll(left)
 
     def close(self) -> None:
-        """Ends the thread and closes all sockets. Then nobody can connect to the address."""
+        """Ends the thread and closes all sockets. No process can connect to the address afterwards."""
         with self._taken:
             self._closed = True
             self._taken.notify()
@@ -180,7 +180,7 @@ class EngineSocket:
         return peer
 
     def _read(self, received: bytearray) -> bool:
-        """Reads more after `received`, and hands complete messages over. Returns False if the peer is lost."""
+        """Reads more bytes into `received`, and hands complete messages over. Returns False if the peer is lost."""
         assert self._peer is not None, "a read event without a peer"
         try:
             chunk = self._peer.recv(_RECEIVE_BYTES)
@@ -203,7 +203,7 @@ class EngineSocket:
         return bool(chunk)
 
     def _hand_over(self, messages: list[EngineToCoordinator], num_bytes: int) -> None:
-        """Gives `messages` to the loop. Waits while too many are untaken."""
+        """Gives `messages` to the loop. Waits while the loop has too many bytes to take."""
         with self._taken:
             is_first = not self._untaken
             self._untaken += messages

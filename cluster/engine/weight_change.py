@@ -1,7 +1,7 @@
-"""Changes the weights of a running engine to others of the same shape. They are staged beside the old ones and taken
-between two steps.
+"""Changes the weights of a running engine to other weights of the same shape. The ranks stage them beside the old ones,
+and switch between two steps.
 
-A failure before they are taken costs nothing: the ranks drop what they read. If a rank fails while taking them, the
+A failure before the switch costs nothing: the ranks drop the staged weights. If a rank fails during the switch, the
 group's weights are unknown, so all ranks are replaced by ranks with the new weights.
 """
 
@@ -29,7 +29,7 @@ from configs.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_SHOWN_CHARS = 200  # number of differences between two models that a message shows
+_SHOWN_CHARS = 200  # number of characters that a message shows of a difference between two models
 _SHOWN_DIFFERENCES = 4
 
 
@@ -45,15 +45,16 @@ def change_weights(
     version: str | None = None,
     running: Running = "continue",
 ) -> WeightsChanged | None:
-    """Changes to the weights of checkpoint `model`, or of all `tensors`. One change at a time, and no resize meanwhile.
+    """Changes to the weights of checkpoint `model`, or of all `tensors`. Only one change, and no resize, may run at a
+    time.
 
     Args:
-        spec: of the engine's start.
-        platforms: as for `system_fingerprint`.
+        spec: the spec of the engine's start.
+        platforms: `worker.device.platform.platform_of` of each rank.
         model: a local directory, or a Hugging Face id, of the same model.
-        tensors: of a checkpoint in memory, by name. Each is a tensor, or what torch.multiprocessing's `reduce_tensor`
-            makes of a GPU tensor of the same node. The tensor's process must keep it until the last call returns.
-        last: False if more tensors follow in another call. Then nothing changes yet, and the result is None.
+        tensors: parts of a checkpoint in memory: name -> tensor, or `reduce_tensor` (torch.multiprocessing) of a GPU
+            tensor of the same node. The tensor's process must keep it until the last call returns.
+        last: False if more tensors follow in another call. Nothing changes then, and the result is None.
         version: name of the weights. If None, the last part of the model's name, and the revision.
 
     Raises:
@@ -94,11 +95,11 @@ def starter_with(now: RankStarter, model: str, revision: str | None) -> RankStar
     """A starter of the same ranks with the weights of another checkpoint of the same model.
 
     Raises:
-        ConfigError: the checkpoint has another model, or does not exist.
+        ConfigError: the checkpoint does not exist, or has another model.
     """
     config = now.config.model_copy(update={"model": model, "revision": revision})
     path = resolve_model_path(model, revision, weights=config.has_local_weights)
-    # The dtypes of the weights may differ. The draft head stays, including an MTP layer.
+    # The new weights may have other dtypes. The draft head stays, even if it is an MTP layer.
     kept: dict[str, Any] = {"dtype": now.model.dtype, "draft_head": now.model.draft_head}
     found = dataclasses.replace(read_model(config, path), **kept)
     scales, has_mxfp4 = now.model.weight_scales, now.model.has_mxfp4

@@ -1,5 +1,5 @@
-"""Decides whether a request may call a route: API keys, roles, and which paths need no key. It judges ASGI's path,
-never a URL."""
+"""Decides whether a request may call a route: API keys, roles, and paths that need no key. It looks at ASGI's path,
+never at a URL."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from configs.schema import ServerConfig
 _HOST = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]*)?")
 
 ANYONE: Set[Role] = frozenset()
-"""Paths without a key: probes, and the page, which asks for a key itself. None of them reveals anything."""
+"""For paths that need no key: probes, and the page, which asks for a key itself. They reveal nothing."""
 ADMINS: Set[Role] = frozenset({Role.ADMIN})
-"""For admin keys only. These paths do not exist on a server without admin keys."""
+"""For paths that need an admin key. On a server without admin keys, these paths do not exist."""
 USERS: Set[Role] = frozenset({Role.USER, Role.ADMIN})
-"""All other paths, also those that do not exist."""
+"""For all other paths, including paths that do not exist."""
 
 
 def peer_address(scope: Scope) -> str | None:
@@ -39,19 +39,19 @@ class Access:
     """Accepts or refuses requests."""
 
     keys: KeyRing | None
-    """None if no keys are required."""
+    """The valid keys. None if requests need no key."""
     roles: Mapping[str, Set[Role]] = field(default_factory=dict)
-    """The roles that may call a path, by path."""
+    """The roles that may call each path. Other paths are for USERS."""
     anyone: bool = False
-    """Without keys: whether requests from other machines are answered."""
+    """Whether requests from other machines are answered on a server without keys."""
     client_address: Callable[[Scope], str | None] = peer_address
-    """Returns the address of a request's client. None if the connection has no addresses, so the client is on this
-    machine."""
+    """Returns the address of a request's client. None if the connection has no addresses, which means that the client
+    is on this machine."""
     host_names: Set[str] = frozenset()
-    """Without keys: lower-case names that a request's Host may have besides this machine's."""
+    """Lower-case names that a request's Host may have on a server without keys, besides this machine's."""
 
     def admit(self, scope: Scope, request_id: str) -> tuple[RequestContext, ApiKey | None]:
-        """The context of a request, and the key that it came with.
+        """The context of a request, and the key that the client sent.
 
         Raises:
             RequestError: 401 without a valid key, 403 if the key's role or the client's address does not allow it, 404
@@ -102,8 +102,8 @@ def route_path(scope: Scope) -> str:
 
 
 def _presented(scope: Scope) -> bytes | None:
-    """The key that a request carries, if any. Raises RequestError (401) for two different ones, because different
-    readers must not see different keys."""
+    """The key that a request carries, or None. Raises RequestError (401) for two different keys, because different
+    readers of the request must not see different keys."""
     found = set()
     for name, value in scope["headers"]:
         if name == b"x-api-key":
@@ -147,21 +147,21 @@ def _network(address: str) -> str:
 
 
 def own_host_names(server: ServerConfig) -> Set[str]:
-    """The names under which a keyless server answers: `server.host_names`, and this machine's own name if other
-    machines are answered. This asks the machine's resolver, which may take a second."""
+    """The names under which a server without keys answers: `server.host_names`, and this machine's own name if it
+    answers other machines. Asks the machine's resolver, which may take a second."""
     own = {socket.gethostname(), socket.getfqdn()} if server.api_keys is False else set()
     return frozenset(name.lower().rstrip(".") for name in own.union(server.host_names))
 
 
 def _check_host(scope: Scope, names: Set[str], *, any_address: bool) -> None:
-    """Raises RequestError if a request's Host is none of this server's names.
+    """Raises RequestError if a request's Host is no name of this server.
 
     A web page may come from a DNS name that now points to this machine. Its browser would let the page read answers,
     but sends that name as the Host.
 
     Args:
-        names: accepted besides loopback addresses and `localhost`.
-        any_address: accept every IP address. A browser only sends one for pages that were opened by an address.
+        names: accepted names, besides loopback addresses and `localhost`.
+        any_address: accept every IP address. A browser sends one only for pages that were opened by an address.
     """
     server = scope.get("server")
     if server is None or server[1] is None:

@@ -1,4 +1,4 @@
-"""The requests that are being answered: their list, how long their clients do not read, and how to end them."""
+"""The requests that are being answered: their list, the time for which each client has not read, and how to end one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from parallel.sockets import num_descriptors_left
 logger = logging.getLogger(__name__)
 
 UNREAD_TIMEOUT_S = 60.0
-"""Seconds for which a client may leave a full connection unread. Then its request or connection is ended."""
+"""Seconds for which a client may leave a full connection unread, before its request or connection is ended."""
 _STOPPING = "The server is stopping; try again."
 _LAST_WORDS_S = 1.0
 _SPARE_DESCRIPTORS = 64
-"""File descriptors to leave free. Without any, new connections are reset without an explanation."""
-# Before Linux 6.2, counting descriptors takes 13 ms for 8,000 of them. While many are free, they are counted rarely, so
-# that counting takes at most a fiftieth of the event loop's time.
+"""File descriptors to leave free. Without free ones, new connections are reset without an explanation."""
+# Before Linux 6.2, counting 8,000 descriptors takes 13 ms. While many are free, they are counted rarely, so that
+# counting takes at most a fiftieth of the event loop's time.
 _MANY_DESCRIPTORS = 1024
 _COUNT_EVERY_S = 0.02
 _COUNT_SHARE = 50
@@ -38,9 +38,9 @@ class ActiveRequest:
     context: RequestContext
     task: asyncio.Task[None]
     error: RequestError | None = None
-    """The error with which it was ended from outside."""
+    """The error given to `end`. None unless `end` was called."""
     stuck_since: float | None = None
-    """Time on the event loop's clock since which its client has not read. None while the client reads, or has nothing
+    """Time on the event loop's clock since which the client has not read. None while the client reads, or has nothing
     to read."""
 
     def end(self, error: RequestError) -> None:
@@ -51,10 +51,10 @@ class ActiveRequest:
 
 
 class ActiveRequests:
-    """The requests of one replica. Use it on its event loop only."""
+    """The requests that one replica is answering. Use them on its event loop only."""
 
     def __init__(self, send_timeout_s: float = UNREAD_TIMEOUT_S, life: EngineLife | None = None) -> None:
-        """`life`: state of the engine, which `drain` changes to draining. If None, a new one."""
+        """`life` is the state of the engine, which `drain` changes to draining. If None, a new one."""
         self._life = life or EngineLife()
         self._send_timeout_s = send_timeout_s
         self._requests: set[ActiveRequest] = set()
@@ -92,7 +92,7 @@ class ActiveRequests:
 
     @contextlib.contextmanager
     def track(self, context: RequestContext, task: asyncio.Task[None]) -> Iterator[ActiveRequest]:
-        """Counts `task` as the answer to a request during the block."""
+        """Lists `task` as the answer to a request during the block."""
         request = ActiveRequest(context, task)
         self._requests.add(request)
         if self._sweep is None:
@@ -103,7 +103,7 @@ class ActiveRequests:
             self._requests.discard(request)
 
     def abort(self, request_id: str | None, *, spare: RequestContext | None = None) -> int:
-        """Ends the requests with this id, or all of them, except the one to `spare`. Returns their number."""
+        """Ends the requests with this id, or all if it is None, except the request `spare`. Returns their number."""
         chosen = [
             request
             for request in self._requests
@@ -114,8 +114,8 @@ class ActiveRequests:
         return len(chosen)
 
     async def drain(self, timeout_s: float) -> None:
-        """Accepts no more requests, and returns when the last one has ended. After `timeout_s`, the remaining ones are
-        ended with an error that asks to retry."""
+        """Accepts no more requests, and returns when the last one has ended. After `timeout_s`, ends the remaining
+        requests with an error that asks to retry."""
         self._life.enter(EngineState.DRAINING)
         await self._wait_idle(timeout_s)
         if self._requests:

@@ -11,7 +11,7 @@ from configs.schema import ServerConfig
 
 _MAX_LENGTH_DIGITS = 18
 _SLOWEST_S = 60.0
-"""Seconds to send a body of the allowed size. A client that takes longer holds its connection for nothing."""
+"""Maximum seconds for a body to arrive. A client that takes longer occupies its connection for nothing."""
 
 
 class ClientDisconnect(Exception):
@@ -19,7 +19,7 @@ class ClientDisconnect(Exception):
 
 
 async def read_body(scope: Scope, receive: Receive, server: ServerConfig) -> bytes:
-    """The unparsed JSON of a request. At most `server.max_body_bytes` are held.
+    """The unparsed JSON of a request. Reads at most `server.max_body_bytes`.
 
     Raises:
         RequestError: 415 for another or a compressed type, 413 for too many bytes, 408 if the client is too slow.

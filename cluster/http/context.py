@@ -1,4 +1,4 @@
-"""Facts about a request besides its body: its id, its client, and what that client may do."""
+"""Facts about a request besides its body: its id, its client, and what the client may do."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SCOPE_KEY = "lockstep.request"
 
 
 class Role(StrEnum):
-    """The purpose of an API key."""
+    """Which routes an API key may call."""
 
     USER = "user"
-    """All routes except those for operations."""
+    """All routes except routes for operators."""
     ADMIN = "admin"
     """All routes."""
     METRICS = "metrics"
@@ -27,11 +27,11 @@ class Role(StrEnum):
 
 
 class Meter:
-    """Counts what one request uses against its client's quota. This base class is for clients without limits, and
-    counts nothing."""
+    """Counts what one request uses of its client's quota. This base class is for clients without limits, and counts
+    nothing."""
 
     def begin(self, num_sequences: int, num_tokens: int) -> None:
-        """Counts the request's sequences (prompts times choices) until it ends, and its prompts' tokens. Raises
+        """Counts the tokens of the request's prompts and, until it ends, its sequences (prompts times choices). Raises
         RequestError (429) if they exceed what the client has left."""
 
     def count_tokens(self, num_tokens: int) -> None:
@@ -40,28 +40,28 @@ class Meter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """One request. The guard creates it before any route runs. Every log line and span of the request has its id."""
+    """Facts about one request. The guard collects them before any route runs. Every log line and span has its id."""
 
     request_id: str
-    """The client's `x-request-id` if that is a valid name, else a new id."""
+    """The client's `x-request-id` if it is a valid name, else a new id."""
     client: str = ""
-    """The client's name: the id of its API key, never the key itself. Empty if no keys are required."""
+    """The client's name: the id of its API key, never the key itself. Empty if requests need no key."""
     network: str = ""
-    """Without keys: the client's network address. Empty for connections without addresses."""
+    """The client's network address if requests need no key. Empty for connections without addresses."""
     role: Role = Role.USER
     priorities: tuple[int, int] | None = None
-    """Lowest and highest `priority` that counts against other clients' requests, as the operator granted the API key.
-    If None, a priority only orders this client's own requests."""
+    """Lowest and highest `priority` that counts against requests of other clients, as the operator granted the API key.
+    If None, a priority only orders the client's own requests."""
     salt: bytes = field(default=b"", repr=False)
-    """A secret that stands for the client in this process. Empty if no keys are required."""
+    """A secret that stands for the client in this process. Empty if requests need no key."""
     path_params: Mapping[str, str] = field(default_factory=dict)
     """Values of the path's parameters, for the handler."""
     arrived_s: float = field(default_factory=time.monotonic, compare=False)
-    """Time when its headers had arrived."""
+    """Time when the request's headers had arrived."""
     trace: Mapping[str, str] = field(default_factory=dict)
-    """W3C trace context: its headers `traceparent` and `tracestate`, if it has them."""
+    """W3C trace context: the headers `traceparent` and `tracestate`, if the request has them."""
     meter: Meter = field(default_factory=Meter, repr=False, compare=False)
-    """Counts what the request uses."""
+    """Counts what the request uses of its client's quota."""
 
     @property
     def share_owner(self) -> str:
@@ -69,15 +69,15 @@ class RequestContext:
         return self.client or self.network
 
     def cache_salt(self, asked: str | None = None) -> bytes:
-        """The salt that separates cached prompts: different clients never share one, and one client shares pages
-        between requests with the same `asked`.
+        """The salt that separates cached prompts: two clients never share one, and a client shares pages between its
+        requests with the same `asked`.
 
         Args:
             asked: the request's own `cache_salt`.
         """
         if asked is None:
             return self.salt
-        # Keyed with the client's secret, so that no client can choose another client's salt.
+        # The digest is keyed with the client's secret, so that no client can choose another client's salt.
         return hmac.digest(self.salt, asked.encode(), "sha256")
 
 
@@ -91,8 +91,8 @@ def current_request() -> RequestContext | None:
 
 @contextlib.contextmanager
 def serving(scope: Scope, context: RequestContext) -> Iterator[None]:
-    """Makes `context` the scope's request, and during the block the current one of this task and of tasks that it
-    starts."""
+    """Makes `context` the scope's request. During the block, it is also the current request of this task and of tasks
+    that it starts."""
     scope[_SCOPE_KEY] = context
     token = _current.set(context)
     try:

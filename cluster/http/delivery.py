@@ -1,4 +1,4 @@
-"""Sends one client its answer, no faster than it reads."""
+"""Sends an answer to one client, no faster than the client reads."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from cluster.http.response import HttpResponse, LoopTurns
 from configs.errors import RequestError
 
 KEEP_ALIVE_S = 15.0
-"""A stream that is silent for this long, or at most twice this, sends a comment: load balancers end connections that
-are silent for a minute, and a request may wait longer than that in the queue."""
+"""Seconds of silence after which, or after twice as many at most, a stream sends a comment. Load balancers end
+connections that are silent for a minute, and a request may wait for longer in the queue."""
 _KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients of server-sent events skip
 # An event is a line that ends with "\n". Clients that split text like Python's `splitlines`, such as httpx's
 # `iter_lines`, also end lines at these characters inside JSON strings, so they are sent as JSON escapes.
 _LINE_ENDS = {character.encode(): b"\\u%04x" % ord(character) for character in "\x85\u2028\u2029"}
-_LAST_WORDS_S = 1.0  # time for a slow client to read the last bytes
+_LAST_WORDS_S = 1.0  # seconds for a slow client to read the last bytes
 
 
 def _in_lines(events: bytes) -> bytes:
-    """`events` without characters that would split their data into several lines for some clients."""
+    """Returns `events` without characters at which some clients would split a line of data."""
     for character, escape in _LINE_ENDS.items():
         events = events.replace(character, escape)
     return events
 
 
 class Delivery:
-    """One response. Call `close` when nothing more is sent."""
+    """One response. Call `close` when the response has ended."""
 
     def __init__(self, send: Send, turns: LoopTurns) -> None:
-        """`send`: must return once the client's connection has room again, as ASGI servers do."""
+        """`send` must return once the client's connection accepts more, as ASGI servers do."""
         self.streaming = False
         """Whether a streamed answer has begun."""
         self.request: ActiveRequest | None = None
-        """The request that it answers, set before it begins."""
+        """The answered request. It must be set before the answer begins."""
         self._turns = turns
         self._failure: Callable[[RequestError], bytes] = error_event
         self._unbounded_send = send
         self._loop = asyncio.get_running_loop()
-        self._spoke = False  # since the timer last fired
+        self._spoke = False  # whether something was sent since the timer last fired
         self._timer: asyncio.TimerHandle | None = None
         self._keeping: asyncio.Task[None] | None = None
 
@@ -52,7 +52,7 @@ class Delivery:
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._break_silence, response)
 
     async def stream(self, chunk: bytes, response: HttpResponse) -> None:
-        """Sends a part of a streamed answer, once the client has room for it."""
+        """Sends a part of a streamed answer, and waits until the connection accepts more."""
         self._spoke = True
         if self._keeping is not None:
             await self._keeping
@@ -60,8 +60,8 @@ class Delivery:
         await self._turns.after(chunk)
 
     async def whole(self, parts: AsyncIterator[bytes], response: HttpResponse) -> None:
-        """Sends an answer that is not a stream. An answer of several parts has no length header, and is sent as the
-        client has room."""
+        """Sends an answer that is not a stream. If it has several parts, it gets no length header, and each part is
+        sent once the connection accepts more."""
         part = await anext(parts)
         begun = False
         async for following in parts:
@@ -95,7 +95,7 @@ class Delivery:
         await self._send({"type": "http.response.body", "body": _in_lines(last), "more_body": False})
 
     def close(self) -> None:
-        """Sends nothing more."""
+        """Stops the comments of a silent stream."""
         if self._timer is not None:
             self._timer.cancel()
         if self._keeping is not None:
@@ -110,7 +110,7 @@ class Delivery:
         await self._send({"type": "http.response.body", "body": _in_lines(chunk), "more_body": True})
 
     async def _send(self, message: Message) -> None:
-        """A client that does not read the end in time loses its connection."""
+        """Sends a message. While `send` waits for the client to read, `stuck_since` shows since when."""
         request = self.request
         assert request is not None, "a request is tracked before its answer begins"
         request.stuck_since = self._loop.time()

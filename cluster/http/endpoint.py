@@ -23,19 +23,19 @@ Handler = Callable[[bytes, RequestContext], Awaitable[HttpResponse]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Answers one route.
+    """Answers the requests to one route.
 
-    The request runs as a task beside another one that waits for the client to disconnect, for streamed and whole
-    answers, queued or running. A slow client only slows its own answer: no more is written than its connection accepts,
-    and what the engine generates meanwhile waits as token ids. Errors before the first byte are raised, and the guard
-    writes them. Later ones become the last event of a stream, or cut off any other answer.
+    A request runs as one task, beside another task that waits for the client to disconnect. This holds for streamed and
+    whole answers, queued or running. A slow client only slows its own answer: no more is written than its connection
+    accepts, and what the engine generates meanwhile waits as token ids. Errors before the first byte are raised, and
+    the guard writes them. A later error becomes the last event of a stream, or cuts off any other answer.
     """
 
     handle: Handler
     server: ServerConfig
     active: ActiveRequests
     turns: LoopTurns
-    """Shared by all endpoints of an event loop."""
+    """The turns that all endpoints of an event loop share."""
     engine_is_there: Callable[[], bool]
     on_stream_error: Callable[[RequestError], None]
     """Called with every error that ends a stream after it has begun."""
@@ -55,7 +55,7 @@ class Endpoint:
             try:
                 await asyncio.wait((answering, watching), return_when=asyncio.FIRST_COMPLETED)
             finally:
-                # Cancels the task that is left, also when this task is cancelled from outside.
+                # One task is left, even if this task is cancelled from outside.
                 for task in (answering, watching):
                     task.cancel()
                 await asyncio.gather(answering, watching, return_exceptions=True)
@@ -80,7 +80,7 @@ class Endpoint:
         except Exception as error:  # noqa: BLE001 -- the last place that can still tell the client of a stream
             await self._fail(error, context, delivery)
         finally:
-            # Done here, because the task that waits for the answer may be cancelled again and leave before its end.
+            # This is done here, because the task that awaits the answer may be cancelled again before its end.
             delivery.close()
 
     async def _fail(self, error: Exception, context: RequestContext, delivery: Delivery) -> None:

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 MAX_HEADERS = 256
 MAX_HEADER_BYTES = 64 << 10
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
-# Ray Serve reads the first two itself, and echoes and logs the first. Invalid bytes there would cause Ray's errors
-# instead of ours.
+# Ray Serve reads the first two headers itself, and echoes and logs the first. Invalid bytes there would cause Ray's
+# errors instead of ours.
 _NAME_HEADERS = ("x-request-id", "x-session-id")
 _RAY_HEADERS = ("serve-multiplexed-model-id", "x-request-timeout-seconds", "x-request-disconnect-disabled")
 _ODD_NAME = "lockstep.odd_name"
@@ -49,12 +49,12 @@ class Guard:
         counted: Set[str] = frozenset(),
     ) -> None:
         """Args:
-        access: decides before any route runs.
+        access: decides which requests may call a route.
         engine_is_there: returns whether requests can reach an engine.
-        on_error: called with every response that is not a success.
+        on_error: called with the error of every response that is not a success.
         counted: paths for which requests of every method count against quotas. For other paths, only POSTs do.
-        error_shapes: form of errors by path prefix; these paths also return `request-id`, like Anthropic. Other paths
-            use OpenAI's form.
+        error_shapes: path prefix -> form of its errors. Responses below these prefixes also have `request-id`, like
+            Anthropic's. Other paths use OpenAI's form.
         names_responses: False if a server in front adds the request's `x-request-id` to every response. It must run
             `ray_middlewares` before it reads the request.
         """
@@ -77,7 +77,7 @@ class Guard:
             await self.router(scope, receive, send)
             return
         if scope["type"] != "http":
-            # Closing a websocket before it is accepted answers with 403.
+            # If a websocket is closed before it is accepted, the server answers with 403.
             await send({"type": "websocket.close", "code": 1008})
             return
         request_id = clean_names(scope)
@@ -104,7 +104,7 @@ class Guard:
             failure = as_request_error(error, request_id, engine_is_there=self._engine_is_there())
             if response.begun:
                 # The server sees that the response is incomplete and closes the connection, so the client does not take
-                # it for whole.
+                # it for complete.
                 return
             await self._refuse(response, failure, scope, request_id)
 
@@ -131,7 +131,7 @@ class Guard:
 
 
 class _Response:
-    """`send` of one request, which adds the headers of every response."""
+    """The `send` of one request, which adds the headers that every response has."""
 
     def __init__(self, send: Send, names: list[tuple[bytes, bytes]]) -> None:
         self.begun = False
@@ -157,7 +157,7 @@ def ray_middlewares() -> list[Middleware]:
 
 
 def with_clean_names(app: ASGIApp) -> ASGIApp:
-    """`app` with `clean_names` before it."""
+    """Wraps `app` so that `clean_names` runs first."""
 
     async def cleaned(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -168,10 +168,10 @@ def with_clean_names(app: ASGIApp) -> ASGIApp:
 
 
 def clean_names(scope: Scope) -> str:
-    """Returns the request's id, and makes it the only `x-request-id`. A request without one gets a new id.
+    """Returns the request's id, and makes it the only `x-request-id`. A request without an id gets a new one.
 
-    Headers by which a client would steer Ray Serve are removed. If `x-request-id` or `x-session-id` has invalid bytes,
-    is too long or occurs twice, both are removed, and `Guard` refuses the request.
+    Headers by which a client could control Ray Serve are removed. If `x-request-id` or `x-session-id` has invalid
+    bytes, is too long or occurs twice, both are removed, and `Guard` refuses the request.
     """
     kept: list[tuple[bytes, bytes]] = []
     given: dict[str, bytes] = {}

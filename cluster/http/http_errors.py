@@ -32,7 +32,7 @@ class ErrorBody(msgspec.Struct):
 
 
 def error_body(error: RequestError) -> ErrorBody:
-    """`error` in the form for clients."""
+    """The body that shows `error` to clients."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return ErrorBody(ErrorDetail(str(error), kind, error.param, error.code))
 
@@ -48,7 +48,7 @@ def error_headers(error: RequestError) -> dict[str, str]:
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if error.retry_after_s is not None:
-        # The standard has whole seconds. The openai package also knows milliseconds.
+        # The standard knows only whole seconds. The openai package also reads milliseconds.
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(1e3 * error.retry_after_s)))
     if isinstance(error, OverloadedError) and error.closes_connection:
@@ -60,7 +60,7 @@ def error_headers(error: RequestError) -> dict[str, str]:
 
 
 def as_request_error(error: BaseException, request_id: str, *, engine_is_there: bool = True) -> RequestError:
-    """The error that the client may see for `error`. Details that it must not see go to the log with the request id."""
+    """The error that the client may see instead of `error`. Details that it must not see go to the log, with the id."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, DeadlineError):
@@ -93,9 +93,9 @@ async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, 
 
 
 ErrorShape = Callable[[RequestError, str], msgspec.Struct]
-"""Makes an error's body from the error and the request's id."""
+"""Makes the body of an error response from the error and the request's id."""
 
 
 async def send_error(send: Send, error: RequestError, body: msgspec.Struct, headers: Mapping[str, str]) -> None:
-    """Sends `error` as a whole response with this body, and with `headers` in addition to its own."""
+    """Sends `error` as a whole response with this body. `headers` are added to the error's own headers."""
     await send_json(send, error.status, _encode(body), {**error_headers(error), **headers})

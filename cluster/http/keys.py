@@ -1,4 +1,4 @@
-"""API keys: the file that lists them, and the lookup of what a client sends.
+"""API keys: the file that lists them, and the lookup of the key that a client sends.
 
 The file has only SHA-256 digests, one line per key: `id:sha256[:role[:requests a minute[:requests at once]]]`, then
 `:tokens=N` and `:priority=A..B` if the key has them. `new_key` makes keys of 256 random bits, so a digest needs neither
@@ -36,25 +36,25 @@ _RANGE = re.compile(r"(-?\d{1,16})\.\.(-?\d{1,16})")
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One line of the file."""
+    """One key, as a line of the file describes it."""
 
     id: str
-    """The client with this key. One client may have several keys."""
+    """Name of the client with this key. A client may have several keys."""
     digest: bytes
     """SHA-256 of the key."""
     role: Role = Role.USER
     rpm: int | None = None
-    """Most requests per minute, for each replica. None for no limit."""
+    """Maximum number of requests per minute, for each replica. None for no limit."""
     concurrency: int | None = None
-    """Most requests at once, for each replica. None for no limit."""
+    """Maximum number of sequences that run at once, for each replica. None for no limit."""
     tokens: int | None = None
-    """Most tokens of prompts and answers per minute, for each replica. None for no limit."""
+    """Maximum number of tokens of prompts and answers per minute, for each replica. None for no limit."""
     priorities: tuple[int, int] | None = None
-    """Lowest and highest `priority` that counts against other clients' requests. None if the key was granted none."""
+    """Lowest and highest `priority` that counts against requests of other clients. None if none was granted."""
 
 
 def new_key(id_: str, role: Role = Role.USER) -> tuple[str, str]:
-    """A new key, and its line for the file. Raises ConfigError for an id that a line cannot hold."""
+    """A new key, and its line for the file. Raises ConfigError for an id that a line cannot contain."""
     _check_id(id_, "the id")
     key = _PREFIX + secrets.token_urlsafe(32)
     line = f"{id_}:{hashlib.sha256(key.encode()).hexdigest()}"
@@ -62,7 +62,7 @@ def new_key(id_: str, role: Role = Role.USER) -> tuple[str, str]:
 
 
 def parse_role(name: str, place: str = "") -> Role:
-    """The role with this name. Raises ConfigError, whose message begins with `place`, if there is none."""
+    """The role with this name. Raises ConfigError if there is none; its message begins with `place`."""
     if name not in list(Role):
         raise ConfigError(f"{place}the role is {name[:64]!r}; it must be one of {', '.join(Role)}")
     return Role(name)
@@ -72,8 +72,8 @@ def parse_keys(text: str, name: str) -> tuple[ApiKey, ...]:
     """The keys in a file's text. Blank lines and lines that begin with `#` are skipped.
 
     Raises:
-        ConfigError: a line has a wrong form, two keys are the same, or there is none. The message contains no part of a
-            digest.
+        ConfigError: a line has a wrong form, two keys are the same, or the file has no key. The message contains no
+            part of a digest.
     """
     keys: dict[bytes, ApiKey] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -130,13 +130,13 @@ def _check_id(id_: str, what: str) -> None:
 
 
 class KeyRing:
-    """The keys of a file, which is read again when it changes."""
+    """The keys of a file. The file is read again when it changes."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Reads the file. Raises ConfigError if it cannot be read, or a line is wrong."""
         self._path = path
         self._clock = clock
-        # Known only to this process, so that the salts of its caches cannot be derived from the file.
+        # Only this process knows the secret, so that the salts of its caches cannot be derived from the file.
         self._secret = secrets.token_bytes(32)
         self._keys, self._version = self._read()
         self._looked = clock()
@@ -148,7 +148,7 @@ class KeyRing:
         return any(key.role == Role.ADMIN for key in self._keys)
 
     def find(self, presented: bytes) -> ApiKey | None:
-        """The key that a client presents, or None. Takes the same time for every key, valid or not."""
+        """The key that a client sent, or None. Takes the same time for every key, valid or not."""
         self._refresh()
         digest = hashlib.sha256(presented).digest()
         found = None
@@ -158,7 +158,7 @@ class KeyRing:
         return found
 
     def salt(self, id_: str) -> bytes:
-        """A secret that stands for a client in this process, the same for all its keys."""
+        """A secret that stands for a client in this process. All keys of a client have the same."""
         return hmac.digest(self._secret, id_.encode(), "sha256")
 
     def _refresh(self) -> None:
@@ -186,8 +186,8 @@ class KeyRing:
 
 
 def open_keys(server: ServerConfig) -> KeyRing | None:
-    """The keys in the file of `server.api_keys`. None if it names no file. Raises ConfigError if they cannot be
-    read."""
+    """The keys in the file `server.api_keys`. None if the setting names no file. Raises ConfigError if the file cannot
+    be read."""
     return KeyRing(Path(server.api_keys).expanduser()) if server.api_keys else None
 
 

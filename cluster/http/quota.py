@@ -1,4 +1,4 @@
-"""Quotas of clients: requests per minute, sequences at once, tokens per minute. Each replica counts for itself."""
+"""Quotas of clients: requests per minute, sequences at once, tokens per minute. Each replica counts by itself."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _TRY_AGAIN_S = 1.0
 @dataclass(slots=True)
 class _Used:
     running: int = 0
-    """Number of sequences of running requests. A request without sequences counts as one."""
+    """Number of sequences that run. A request counts as one until its sequences are known."""
     began: deque[float] = field(default_factory=deque)
     """Start times of the requests in the last minute."""
     tokens: deque[tuple[float, int]] = field(default_factory=deque)
-    """Tokens in the last minute: (time, number)."""
+    """Time and number of the tokens counted in the last minute."""
 
 
 @dataclass(eq=False)
 class _KeyMeter(Meter):
-    """The meter of one request, for a key with limits."""
+    """The meter of one request, if its key has limits."""
 
     key: ApiKey
     used: _Used
     clock: Callable[[], float]
     held: int = 1
-    """Number of sequences that the request counts in `used.running`."""
+    """Number of sequences that this request has added to `used.running`."""
 
     def begin(self, num_sequences: int, num_tokens: int) -> None:
         more, most = num_sequences - self.held, self.key.concurrency
@@ -57,7 +57,7 @@ class _KeyMeter(Meter):
 
 
 class Quotas:
-    """What each client has used. All keys with one id share it."""
+    """What each client has used. All keys of one client share one quota."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -65,8 +65,8 @@ class Quotas:
 
     @contextlib.contextmanager
     def take(self, key: ApiKey | None) -> Iterator[Meter]:
-        """Counts one request during the block, and yields its meter. Raises RequestError (429) with the time after
-        which another one is allowed."""
+        """Counts one request during the block, and yields its meter. Raises RequestError (429) with the seconds after
+        which another request is allowed."""
         if key is None or (key.rpm is None and key.concurrency is None and key.tokens is None):
             yield Meter()
             return

@@ -1,7 +1,7 @@
 """Messages between the Engine replica and its coordinator: msgspec structs over one unix socket.
 
-Engine to coordinator: `Submit`, `Abort`, `FlushCache`. Coordinator to Engine: one `StepOutput` per step for all
-requests. Array fields are raw little-endian bytes, so that a step does not cost a Python object per token.
+The Engine sends `Submit`, `Abort` and `FlushCache`. The coordinator sends one `StepOutput` per step for all requests.
+Array fields are raw little-endian bytes, so that a step does not cost a Python object per token.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ class FinishReason(StrEnum):
     """Why a request ended."""
 
     STOP = "stop"
-    """An end-of-sequence or stop token."""
+    """The answer ended with an end-of-sequence or stop token, or its guide found it complete."""
     LENGTH = "length"
-    """`max_tokens` or the context is used up."""
+    """The answer used up `max_tokens` or the context."""
     ABORT = "abort"
-    """Cancelled by the caller."""
+    """The caller cancelled the request."""
     ERROR = "error"
-    """The engine failed; see `Finished.error`."""
+    """The request was refused or failed; see `Finished.error`."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request's tokens are chosen. The ingress checks the values, and the scheduler trusts them."""
+    """How one request's tokens are chosen. The replica checks the values, and the scheduler trusts them."""
 
     max_tokens: int
-    """At least 1, and prompt + max_tokens <= max_model_len."""
+    """At least 1. Prompt and `max_tokens` together have at most `max_model_len` tokens."""
     temperature: float = 1.0
-    """0 means greedy."""
+    """0 means greedy: the likeliest token is sampled."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 means off."""
+    """0 means that all tokens may be sampled."""
     min_p: float = 0.0
     seed: int = 0
     """Always set. The noise of a sample depends only on seed, position and token id."""
@@ -47,36 +47,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_logprobs: int = -1
     """-1: none. k: the log probability of the sampled token and of the k likeliest tokens."""
     logprob_token_ids: tuple[int, ...] = ()
-    """Ids with log probabilities after those of the likeliest, in this order. Only with log probabilities."""
+    """Token ids with log probabilities besides the `num_logprobs` likeliest ones. Empty if `num_logprobs` is -1."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time it occurs in the answer."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that occurs in the answer."""
     repetition_penalty: float = 1.0
-    """Positive logits of tokens in prompt or answer are divided by it, negative ones multiplied. 1 means off."""
+    """Divides positive logits of tokens in the prompt or answer, and multiplies negative ones. 1 means off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, value added to its logit), with distinct ids."""
     allowed_token_ids: tuple[int, ...] = ()
-    """Only these may be sampled. Empty: any token."""
+    """Only these ids may be sampled. Empty: any id."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of token ids that must not occur in the answer."""
     min_tokens: int = 0
     """Until the answer has this many tokens, neither end of sequence nor `stop_token_ids` is sampled."""
     prompt_logprobs: int = -1
     """-1: none. k: the log probability of each prompt token and of the k likeliest tokens at its position. The prompt
-    then reads no prefix cache."""
+    then does not read the prefix cache."""
     item_lens: tuple[int, ...] = ()
     """Lengths of the scored items at the end of the prompt. An item sees itself and everything before all items. The
-    log probabilities of `logprob_token_ids` after each item come with the single token that is sampled at the end."""
+    log probabilities of `logprob_token_ids` after each item come with the token that is sampled at the end."""
     grammar: str | None = None
-    """The grammar that the answer must match, as llguidance's JSON of a checked grammar (`cluster.structured`)."""
+    """The grammar that the answer must match, as llguidance's JSON of a checked grammar. None: any text."""
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """The priority, deadline, client and salt of the sequences of one HTTP request."""
 
     level: int = 0
-    """Order among the requests of all clients, within what an operator granted. Lower goes first."""
+    """Order among the requests of all clients, as far as an operator allowed. Lower goes first."""
     priority: int = 0
     """Order among the requests of one client at one level. Lower goes first."""
     client: str = ""
@@ -93,13 +93,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     """Unique in the Engine replica, from 1, below 2**63."""
     prompt: bytes
-    """int32 token ids, at least one."""
+    """int32 ids of the prompt's tokens, at least one."""
     sampling: SamplingParams
     terms: Terms = Terms()
 
 
 class Choice(msgspec.Struct, frozen=True, array_like=True):
-    """One sequence of a `Submit`: the prompt that it continues, and its own parameters."""
+    """One sequence of a `Submit`: its prompt, and the parameters in which it differs."""
 
     prompt: int
     """Index in `Submit.prompts`."""
@@ -111,20 +111,20 @@ class Choice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
-    """The sequences of one HTTP request, which the engine accepts or refuses together. Values that they share occur
-    once."""
+    """The sequences of one HTTP request, which the engine accepts or refuses together. Values that several sequences
+    have are sent once."""
 
     first_id: int
-    """Id of the first choice. Later choices count up from it."""
+    """Id of the request for the first choice. The later choices get the ids after it."""
     prompts: list[bytes]
-    """int32 token ids, at least one each."""
+    """int32 token ids of each prompt, at least one."""
     sampling: list[SamplingParams]
-    """Parameters that are not in `Choice`."""
+    """Parameters of the choices, apart from the fields that `Choice` has."""
     choices: list[Choice]
     terms: Terms = Terms()
 
     def requests(self) -> list[GenerateRequest]:
-        """One request per sequence. Requests of one prompt share its bytes."""
+        """Creates one request per choice. Requests of one prompt share its bytes."""
         return [
             GenerateRequest(
                 id=request_id,
@@ -142,13 +142,13 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
 
 
 def shared_sampling(params: Sequence[Sequence[SamplingParams]]) -> tuple[list[SamplingParams], list[Choice]]:
-    """`Submit.sampling` and `Submit.choices` for the parameters of each prompt's choices."""
+    """Makes `Submit.sampling` and `Submit.choices` from the parameters of each choice of each prompt."""
     shared: list[SamplingParams] = []
     choices: list[Choice] = []
     for prompt, of_prompt in enumerate(params):
         for own in of_prompt:
             common = msgspec.structs.replace(own, max_tokens=1, seed=0, prompt_logprobs=-1)
-            # Requests of one submission rarely differ in other fields, and if they do, then between prompts.
+            # Choices of one submission rarely differ in other fields. If they do, the choices of different prompts do.
             if not shared or common != shared[-1]:
                 shared.append(common)
             choices.append(Choice(prompt, len(shared) - 1, own.max_tokens, own.seed, own.prompt_logprobs))
@@ -156,13 +156,13 @@ def shared_sampling(params: Sequence[Sequence[SamplingParams]]) -> tuple[list[Sa
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """Requests to end now. Unknown ids are ignored."""
+    """Ends the requests `ids`. Unknown ids are ignored."""
 
     ids: list[int]
 
 
 class FlushCache(msgspec.Struct, tag="flush", frozen=True):
-    """Drop the prefixes that no running request uses."""
+    """Drops the cached prefixes that no running request uses."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,22 +172,22 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     reason: FinishReason
     stop_token_id: int | None = None
     """The token that ended the request, if the reason is STOP. It is also the request's last token. None if its guide
-    decided that the answer is complete."""
+    found that the answer is complete."""
     error: str | None = None
     error_code: str | None = None
     """`engine_overloaded` (503), `deadline_exceeded` (504), `engine_error` (500), `not_a_number` (500) or
     `grammar_error` (400)."""
     public_message: str | None = None
-    """With `engine_error`: the message for the caller, as in EngineError. `error` is for the log."""
+    """The message for the caller if the code is `engine_error`, as in EngineError. `error` is then only for the log."""
     retry_after_s: float | None = None
-    """With `engine_overloaded`: seconds after which the queue should be empty."""
+    """Seconds after which the queue should be empty, if the code is `engine_overloaded`."""
     num_preemptions: int = 0
     """How often the request was preempted, or lost its KV with a rank, and was computed again."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
-    """Log probabilities of one token. An answer holds one of these per token, so they are raw bytes. As lists, those of
-    128 answers cost the garbage collector 0.2 s, and as tuples 0.1 s to free."""
+    """Log probabilities of one token. They are raw bytes, because an answer has one such object per token. As lists,
+    the objects of 128 answers cost the garbage collector 0.2 s, and as tuples 0.1 s to free."""
 
     id: int
     """Request id."""
@@ -195,10 +195,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """The token's log probability in the model's own distribution: before penalties, biases, masks, temperature and
     filters."""
     top_ids: bytes
-    """int32: the `num_logprobs` likeliest tokens, descending; then `logprob_token_ids`, in the request's order. With
-    `item_lens`, only the latter, once per item."""
+    """int32: the `num_logprobs` likeliest tokens, likeliest first; then `logprob_token_ids`, in the request's order.
+    With `item_lens`, only `logprob_token_ids`, once per item."""
     top_logprobs: bytes
-    """float32, one for each of `top_ids`."""
+    """float32: log probability of each of `top_ids`."""
 
     @property
     def top(self) -> list[tuple[int, float]]:
@@ -213,13 +213,13 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     id: int
     """Request id."""
     start: int
-    """Position of the first one in the prompt, at least 1, because the first prompt token has no token before it."""
+    """Position of the first token in the prompt. At least 1, because the first prompt token has no token before it."""
     logprobs: bytes
-    """float32[num_tokens], before temperature and filters."""
+    """float32[num_tokens]: log probability of each token, before temperature and filters."""
     top_ids: bytes
-    """int32[num_tokens, k]: likeliest tokens at the same position, descending, equal ones by id."""
+    """int32[num_tokens, k]: ids of the likeliest tokens at each position, likeliest first, equal ones by id."""
     top_logprobs: bytes
-    """float32[num_tokens, k]"""
+    """float32[num_tokens, k]: log probabilities of `top_ids`."""
 
 
 class Prefilled(msgspec.Struct, frozen=True, array_like=True):
@@ -243,19 +243,19 @@ class SchedulerStats:
     num_waiting_tokens: int
     num_free_pages: int
     num_cached_pages: int
-    """Pages in the prefix cache, used or not."""
+    """Pages in the prefix cache, whether a running request uses them or not."""
     num_evictable_pages: int
     """The part of `num_cached_pages` that no running request uses."""
     num_owned_pages: int
     """Pages that are private to one running request."""
     total_prefix_hit_tokens: int
     total_prompt_tokens: int
-    """Tokens of admitted requests: the denominator of the hit rate."""
+    """Tokens of admitted requests, whether computed or from the prefix cache."""
     total_preemptions: int
     total_answer_tokens: int = 0
-    """Tokens sent to requests."""
+    """Tokens of answers, without dropped ones."""
     total_drafted: int = 0
-    """Drafts verified by steps."""
+    """Drafts that steps have verified."""
     total_accepted: int = 0
     """Drafts that became tokens of an answer."""
     total_refused: int = 0
@@ -265,22 +265,21 @@ class SchedulerStats:
     longest_wait_s: float = 0.0
     """Seconds for which the oldest waiting request has waited. 0 if none waits."""
     admitted_tokens_per_s: float = 0.0
-    """Waiting tokens admitted per second, over the last ten to twenty seconds."""
+    """Tokens of waiting requests admitted per second, over the last ten to twenty seconds."""
 
     @property
     def prefix_hit_ratio(self) -> float:
-        """Share of all prompt tokens since the start that came from the prefix cache."""
+        """Share of all tokens of admitted requests since the start that came from the prefix cache."""
         return self.total_prefix_hit_tokens / max(self.total_prompt_tokens, 1)
 
 
 Running = Literal["continue", "finish", "recompute"]
-"""What happens to running requests when the weights change. continue: they continue with their KV. finish: they end
-with the old weights, and others wait. recompute: they keep their tokens and compute their KV again with the new
-weights."""
+"""What running requests do when the weights change. continue: go on with their KV. finish: end with the old weights,
+while new requests wait. recompute: keep their tokens, and compute their KV again with the new weights."""
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """Weights that replaced those of the start."""
+    """Weights that replaced the ones of the start."""
 
     version: str
     fingerprint: str
@@ -292,23 +291,23 @@ class WeightsChanged(msgspec.Struct, frozen=True):
 
     version: str
     pause_s: float
-    """Seconds in which no step ran."""
+    """Seconds for which no step ran."""
     load_s: float
-    """Seconds for reading the weights, while steps ran."""
+    """Seconds that reading the weights took, while steps ran."""
     staged_in: Literal["device", "host"]
     """Memory in which the weights were staged: the device's or the host's."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's figures, sent ten times a second while it works and once a second while it is idle."""
+    """The engine's figures. They are sent ten times a second while it works, and once a second while it is idle."""
 
     time_s: float
-    """Time of the report, on the host's CLOCK_MONOTONIC, which all its processes share."""
+    """Time of the report, on CLOCK_MONOTONIC, which all processes of the host share."""
     scheduler: SchedulerStats
     num_steps: int
     """Number of steps launched so far."""
     step_age_s: float
-    """Seconds for which the oldest step in flight has run. 0 if there is none."""
+    """Seconds for which the oldest step in flight has run. 0 if no step is in flight."""
     heartbeat_age_s: list[float]
     """Seconds since each rank last took or awaited a frame. Empty if the ranks are on several nodes."""
     devices: list[str] = []
@@ -316,31 +315,32 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_rebuilds: int = 0
     """How often failed ranks were replaced."""
     state: EngineState = EngineState.RUNNING
-    """The coordinator's state."""
+    """The state that the coordinator reports."""
     is_preparing: bool = False
     """Whether the ranks may have CUDA graphs left to capture."""
     weights: Weights | None = None
-    """None: the weights of the start."""
+    """The weights in use. None: the weights of the start."""
     steps: bytes
     """Records of the steps that retired since the last report (`cluster.messages.steps.STEP_DTYPE`)."""
 
 
 class StepOutput(msgspec.Struct, tag="output", frozen=True, kw_only=True):
-    """The results of one step, for all requests."""
+    """The results of one step, for all requests, or a report between steps."""
 
     ids: bytes = b""
-    """int64 request ids, one for each token of `tokens`."""
+    """int64: request id of each of `tokens`."""
     tokens: bytes = b""
-    """int32 sampled tokens."""
+    """int32: ids of the sampled tokens."""
     logprobs: list[TokenLogprobs] = []
     """Log probabilities in the order of `tokens`, for requests that want them."""
     prompt_logprobs: list[PromptLogprobs] = []
-    """For requests that want them: each prompt position once, in order, the last one with or before the first token."""
+    """Log probabilities of prompts, each position once, in order, and the last ones at the latest with the first
+    token."""
     prefilled: list[Prefilled] = []
     """Requests that got their first token in this output."""
     finished: list[Finished] = []
     stats: EngineStats | None = None
-    """Not in every output. See EngineStats."""
+    """The engine's figures, in some outputs only."""
 
 
 EngineToCoordinator = Submit | Abort | FlushCache

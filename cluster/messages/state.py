@@ -1,7 +1,7 @@
 """The state of an engine: one word, the same in health checks, metrics, `status` and on the page.
 
-The coordinator has a state and reports it. The Engine replica's state is the one that users see: it follows the reports
-while the replica serves, and also covers its start and its stop.
+The coordinator has a state and reports it. The Engine replica has another one, which users see. It follows the reports
+while the replica serves, and also covers the replica's start and stop.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState(StrEnum):
-    """States in the order in which an engine may have them. From each but the last it may become dead."""
+    """States in the order in which an engine may have them. An engine in any state may become dead."""
 
     STARTING = "starting"
     """No token has been generated yet."""
@@ -23,7 +23,7 @@ class EngineState(StrEnum):
     SLEEPING = "sleeping"
     """The devices are free for other programs: no step runs, and requests are accepted and wait."""
     DRAINING = "draining"
-    """It is being stopped: running requests are finished, and no new ones are accepted."""
+    """The engine is being stopped: running requests are finished, and no new ones are accepted."""
     DEAD = "dead"
     """The engine has ended for good."""
 
@@ -40,7 +40,7 @@ _AFTER = {
 
 
 class EngineLife:
-    """The state of one engine. One thread writes it; others may read it."""
+    """The state of one engine. One thread writes the state, and other threads may read it."""
 
     def __init__(self) -> None:
         self._state = EngineState.STARTING
@@ -51,7 +51,7 @@ class EngineLife:
         return self._state
 
     def enter(self, state: EngineState) -> None:
-        """Changes to `state`, or does nothing if the engine has this state, or if the change is not allowed: a late
+        """Changes to `state`. Does nothing if the engine has this state already, or the change is not allowed: a late
         report does not revive a dead engine."""
         if state is self._state:
             return
@@ -62,7 +62,7 @@ class EngineLife:
         self._state = state
 
     def follow(self, reported: EngineState) -> None:
-        """Follows the coordinator's report, while the engine's ranks alone decide its state."""
+        """Follows the coordinator's report, but not while the replica starts, stops or is dead."""
         serving = (EngineState.RUNNING, EngineState.REBUILDING, EngineState.SLEEPING)
         if self._state in serving and reported in serving:
             self.enter(reported)

@@ -1,7 +1,7 @@
-"""The cost of each step: measured by the coordinator, sent in records, read in the Engine replica.
+"""The time and cost of each step: measured by the coordinator, sent in records, read in the Engine replica.
 
-The coordinator's loop runs this for every step, so a step costs two clock readings, a few sums over the rows and one
-`pack`. It uses neither torch nor Ray.
+The coordinator's loop measures every step, so this costs only two clock readings, a few sums over the rows and one
+`pack` per step. It uses neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from worker.protocol import StepFrame
 STEP_DTYPE = np.dtype(
     [
         ("launched_s", "<f8"),  # CLOCK_MONOTONIC of the host
-        ("duration_s", "<f4"),  # from the launch, or from the end of the step before if that was later, to its end
-        ("gap_s", "<f4"),  # seconds before it in which no step was in flight although there was work: the ranks waited
+        ("duration_s", "<f4"),  # from the launch, or the end of the step before if later, to the step's end
+        ("gap_s", "<f4"),  # seconds before the launch in which no step was in flight although requests waited
         ("num_rows", "<i4"),  # sequences in the step
         ("num_decodes", "<i4"),  # sequences that computed their last token, and no prompt
-        ("num_prefill_tokens", "<i4"),  # prompt tokens that it computed
-        ("num_sampled", "<i4"),  # tokens that it produced
-        ("flops", "<f4"),  # FLOPs that the model needs for it, all ranks together
-        ("read_bytes", "<f4"),  # bytes of weights, keys and values that it must read, all ranks together
+        ("num_prefill_tokens", "<i4"),  # prompt tokens that the step computed
+        ("num_sampled", "<i4"),  # tokens that the step sampled
+        ("flops", "<f4"),  # FLOPs that the model needs for the step, all ranks together
+        ("read_bytes", "<f4"),  # bytes of weights, keys and values that the step must read, all ranks together
     ],
     align=False,
 )
@@ -35,16 +35,16 @@ STEP_DTYPE = np.dtype(
 
 _REPORT_INTERVAL_S = 0.1
 _RECORD = struct.Struct("<dffiiiiff")
-# If no one reads the records, those of the last seconds are enough.
+# Maximum bytes of records. Without a reader, the records of the last seconds are enough.
 _MAX_UNREAD_BYTES = _RECORD.size * 4096
 
 
 class StepMeter:
-    """Measures the steps of one coordinator and counts their cost. Used by one thread."""
+    """Measures the steps of one coordinator and computes their cost. Used by one thread."""
 
     def __init__(self, cost: StepCost, clock: Callable[[], float] = time.monotonic) -> None:
         self.cost = cost
-        """The cost of steps launched from now on, all ranks together."""
+        """The cost of steps launched from now on, summed over all ranks."""
         self._clock = clock
         # For each step in flight: launch time; rows, decodes and prompt tokens; FLOPs and bytes.
         self._in_flight: deque[tuple[float, tuple[int, int, int], tuple[float, float]]] = deque()
@@ -64,18 +64,18 @@ class StepMeter:
         cost = self.cost.step(frame.starts, frame.lens, num_logits)
         num_prompt_tokens = len(frame.token_ids)
         if len(frame.num_samples):
-            # These rows bring drafts, not prompt tokens.
+            # The input tokens of these rows are drafts, not prompt tokens.
             num_prompt_tokens -= int(frame.lens[frame.has_tokens & (frame.samples_per_row > 1)].sum())
         self._in_flight.append((self._clock(), (num_rows, num_decodes, num_prompt_tokens), cost))
 
     @property
     def oldest(self) -> tuple[bool, tuple[float, float]]:
-        """Whether the oldest step in flight has prompts, and its FLOPs and bytes."""
+        """Whether the oldest step in flight has prompts, and its (FLOPs, bytes)."""
         _, (*_, num_prefill_tokens), cost = self._in_flight[0]
         return num_prefill_tokens > 0, cost
 
     def retired(self, num_sampled: int) -> float:
-        """Records the result of the oldest step, with this number of tokens. Returns the seconds that the step took."""
+        """Records the result of the oldest step, with `num_sampled` tokens. Returns the seconds that the step took."""
         now = self._clock()
         launched, counts, cost = self._in_flight.popleft()
         before = launched if self._last_end is None else self._last_end
@@ -92,11 +92,11 @@ class StepMeter:
         self._last_end = None
 
     def rest(self) -> None:
-        """Records that there is nothing to do, so that the time until the next launch does not count as a delay."""
+        """Records that no request waits or runs, so that the time until the next launch does not count as a gap."""
         self._last_end = None
 
     def is_due(self) -> bool:
-        """Whether a busy engine's next report is due."""
+        """Whether a busy engine should send its next report now."""
         return self._clock() - self._reported_at >= _REPORT_INTERVAL_S
 
     def report(self, scheduler: SchedulerStats, heartbeat_age_s: list[float]) -> EngineStats:

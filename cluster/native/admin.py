@@ -22,7 +22,7 @@ from configs.errors import ConfigError, EngineError, RequestError
 
 
 class AbortRequest(Shape):
-    """POST /abort_request: one of the two fields."""
+    """POST /abort_request: needs one of the two fields."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -46,10 +46,10 @@ class WeightsRequest(Shape):
     revision: str | None = None
     """Commit or tag of the repository on the Hub."""
     version: str | None = None
-    """Name of the new weights. If null, the last part of `model`, and `revision`."""
+    """Name of the new weights. If null, the last part of `model`, and the `revision`."""
     running: Running = "continue"
-    """What happens to running requests. continue: they continue with their KV. finish: they end with the old weights,
-    and others wait. recompute: they keep their tokens and compute their KV again with the new weights."""
+    """What happens to running requests. continue: they go on with their KV. finish: they end with the old weights,
+    while new requests wait. recompute: they keep their tokens and compute their KV again with the new weights."""
 
 
 class ResizeRequest(Shape):
@@ -77,7 +77,7 @@ class Slept(msgspec.Struct):
     """The answer to /sleep and /wake_up."""
 
     seconds: float
-    """Seconds that it took."""
+    """Seconds that the change took."""
 
 
 class Sleeping(msgspec.Struct):
@@ -93,7 +93,7 @@ class Flushed(msgspec.Struct):
 
 
 async def abort_request(requests: ActiveRequests, body: bytes, context: RequestContext) -> HttpResponse:
-    """POST /abort_request: ends all requests with the `x-request-id` `rid`, or all requests at all with `abort_all`."""
+    """POST /abort_request: ends all requests with the `x-request-id` `rid`, or with `abort_all` every request."""
     request = validated(AbortRequest, decode_body(body))
     if not request.abort_all and request.rid is None:
         raise RequestError("rid must be the id of a request.", code="invalid_type", param="rid")
@@ -101,7 +101,7 @@ async def abort_request(requests: ActiveRequests, body: bytes, context: RequestC
 
 
 async def change_weights(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
-    """POST /v1/admin/weights: changes to other weights of the same shape, and answers when they are in use.
+    """POST /v1/admin/weights: changes to other weights of the same shape, and answers when the ranks use them.
 
     Raises:
         RequestError: the change is impossible or failed. The old weights stay in use, unless a rank failed while taking
@@ -114,7 +114,7 @@ async def change_weights(model: ServedModel, body: bytes, context: RequestContex
     except ConfigError as error:
         raise RequestError(str(error), code="weights_not_changed", param="model") from None
     except EngineError as error:
-        # The public message is about requests, but an operator may see the log's message.
+        # An operator may see the message that is for the log; the public message is for clients.
         raise RequestError(str(error), code="engine_error", status=500) from error
     assert changed is not None, "a path is no part"
     return json_response(changed)
@@ -138,7 +138,7 @@ async def resize(model: ServedModel, body: bytes, context: RequestContext) -> Ht
 
 
 async def flush_cache(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
-    """POST /flush_cache: drops every cached prompt that no running request uses."""
+    """POST /flush_cache: drops every cached prefix that no running request uses."""
     if model.operations is not None:
         await model.operations.flush_cache()
     model.engine.flush_cache()
@@ -151,11 +151,11 @@ async def is_sleeping(model: ServedModel, body: bytes, context: RequestContext) 
 
 
 async def sleep(model: ServedModel, body: bytes, context: RequestContext, *, wakes: bool) -> HttpResponse:
-    """POST /sleep, which frees the memory of the devices while requests wait, or /wake_up, which restores the weights
-    and continues requests. Answers when that is done.
+    """POST /sleep, which frees the memory of the devices while requests wait, or POST /wake_up, which restores the
+    weights and continues requests. Answers when the change is done.
 
     Raises:
-        RequestError: the engine is in that state already, or cannot sleep.
+        RequestError: the engine sleeps or is awake already, or cannot sleep.
     """
     if model.operations is None:
         raise RequestError("This engine has no ranks that could sleep; leave the call out.", code="no_change")

@@ -1,7 +1,7 @@
-"""Answers of /generate: one object per sequence, whole or after each step.
+"""Answers of /generate: one object per sequence, either whole or after each step.
 
-A stream's objects are cumulative, as SGLang's are: each has the whole text so far. Only the last one has the likeliest
-tokens, which would otherwise make up most of the stream.
+A stream's objects are cumulative, like SGLang's: each contains the whole text so far. Only the last object contains the
+likeliest tokens, which would otherwise make up most of the stream.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from cluster.requests.json_parts import DONE, event_parts, finite, json_parts, l
 from cluster.text.tokenizer import Tokenizer
 
 Entry = tuple[float | None, int, str | None]
-"""Log probability, token id, and the token's text if requested."""
+"""Log probability, token id, and the token's text, or null if texts were not requested."""
 
 
 class MatchedStop(msgspec.Struct, tag_field="type", tag="stop"):
-    """End of sequence, a stop string or a stop token."""
+    """The answer ended with an end of sequence, a stop string or a stop token."""
 
     matched: int | str | None
 
 
 class ReachedLength(msgspec.Struct, tag_field="type", tag="length"):
-    """`max_new_tokens` or the context is used up."""
+    """The answer used up `max_new_tokens` or the context."""
 
     length: int
 
@@ -50,7 +50,7 @@ class MetaInfo(msgspec.Struct, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     e2e_latency: float | msgspec.UnsetType = msgspec.UNSET
-    """Seconds. Present once the sequence has ended."""
+    """Seconds from the start of the request. Present once the sequence has ended."""
     input_token_logprobs: list[Entry] | msgspec.UnsetType = msgspec.UNSET
     output_token_logprobs: list[Entry] | msgspec.UnsetType = msgspec.UNSET
     input_top_logprobs: list[list[Entry] | None] | msgspec.UnsetType = msgspec.UNSET
@@ -65,7 +65,7 @@ class NativeAnswer(msgspec.Struct):
     output_ids: list[int]
     meta_info: MetaInfo
     index: int | msgspec.UnsetType = msgspec.UNSET
-    """The sequence's index, in a stream of several sequences."""
+    """Index of the sequence. Present in a stream of several sequences."""
 
 
 class NativeWriter(AnswerWriter):
@@ -82,10 +82,10 @@ class NativeWriter(AnswerWriter):
         with_text: bool,
     ) -> None:
         """Args:
-        starts: for each prompt, the position from which log probabilities of its tokens are wanted. -1 for none.
-        ids: for each prompt.
+        starts: position in each prompt from which log probabilities of its tokens are returned. -1 for none.
+        ids: `meta_info.id` for each prompt.
         as_list: whether whole answers are a list, and streamed ones have an index.
-        with_text: whether log probabilities include their tokens' text.
+        with_text: whether log probabilities include the texts of their tokens.
         """
         super().__init__(run)
         self._as_list = as_list
@@ -130,13 +130,13 @@ class _Output:
     prompt: list[Entry] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
-        """Adds what a step produced."""
+        """Adds what one step produced for the sequence."""
         self.got.add(delta)
         for token, row in zip(delta.token_ids, delta.logprobs, strict=False):
             self.logprobs.append(self._entry(row.logprob, token))
 
     def shown(self) -> NativeAnswer:
-        """The sequence in the form for clients."""
+        """The object that shows the sequence to clients."""
         output = self.run.output(self.index)
         sampling, prefilled = output.stream.sampling, output.stream.prefilled
         has_ended = self.got.finish_reason is not None
@@ -165,7 +165,7 @@ class _Output:
         return None if logprob is None else finite(logprob), token, text
 
     def _likeliest(self, places: slice) -> Iterator[list[Entry]]:
-        """The engine's log probabilities at the positions `places`, for each token."""
+        """For each token of the answer: the entries `places` of the engine's list of log probabilities."""
         for row in self.got.logprobs:
             yield [self._entry(logprob, id_) for id_, logprob in row.top[places]]
 
@@ -182,7 +182,7 @@ class _Output:
             yield entry
 
     def _prompt_top_logprobs(self) -> Iterator[list[Entry] | None]:
-        """The likeliest tokens at the positions of those."""
+        """For each prompt token from `start` on: the likeliest tokens at its position."""
         if self.got.prompt_logprobs is None:
             return
         if self.start == 0:
@@ -203,6 +203,6 @@ class _Output:
             case FinishReason.STOP:
                 matched = got.stop_reason
                 if matched is None and got.token_ids:
-                    matched = got.token_ids[-1]  # the end of sequence
+                    matched = got.token_ids[-1]  # the token that ended the sequence
                 return MatchedStop(matched)
         return WasAborted("The request was cancelled.")

@@ -1,7 +1,7 @@
-"""The route /generate, SGLang's own: texts or token ids in; text, ids and log probabilities out.
+"""The route /generate in SGLang's own form: texts or token ids in; text, ids and log probabilities out.
 
-RL trainers and evaluation harnesses use it: no messages, no model name, one prompt or a batch, and for each parameter
-one value or one per prompt.
+RL trainers and evaluation harnesses use this route. A request has no messages and no model name, one prompt or a batch,
+and for each parameter one value or one per prompt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from worker.protocol import MAX_ROW_REQUESTED
 _DEFAULT_NEW_TOKENS = 128
 _T = TypeVar("_T")
 _ForEach = Annotated[list[_T], Field(max_length=MAX_SEQUENCES)]
-"""One value per prompt."""
+"""A list with one value for each prompt."""
 
 _Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 _Start = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
@@ -40,10 +40,10 @@ _Rid = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 
 
 class NativeSampling(SamplingFields):
-    """`sampling_params`: every sampling field of the other routes, and SGLang's names."""
+    """The `sampling_params`: every sampling field of the other routes, and some under SGLang's names."""
 
     max_new_tokens: _Count | None = None
-    """Null means 128. 0: only the prompt is of interest."""
+    """Maximum number of tokens of the answer. Null means 128. 0 is for requests that only need the prompt."""
     min_new_tokens: _Count | None = None
     sampling_seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     n: int | None = Field(None, ge=1)
@@ -58,13 +58,13 @@ class NativeRequest(Shape):
     input_ids: IdLists | None = None
     sampling_params: NativeSampling | Annotated[list[NativeSampling], Field(fail_fast=True)] | None = None
     rid: _Rid | _ForEach[_Rid] | None = None
-    """`meta_info.id` of the answer."""
+    """Becomes `meta_info.id` of the answer. If null, a random id."""
     return_logprob: bool | _ForEach[bool] | None = None
     logprob_start_len: _Start | _ForEach[_Start] | None = None
-    """Position in the prompt from which its tokens' log probabilities are wanted too. -1 for none."""
+    """Position in the prompt from which log probabilities of its tokens are returned too. -1 for none."""
     top_logprobs_num: _Count | _ForEach[_Count] | None = None
     token_ids_logprob: _Asked | _ForEach[_Asked] | None = None
-    """Tokens to report the log probability of, at every position of the answer."""
+    """Token ids that get a log probability at every position of the answer."""
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     priority: int | None = Field(None, ge=-(2**53) + 1, le=2**53 - 1)
@@ -102,7 +102,7 @@ class _Checked(NamedTuple):
     sampling: list[NativeSampling]
     options: list[JobOptions]
     starts: list[int]
-    """Positions, see `NativeWriter`."""
+    """The argument `starts` of `NativeWriter`."""
 
 
 async def generate(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
@@ -203,12 +203,13 @@ def _check(
 
 
 async def _job(model: ServedModel, checked: _Checked, context: RequestContext) -> Job:
-    """Joins one job per prompt. They may differ in everything except how their texts end."""
+    """Makes one job of a job for each prompt. The prompts' parameters may differ, except in how texts end."""
     request, prompts = checked.request, checked.prompts
     single = len(prompts) == 1
     jobs = []
     for i, (prompt, fields, options) in enumerate(zip(prompts, checked.sampling, checked.options, strict=True)):
-        await asyncio.sleep(0)  # each may ask for all tokens of the vocabulary
+        # Each job may list all tokens of the vocabulary, so the event loop serves other requests between them
+        await asyncio.sleep(0)
         param = "text" if request.input_ids is None else "input_ids"
         limit = model.checked_max_tokens(
             prompt, fields.max_new_tokens, default=_DEFAULT_NEW_TOKENS, param=param if single else f"{param}[{i}]"
@@ -229,7 +230,7 @@ async def _job(model: ServedModel, checked: _Checked, context: RequestContext) -
 
 
 def _spread(value: _T | list[_T] | None, count: int, default: _T, param: str) -> list[_T]:
-    """One value for each prompt."""
+    """The values for each prompt: those of a list, or one value repeated."""
     if isinstance(value, list):
         if len(value) != count:
             raise RequestError(f"{param} must be one value, or one for each of {count} prompts.", param=param)
@@ -238,7 +239,7 @@ def _spread(value: _T | list[_T] | None, count: int, default: _T, param: str) ->
 
 
 def _spread_ids(value: list[int] | list[list[int]] | None, count: int) -> list[list[int]]:
-    """Token ids of each prompt."""
+    """The requested token ids of each prompt."""
     ids: list[Any] = list(value or ())
     if ids and isinstance(ids[0], list):
         return _spread(ids, count, [], "token_ids_logprob")

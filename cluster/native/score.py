@@ -1,7 +1,7 @@
 """The route /v1/score, in SGLang's form for generative models: probabilities of some tokens after each of many texts.
 
-Texts with a common beginning become scored items after it, in one prompt up to the engine's limit: the beginning is
-computed once, and the items in one step. If the engine accepts no items, or an item is too long, every text is a
+Texts with a common beginning become scored items after it, in one prompt up to the engine's limit. The beginning is
+then computed once, and the items in one step. If the engine accepts no items, or an item is too long, every text is a
 separate prompt, and prompts of one query share its pages.
 """
 
@@ -36,7 +36,7 @@ _CROSS_ENCODER_FIELDS = ("text_1", "text_2", "queries", "documents", "data_1", "
 
 
 class ScoreRequest(Shape):
-    """POST /v1/score: each of `items`, appended to `query`, is a prompt."""
+    """POST /v1/score: the query followed by one of the items is one text."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -50,30 +50,30 @@ class ScoreRequest(Shape):
     model: str | None = None
     query: str | _Ids
     items: str | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[_Ids], Field(fail_fast=True)]
-    """Texts if `query` is a text, token ids if it is token ids."""
+    """Texts if `query` is a text, lists of token ids if it is a list of token ids."""
     label_token_ids: list[int] = Field(min_length=1, max_length=MAX_ROW_REQUESTED)
-    """The tokens to score."""
+    """Ids of the tokens to score after each text."""
     apply_softmax: bool | None = None
-    """Whether the scores of an item add up to 1. Otherwise they are probabilities among all tokens."""
+    """Whether the scores of an item are divided by their sum. If not, they are probabilities among all tokens."""
     item_first: bool | None = None
-    """Whether items come before the query."""
+    """Whether an item comes before the query in its text."""
 
 
 class Scores(msgspec.Struct):
-    """One list per item, with one score per label."""
+    """A list of scores for each item, with one score per label."""
 
     id: str
     model: str
     scores: list[list[float]]
     usage: Usage
-    """Common tokens count once for all texts in one prompt."""
+    """If texts share a prompt, their common tokens count once."""
     object: str = "scoring"
 
 
 async def score(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /v1/score. Raises RequestError for a bad request."""
     labels, softmax, groups, ignored = await model.threads.prepared(body, partial(_checked, model))
-    # Greedy, because the sampled token is dropped.
+    # Sampling is greedy, because the sampled token is dropped.
     sampling = SamplingParams(
         max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=0, logprob_token_ids=tuple(labels)
     )
@@ -88,7 +88,7 @@ async def score(model: ServedModel, body: bytes, context: RequestContext) -> Htt
 
 
 def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[list[int], bool, list[Group], list[str]]:
-    """The labels, whether their scores add up to 1, the prompts, and the ignored fields."""
+    """Returns the labels, whether their scores are divided by their sum, the prompts, and the ignored fields."""
     for name in _CROSS_ENCODER_FIELDS:
         if raw.get(name) is not None:
             raise RequestError(
@@ -100,7 +100,7 @@ def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[list[int], boo
     labels = request.label_token_ids
     check_token_ids(labels, "label_token_ids", model.vocab_size)
     prompts = []
-    # Encoded one at a time: each contains the whole query, so together they may be very long.
+    # Texts are encoded one at a time: each contains the whole query, so together they may be very long.
     for i, prompt in enumerate(_prompts(model, request)):
         model.checked_max_tokens(prompt, 1, param=f"items[{i}]")
         prompts.append(prompt)
@@ -130,20 +130,20 @@ def _prompts(model: ServedModel, request: ScoreRequest) -> Iterator[list[int]]:
 
 
 class Group(NamedTuple):
-    """Texts that form one prompt."""
+    """Texts that the engine computes as one prompt."""
 
     prompt: list[int]
     item_lens: tuple[int, ...] = ()
-    """Lengths of the items at its end. Empty if it is a single text."""
+    """Lengths of the scored items at the prompt's end. Empty if the prompt is a single text."""
 
 
 def grouped(prompts: Sequence[list[int]], max_item_tokens: int, max_model_len: int) -> list[Group]:
-    """Groups `prompts`, in order: prompts with a common beginning become items after it."""
+    """Groups `prompts`, in order: prompts with a common beginning become scored items after it."""
     longest, shortest = max(map(len, prompts)), min(map(len, prompts))
-    # In sorted order, the first and the last one have the shortest common beginning
+    # In sorted order, the first and the last prompt have the shortest common beginning.
     pairs = zip(min(prompts), max(prompts), strict=False)
     shared = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shortest)
-    shared = min(shared, shortest - 1)  # no item is empty
+    shared = min(shared, shortest - 1)  # no item may be empty
     room = min(max_item_tokens, max_model_len - 1 - shared)
     if shared < 1 or longest - shared > room:
         return [Group(prompt) for prompt in prompts]
@@ -157,7 +157,7 @@ def grouped(prompts: Sequence[list[int]], max_item_tokens: int, max_model_len: i
         parts[-1].append(item)
         left -= len(item)
     query = prompts[0][:shared]
-    # A single item is simply the end of a prompt.
+    # A single item needs no mask: it is the end of an ordinary prompt.
     lens = [tuple(map(len, items)) if len(items) > 1 else () for items in parts]
     return [Group([*query, *itertools.chain(*items)], of_items) for items, of_items in zip(parts, lens, strict=True)]
 
@@ -185,7 +185,7 @@ class _ScoreWriter(AnswerWriter):
 
 
 def _scores(logprobs: Sequence[float], *, softmax: bool) -> list[float]:
-    """Probabilities from log probabilities. With `softmax`, among these tokens only."""
+    """Converts log probabilities to probabilities. With `softmax`, divides these by their sum."""
     top = max(logprobs) if softmax else 0.0
     if top == -math.inf:
         return [0.0] * len(logprobs)

@@ -1,4 +1,4 @@
-"""The routes that show a replica's state: /server_info, /v1/loads, /load, /health_generate, timelines."""
+"""The routes that show a replica's state: /server_info, /v1/loads, /load, /health_generate and timelines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ServerInfo(msgspec.Struct):
     version: str
     model: str
     weights_version: str | None
-    """Null for the weights of the start."""
+    """Version of the weights in use. Null for the weights of the start."""
     max_model_len: int
     vocab_size: int
     engine: EngineInfo | None
@@ -54,21 +54,21 @@ class Load(msgspec.Struct):
     num_waiting_reqs: int
     num_waiting_tokens: int
     num_used_tokens: int
-    """KV tokens that running requests hold."""
+    """KV tokens of running requests."""
     num_total_tokens: int
-    """KV tokens that are held, plus waiting tokens."""
+    """KV tokens of running requests, plus the tokens of waiting requests."""
     max_total_num_tokens: int
     token_usage: float
-    """0 to 1."""
+    """Share of the KV pool that running requests use, 0 to 1."""
     gen_throughput: float
     """Generated tokens per second over the last ten seconds."""
     cache_hit_rate: float
-    """Share of all prompt tokens so far that came from the prefix cache."""
+    """Share of all tokens of admitted requests that came from the prefix cache."""
     max_running_requests: int | None
 
 
 class Loads(msgspec.Struct):
-    """The loads of this endpoint: one, of the replica that answers."""
+    """The loads of this endpoint: a list with the load of the replica that answers."""
 
     timestamp: str
     version: str
@@ -118,7 +118,7 @@ async def server_load(model: ServedModel, body: bytes, context: RequestContext) 
 
 
 async def health_generate(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
-    """GET /health_generate: waits for one token, which is generated before waiting requests. Concurrent calls share it.
+    """GET /health_generate: waits for one token, generated before waiting requests. Concurrent calls share it.
 
     Raises:
         OverloadedError: no token came in time.
@@ -135,10 +135,10 @@ async def health_generate(model: ServedModel, body: bytes, context: RequestConte
 
 
 async def request_timeline(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
-    """GET /v1/timelines/{request_id}: the timeline of an ended request. Only an admin key gets those of other clients.
+    """GET /v1/timelines/{request_id}: the timeline of an ended request. Only admin keys get those of other clients.
 
     Raises:
-        RequestError: 404 if no request with this id is among the last ones.
+        RequestError: 404 if no request with this id is one of the last that ended.
     """
     request_id = context.path_params["request_id"]
     telemetry = model.engine.telemetry
@@ -155,7 +155,7 @@ async def request_timeline(model: ServedModel, body: bytes, context: RequestCont
 
 
 def _load(model: ServedModel) -> Load | None:
-    """None before the engine's first report."""
+    """The current load. None before the engine's first report."""
     board, info = model.engine.board, model.info
     if board.latest is None:
         return None

@@ -1,6 +1,6 @@
 """The Engine replica's data about its engine: the latest figures, the last minutes by second, the last steps.
 
-The engine client fills it. `/v1/loads`, the metrics, the log and the page read it. It sends no queries.
+The engine client writes the data. `/v1/loads`, the metrics, the log and the page read it. It sends no queries.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _KEPT_STEPS = 1 << 14
 
 @dataclass(slots=True)
 class StepCounts:
-    """Counts of the steps that ended in a time span."""
+    """Counts over the steps that ended in a time span."""
 
     num_steps: int = 0
     step_s: float = 0.0
-    """Seconds spent in steps."""
+    """Total seconds of the steps."""
     num_prefill_tokens: int = 0
     num_generated_tokens: int = 0
     flops: float = 0.0
-    """FLOP that the model needed, all ranks together."""
+    """FLOPs that the model needed, all ranks together."""
     read_bytes: float = 0.0
-    """Bytes of weights, keys and values that had to be read, all ranks together."""
+    """Bytes of weights, keys and values that the steps had to read, all ranks together."""
 
     def add(self, steps: npt.NDArray[np.void]) -> None:
         """Counts `steps`, [num_steps] of STEP_DTYPE."""
@@ -53,26 +53,26 @@ class Second(StepCounts):
     """One second of the engine's life, with counts of the events in it."""
 
     time_s: int = field(kw_only=True)
-    """CLOCK_MONOTONIC of the host, whole seconds."""
+    """Start of the second on the host's CLOCK_MONOTONIC, in whole seconds."""
     num_first_tokens: int = 0
-    """Number of answers that began."""
+    """Number of answers that got their first token."""
     ttft_s: float = 0.0
-    """Sum of their seconds to the first token."""
+    """Sum of these answers' times to first token, in seconds."""
 
 
 class StatsBoard:
-    """The engine's figures as of its last report. One thread writes, others may read."""
+    """The engine's figures in its last report. One thread writes, and other threads may read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.latest: EngineStats | None = None
-        """The engine's last report. None before its first."""
+        """The engine's last report. None before the first report."""
         self._received_at = clock()
         self._seconds: deque[Second] = deque(maxlen=_HISTORY_S)
         self._steps = np.zeros(_KEPT_STEPS, STEP_DTYPE)
-        self._num_steps = 0  # number of steps stored so far; the next index is this, modulo the size
+        self._num_steps = 0  # number of steps stored so far; modulo the array's size, the next index
         self.totals = StepCounts()
-        """Counts since the start."""
+        """Counts since the engine's start."""
         self.peak_flops = 0.0
         """Measured FLOP per second of large matrix products, all ranks together. 0 before the engine has started."""
         self.peak_bandwidth = 0.0
@@ -80,17 +80,17 @@ class StatsBoard:
 
     @property
     def weights(self) -> Weights | None:
-        """The serving weights. None if they are the weights of the start."""
+        """The weights in use. None for the weights of the start."""
         return None if self.latest is None else self.latest.weights
 
     @property
     def age_s(self) -> float:
-        """Seconds since the coordinator's last report. More than two seconds mean a problem."""
+        """Seconds since the coordinator's last report. Above two seconds, the coordinator has a problem."""
         return self._clock() - self._received_at
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV pages that running requests hold, 0 to 1. Unused cached pages count as free."""
+        """Share of the KV pages that running requests use, 0 to 1. Unused cached pages count as free."""
         if self.latest is None:
             return 0.0
         pages = self.latest.scheduler
@@ -98,7 +98,7 @@ class StatsBoard:
         return (num_pages - pages.num_free_pages - pages.num_evictable_pages) / num_pages if num_pages else 0.0
 
     def update(self, stats: EngineStats) -> npt.NDArray[np.void]:
-        """Takes a report. Returns its steps, [num_steps] of STEP_DTYPE."""
+        """Stores a report. Returns the report's steps, [num_steps] of STEP_DTYPE."""
         self.latest = stats
         self._received_at = self._clock()
         steps = np.frombuffer(stats.steps, STEP_DTYPE)
@@ -116,13 +116,13 @@ class StatsBoard:
         second.ttft_s += ttft_s
 
     def utilisation(self, steps: StepCounts) -> tuple[float, float] | None:
-        """(MFU, MBU) of `steps` while they ran, 0 to 1. None if they took no time, or before the engine started."""
+        """(MFU, MBU) during `steps`, each 0 to 1. None if they took no time, or before the engine has started."""
         if not (steps.step_s and self.peak_flops and self.peak_bandwidth):
             return None
         return steps.flops / steps.step_s / self.peak_flops, steps.read_bytes / steps.step_s / self.peak_bandwidth
 
     def history(self) -> list[Second]:
-        """The last minutes, oldest first, without seconds that had no reports."""
+        """The last minutes, oldest second first. Seconds without reports are left out."""
         return list(self._seconds)
 
     def steps(self, count: int | None = None) -> npt.NDArray[np.void]:

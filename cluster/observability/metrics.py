@@ -1,7 +1,7 @@
 """Every metric of a replica: its name, its meaning, and what it counts. prometheus_client stores the values.
 
 `telemetry.py` reports events, and `ray_export.py` exports the values to Ray. The dashboard and the alerts in
-`docs/monitoring` use the names. A new metric needs only a declaration here, next to what it counts.
+`docs/monitoring` use the names. To add a metric, declare it here, next to what it counts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from cluster.observability.record import Identity, RequestRecord
 
 CONFIG = ["version", "tensor_parallel_size", "dtype", "max_model_len", "page_size", "num_pages", "weights_version"]
 """The labels that describe the running configuration."""
-# Number of values that wait for Ray, which takes them one by one, ten times a second.
+# Maximum number of values that wait for Ray, which takes them one by one, ten times a second.
 _MAX_PENDING = 4096
 
 
 def _bounds(low: float, high: float) -> tuple[float, ...]:
-    """1, 1.5, 2, 3, 5, 7 times the powers of ten from `low` to `high`. Neighbours differ at most by a factor of 5/3."""
+    """1, 1.5, 2, 3, 5, 7 times the powers of ten from `low` to `high`. Neighbours differ by a factor of 5/3 at most."""
     found = (float(f"{step}e{power}") for power in range(-9, 9) for step in (1, 1.5, 2, 3, 5, 7))
     return tuple(bound for bound in found if low <= bound <= high)
 
@@ -39,16 +39,16 @@ _TOKENS = tuple(float(1 << power) for power in range(18))
 
 
 class Distribution(Histogram):
-    """A histogram that counts many values at once: 256 in 12 us, while `observe` takes 300 us (2 cores)."""
+    """A histogram that counts many values at once: 256 values in 12 us, where `observe` takes 300 us (2 cores)."""
 
     def __init__(
         self, name: str, about: str, bounds: Sequence[float], *, namespace: str, registry: CollectorRegistry
     ) -> None:
-        """`bounds` of the buckets must be ascending and above 0."""
+        """`bounds` are the upper bounds of the buckets, ascending and above 0."""
         super().__init__(name, about, namespace=namespace, registry=registry, buckets=bounds)
         self.bounds = np.array(bounds)
         self.pending: deque[float] = deque(maxlen=_MAX_PENDING)
-        """The last values, until `ray_export` takes them."""
+        """The last values that `ray_export` has not taken yet."""
 
     def add(self, values: float | Sequence[float] | npt.NDArray[np.number]) -> None:
         """Counts one value or several."""
@@ -62,17 +62,16 @@ class Distribution(Histogram):
 
 
 class Metrics(CollectorRegistry):
-    """All metrics of one replica. One thread writes.
+    """All metrics of one replica. Only one thread writes.
 
     Names end with the base unit. Labels have few values each: never an id, a user, or text of a request.
     """
 
     def __init__(self, identity: Identity, board: StatsBoard, life: EngineLife) -> None:
-        """
-        Args:
-            identity: labels that every sample has besides its own.
-            board: the engine's figures. It must get each report before `report` is called.
-            life: the engine's state.
+        """Args:
+        identity: labels that every sample has in addition to its own.
+        board: the engine's figures. The board must get each report before `report` is called.
+        life: the engine's state.
         """
         super().__init__(auto_describe=False)
         self._common = asdict(identity)
@@ -233,19 +232,19 @@ class Metrics(CollectorRegistry):
         self._runs: dict[str, object] = {}
 
     def register(self, collector: Collector) -> None:
-        """Registers a metric when it is declared. Raises ValueError if the name exists."""
+        """Registers a metric when it is declared. Raises ValueError if another metric has its name."""
         super().register(collector)
         self.declared.append(collector)
 
     def collect(self) -> Iterable[Family]:
-        """Every metric with its samples, all their labels included."""
+        """Every metric with its samples, including the labels of the replica."""
         for family in super().collect():
             samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             family.samples = [sample._replace(labels=self._common | sample.labels) for sample in samples]
             yield family
 
     def started(self, phases: Mapping[str, float], config: Mapping[str, object]) -> None:
-        """Handles that the engine is ready. The arguments are those of `Telemetry.started`."""
+        """Handles that the engine is ready. `Telemetry.started` explains the arguments."""
         for phase, seconds in phases.items():
             self._startup.labels(phase.replace(" ", "_")).set(seconds)
         self._set_config(config)
@@ -267,12 +266,12 @@ class Metrics(CollectorRegistry):
             self._set_config({"tensor_parallel_size": len(stats.devices), "weights_version": version})
 
     def finished(self, record: RequestRecord) -> None:
-        """Handles the end of a request, in any way."""
+        """Handles the end of a request, whether it succeeded or not."""
         for reason in record.finish_reasons:
             self._finished.labels(reason).inc()
         self._aborted.inc(record.finish_reasons.count(FinishReason.ABORT))
         if record.first_token_s is None:
-            return  # refused, or left while it waited, so it says nothing about how long answers take
+            return  # the request was refused or left while it waited, so its times do not count
         self._prompt_tokens.inc(record.num_prompt_tokens)
         for histogram, read in self._of_answered.items():
             if (value := read(record)) is not None:

@@ -1,7 +1,7 @@
 """Exports the metrics to Ray, for each node's metrics port, with the labels of the replica, for Ray's own Prometheus.
 
-A value costs Ray's recorder 4 us (measured, 2 cores), and a histogram takes values one by one. So it gets them in small
-portions, and for very frequent values only a random sample. The sample's quantiles are right, but its counts are lower.
+Ray's recorder takes 4 us for a value (measured, 2 cores), and a histogram takes values one by one. So it gets small
+portions, and of very frequent values only a random sample. The sample's quantiles are right, but its counts are lower.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_VALUES_AT_ONCE = 20
 
 
 class RayExport:
-    """Exports changed values to Ray. Must be created in a Serve replica, which adds the other labels."""
+    """Exports changed values to Ray. Must be created in a Serve replica, where Ray Serve adds the replica's labels."""
 
     def __init__(self, metrics: Metrics, model_name: str) -> None:
         self._metrics = metrics
@@ -32,7 +32,7 @@ class RayExport:
         self._values_at = 0.0
 
     def flush(self) -> None:
-        """Exports the values since the last call. Call this some ten times a second."""
+        """Exports the values since the last call. Call this about ten times a second."""
         now = time.monotonic()
         if is_due := now - self._values_at >= _VALUES_INTERVAL_S:
             self._values_at = now
@@ -51,7 +51,7 @@ class RayExport:
     def _export(self, family: Family, sample: Sample) -> None:
         if family.type == "gauge":
             self._instrument(family, sample.name, sample.labels).set(sample.value, tags=sample.labels)
-        elif sample.name.endswith("_total"):  # prometheus_client also gives the time when the counter was made
+        elif sample.name.endswith("_total"):  # prometheus_client also returns the time when the counter was made
             key = (sample.name, *sample.labels.values())
             grown = sample.value - self._exported.get(key, 0.0)
             if grown > 0:
@@ -59,7 +59,7 @@ class RayExport:
                 self._instrument(family, sample.name, sample.labels).inc(grown, tags=sample.labels)
 
     def _instrument(self, family: Family, name: str, labels: Iterable[str], **more: Any) -> Any:
-        """Ray's metric with that name, created for its first sample, which determines its labels."""
+        """Ray's metric with this name. It is created for the first sample, which determines its labels."""
         if name not in self._instruments:
             kinds = {"counter": ray_metrics.Counter, "gauge": ray_metrics.Gauge, "histogram": ray_metrics.Histogram}
             made: Any = kinds[family.type](name, family.documentation, tag_keys=("model_name", *labels), **more)

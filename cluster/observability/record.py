@@ -10,7 +10,7 @@ from cluster.messages.engine import FinishReason, Prefilled, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The labels of every metric of a replica."""
+    """Labels that every metric of a replica has."""
 
     model_name: str = ""
     application: str = ""
@@ -20,37 +20,37 @@ class Identity:
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """One request that has ended, of any route. Times are `time.monotonic()`."""
+    """One request of any route that has ended. Times are on `time.monotonic()`."""
 
     id: str
     """The answer's id."""
     context: RequestContext
     first_token_s: float | None
-    """None if it got no token."""
+    """Time of the first token. None if the request got no token."""
     ended_s: float
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated: list[int]
-    """Number of tokens of each sequence."""
+    """Number of tokens generated for each sequence."""
     finish_reasons: list[FinishReason]
     """Why each sequence ended."""
     sampling: SamplingParams
     """Parameters of the first sequence."""
     chat: bool = False
-    """Whether it used the chat template."""
+    """Whether the prompt was made by the chat template."""
     prefilled: Prefilled | None = None
-    """The scheduler's times for the first sequence's prefill."""
+    """The scheduler's times for the first sequence's prefill. None if the request got no token."""
     error: str | None = None
-    """The kind of error that ended it."""
+    """Name of the exception that ended the request. None without an error."""
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens generated for all sequences."""
         return sum(self.num_generated)
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from arrival to the first token."""
+        """Seconds from arrival to the first token. None if the request got no token."""
         return None if self.first_token_s is None else self.first_token_s - self.context.arrived_s
 
     @property
@@ -60,7 +60,7 @@ class RequestRecord:
 
     @property
     def phases(self) -> dict[str, tuple[float, float]]:
-        """(begin, end) of the consecutive phases queue, prefill and decode. Empty if there was no token."""
+        """(begin, end) of the consecutive phases queue, prefill and decode. Empty if the request got no token."""
         if self.prefilled is None or self.first_token_s is None:
             return {}
         admitted_s = self.first_token_s - self.prefilled.prefill_s

@@ -1,4 +1,4 @@
-"""The telemetry of a Serve replica: with its labels, metrics exported to Ray, and a tracer if spans have a consumer."""
+"""Makes a Serve replica's telemetry: its labels, metrics exported to Ray, and a tracer if spans have a consumer."""
 
 from __future__ import annotations
 

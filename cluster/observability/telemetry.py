@@ -1,6 +1,6 @@
-"""One replica's telemetry: collects its events, and turns them into figures, metrics, spans and log lines.
+"""One replica's telemetry: collects the replica's events, and turns them into figures, metrics, spans and log lines.
 
-The engine client reports statistics and tokens, a run its end, the HTTP side its errors. Nothing here waits.
+The engine client reports statistics and tokens, a run its end, and the HTTP side errors. No method waits.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class Telemetry:
     def __init__(self, identity: Identity | None = None, life: EngineLife | None = None) -> None:
         """`life` is shared with the code that drains the replica. If None, a new one is made."""
         self.life = life or EngineLife()
-        """The engine's state, as its users see it."""
+        """The engine's state, as users see it."""
         self.board = StatsBoard()
         self.metrics = Metrics(identity or Identity(), self.board, self.life)
         self.recent = RecentRequests()
         self.export: Callable[[], None] | None = None
         """Called after each report of the engine, to export the metrics."""
         self.tracer: RequestTracer | None = None
-        """Makes spans of requests. None if there is no consumer of spans."""
+        """Makes spans of requests. None if nothing consumes spans."""
         self.pauses: deque[tuple[float, float]] = deque(maxlen=_MAX_PAUSES)
         """(begin, end) of the last times in which ranks were replaced while requests waited, on CLOCK_MONOTONIC."""
-        self._paused_s: float | None = None  # start of the current pause; None if there is none
+        self._paused_s: float | None = None  # start of the current pause; None without one
         self._line_at = time.monotonic()
         self._line_totals = StepCounts()
 
@@ -61,7 +61,7 @@ class Telemetry:
         self._log_engine(stats)
 
     def intervals(self, seconds: Sequence[float]) -> None:
-        """Handles the times between tokens of sequences, in seconds, after a step."""
+        """Handles the seconds between tokens of the same sequences, after a step."""
         self.metrics.itl.add(seconds)
 
     def first_token(self, ttft_s: float) -> None:
@@ -70,7 +70,7 @@ class Telemetry:
         self.board.first_token(ttft_s)
 
     def finished(self, record: RequestRecord) -> None:
-        """Handles the end of a request, in any way."""
+        """Handles the end of a request, whether it succeeded or not."""
         self.metrics.finished(record)
         self.recent.keep(record)
         pauses = self.pauses_between(record.context.arrived_s, record.ended_s)
@@ -79,7 +79,7 @@ class Telemetry:
             self.tracer.finished(record)
 
     def refused(self, error: RequestError) -> None:
-        """Handles an error that a request got instead of an answer, or during it."""
+        """Handles an error that a request got instead of its answer, or during it."""
         self.metrics.refused.labels(error.code, error.status).inc()
 
     def started(self, phases: dict[str, float], *, peak_flops: float, peak_bandwidth: float, **config: object) -> None:
@@ -95,12 +95,12 @@ class Telemetry:
         self.metrics.started(phases, config)
 
     def pauses_between(self, begin_s: float, end_s: float) -> list[tuple[float, float]]:
-        """The parts of `pauses` within a time span."""
+        """The parts of `pauses` that lie within a time span."""
         parts = [(max(begin, begin_s), min(end, end_s)) for begin, end in self.pauses]
         return [(begin, end) for begin, end in parts if begin < end]
 
     def close(self) -> None:
-        """Closes the replica's telemetry, and sends what is not sent yet."""
+        """Closes the replica's telemetry, and sends spans that were not sent yet."""
         if self.tracer is not None:
             self.tracer.close()
 
@@ -118,7 +118,7 @@ class Telemetry:
             self._paused_s = None
 
     def _log_engine(self, stats: EngineStats) -> None:
-        """Logs a line every ten seconds, if there were steps."""
+        """Logs a line every ten seconds, if steps have run."""
         now = time.monotonic()
         seconds = now - self._line_at
         if seconds < _LINE_INTERVAL_S:
@@ -144,7 +144,7 @@ class Telemetry:
 
 
 def _log_request(record: RequestRecord, pause_s: float) -> None:
-    """Logs one line per request, with the seed to run it again. `pause_s` is its time without steps."""
+    """Logs one line per request, with the seed with which it can be repeated. `pause_s` is its time without steps."""
     fields: dict[str, object] = {"request_id": record.context.request_id, "id": record.id}
     if record.context.client:
         fields["client"] = record.context.client

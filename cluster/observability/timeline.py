@@ -1,6 +1,6 @@
 """The timeline of one request as a trace: its phases, and the engine's steps during its life.
 
-In the Trace Event Format, which ui.perfetto.dev and chrome://tracing open:
+It is in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -18,38 +18,38 @@ from cluster.messages.engine import SamplingParams
 from cluster.observability.record import RequestRecord
 
 NUM_REQUESTS = 1000
-"""Number of ended requests that are retained."""
+"""Number of ended requests that are kept."""
 _MAX_STEPS = 4096
 _NO_SAMPLING = SamplingParams(max_tokens=1)
 _REQUEST_TRACK, _STEP_TRACK = 1, 2
 
 
 class TraceEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A span (`ph` is X), or a track's name (M)."""
+    """A span (`ph` is X), or the name of a track (`ph` is M)."""
 
     name: str
     ph: str
     pid: int
     tid: int
-    """The track."""
+    """Number of the event's track."""
     ts: float = 0.0
     """Microseconds since the request arrived."""
     dur: float = 0.0
-    """Microseconds."""
+    """Duration in microseconds."""
     args: dict[str, str | int | None]
 
 
 class Timeline(msgspec.Struct, kw_only=True):
-    """A request's timeline. It contains nothing of its prompt or its answer."""
+    """A request's timeline. It contains no part of the prompt or the answer."""
 
     trace_events: list[TraceEvent] = msgspec.field(name="traceEvents")
     display_time_unit: str = msgspec.field(name="displayTimeUnit", default="ms")
     steps_left_out: int = 0
-    """Number of later steps left out because there are too many."""
+    """Number of later steps that were left out, because a timeline has at most 4,096."""
 
 
 class RecentRequests:
-    """The requests that ended last, by the answer's id and by `x-request-id`."""
+    """The requests that ended last. They are found by the answer's id and by `x-request-id`."""
 
     def __init__(self) -> None:
         self._records: dict[str, RequestRecord] = {}  # in the order in which they ended
@@ -58,14 +58,14 @@ class RecentRequests:
         """Stores the record of a request that has ended."""
         self._records.pop(record.id, None)
         whole = record.context
-        # Leaves out large parts: parameters that may list a whole vocabulary, a URL, headers.
+        # Large parts are left out: parameters that may list a whole vocabulary, a URL, headers.
         context = RequestContext(request_id=whole.request_id, client=whole.client, arrived_s=whole.arrived_s)
         self._records[record.id] = replace(record, context=context, sampling=_NO_SAMPLING)
         if len(self._records) > NUM_REQUESTS:
             del self._records[next(iter(self._records))]
 
     def find(self, request_id: str, client: str | None) -> RequestRecord | None:
-        """The last request with that id, among those of `client`. If None, among all."""
+        """The last request with this id and client. If `client` is None, of any client. None if there is none."""
         for record in reversed(self._records.values()):
             if request_id in (record.id, record.context.request_id) and client in (None, record.context.client):
                 return record
@@ -78,7 +78,7 @@ def timeline(
     """The timeline of a request that has ended.
 
     Args:
-        steps: [num_steps] of STEP_DTYPE, oldest first. Those outside the request's life are skipped.
+        steps: [num_steps] of STEP_DTYPE, oldest first. Steps outside the request's life are skipped.
         pauses: (begin, end) of times in its life without steps, because ranks were replaced.
     """
     arrived_s = record.context.arrived_s
@@ -119,7 +119,8 @@ def _ends(steps: npt.NDArray[np.void]) -> npt.NDArray[np.float64]:
 
 
 def _steps(steps: npt.NDArray[np.void], arrived_s: float) -> Iterator[TraceEvent]:
-    for step, end_s in zip(steps, _ends(steps).tolist(), strict=True):  # NumPy's floats would not encode
+    # the encoder does not accept NumPy's floats
+    for step, end_s in zip(steps, _ends(steps).tolist(), strict=True):
         about: dict[str, str | int | None] = {
             "rows": int(step["num_rows"]),
             "decodes": int(step["num_decodes"]),

@@ -1,8 +1,8 @@
 """OpenTelemetry spans of requests, by the GenAI conventions: one for the request, and its queueing, prefill and decode.
 
-They are made when a request has ended, from times that are known in any case. A running request costs nothing, and
-without a consumer of spans nothing is done. The parent is the caller's span, from its W3C `traceparent`. No span
-contains text of a prompt or an answer.
+The spans are made when a request has ended, from times that are recorded anyway. A running request costs nothing, and
+without a consumer no spans are made. The parent is the caller's span, from its W3C `traceparent`. No span contains text
+of a prompt or an answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RequestTracer:
     """Makes the spans of one replica's requests."""
 
     def __init__(self, provider: TracerProvider, model_name: str, close: Callable[[], None] | None = None) -> None:
-        """`close` sends spans that are not sent yet, at the end."""
+        """`close` sends spans that were not sent yet, when the tracer is closed."""
         self._tracer = provider.get_tracer(_NAME)
         self._model_name = model_name
         self._close = close
@@ -82,9 +82,9 @@ class RequestTracer:
 
 
 def open_tracer(endpoint: str | None, identity: Identity) -> RequestTracer | None:
-    """The tracer of a replica. None if there is no consumer of spans. `endpoint` is
-    `observability.otlp_traces_endpoint`. If None, the process's own provider is used, if it has one. Raises ConfigError
-    if no exporter for the endpoint is installed."""
+    """The tracer of a replica. None if nothing consumes spans. `endpoint` is `observability.otlp_traces_endpoint`. If
+    it is None, the process's own provider is used, if it has one. Raises ConfigError if no exporter for the endpoint is
+    installed."""
     if endpoint is None:
         provider = trace.get_tracer_provider()
         if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
@@ -112,5 +112,5 @@ def _exporting_provider(endpoint: str, identity: Identity) -> ExportingProvider:
 
 
 def _epoch_ns(monotonic_s: float) -> int:
-    """A `time.monotonic()` of this process as nanoseconds of Unix time."""
+    """Converts a `time.monotonic()` of this process to nanoseconds of Unix time."""
     return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)

@@ -47,7 +47,7 @@ def conversation(request: ChatRequest) -> Conversation:
 
 
 def parse_turns(messages: Sequence[Message]) -> list[Turn]:
-    """The turns of a chat's messages."""
+    """The turns of the conversation in a chat's messages."""
     return [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -67,7 +67,7 @@ def _turn(message: Message, path: str) -> Turn:
         )
     if isinstance(message, ToolMessage):
         return Turn(role="tool", text=text, call_id=message.tool_call_id, name=message.name, path=f"{path}.role")
-    # `developer` is the newer name of `system`, which templates know.
+    # `developer` is the newer name of `system`; templates only know `system`.
     return Turn(role="user" if message.role == "user" else "system", text=text, name=message.name, path=f"{path}.role")
 
 

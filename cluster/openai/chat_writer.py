@@ -45,7 +45,7 @@ class ChatWriter(OpenAIWriter):
                 shown = [ChatDelta(content="")]
             for i, shape in enumerate(shown):
                 choice = ChatChunkChoice(delta.index, shape)
-                if i == 0:  # facts about the tokens are sent once
+                if i == 0:  # facts about the tokens are sent once, with the first choice
                     choice.logprobs = self._logprobs(delta.token_ids, delta.logprobs)
                     choice.token_ids = self._token_ids(delta.token_ids)
                 yield self._event([choice])
@@ -81,7 +81,7 @@ class ChatWriter(OpenAIWriter):
         return ChatChunkChoice(index, ChatDelta(content=text))
 
     def _shape(self, event: Event) -> ChatDelta | None:
-        """`event` in the form for clients. None if it is not shown."""
+        """The part of a chunk for `event`, in the client's form. None if `event` is not shown."""
         match event:
             case Content(text):
                 return ChatDelta(content=text)

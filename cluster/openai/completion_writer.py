@@ -25,7 +25,7 @@ class CompletionWriter(OpenAIWriter):
     def __init__(
         self, run: Run, request: CompletionRequest, model: ServedModel, echoes: Sequence[Echo] | None = None
     ) -> None:
-        """`echoes`: each prompt's text, which comes before its answers."""
+        """`echoes` has the text of each prompt, which the answers begin with. None without echo."""
         super().__init__(run, request, model)
         self._echoes = echoes
         self._begun: set[int] = set()  # choices that have streamed a chunk
@@ -70,7 +70,7 @@ class CompletionWriter(OpenAIWriter):
         return CompletionChoice(index, text, None, None)
 
     def _first(self, delta: Delta) -> Iterator[bytes]:
-        """The chunk with the prompt, if the request asks for its text or ids."""
+        """Yields the chunk with the prompt, if the request asks for the prompt's text or ids."""
         if self._echoes is None and not self._shows_ids:
             return
         text, logprobs = "", None
@@ -93,7 +93,7 @@ class CompletionWriter(OpenAIWriter):
         offsets: Sequence[int],
         whole: WholePromptLogprobs | None = None,
     ) -> CompletionLogprobs | None:
-        """The tokens' log probabilities. With `whole` and an echo, the prompt's come first."""
+        """Log probabilities of the answer's tokens. With an echo and `whole`, those of the prompt come first."""
         k = self._num_logprobs
         if k < 0:
             return None
@@ -114,7 +114,7 @@ class CompletionWriter(OpenAIWriter):
         )
 
     def _by_name(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """`top` by the tokens' text. Of tokens with the same text (parts of a character), the likeliest is shown."""
+        """`top` by the tokens' texts. If several tokens have one text (half characters), the likeliest is shown."""
         named: dict[str, float] = {}
         for id_, logprob in top:
             named.setdefault(self._name(id_), logprob)

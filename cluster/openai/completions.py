@@ -53,7 +53,7 @@ async def chat_completions(model: ServedModel, body: bytes, context: RequestCont
 async def completions(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /v1/completions. Raises RequestError for a bad request."""
     request, prompts, ignored = await model.threads.prepared(body, partial(_checked_completion, model))
-    # An echo's log probabilities are those of `logprobs`; `prompt_logprobs` may ask for more.
+    # An echo shows the number of likeliest tokens that `logprobs` asks for; `prompt_logprobs` may ask for more.
     echoed = request.num_logprobs if request.echo else -1
     options = replace(_job_options(request), num_prompt_logprobs=max(echoed, request.num_prompt_logprobs))
     grammar = await model.grammar(request)
@@ -76,7 +76,7 @@ async def completions(model: ServedModel, body: bytes, context: RequestContext) 
 
 
 def _checked_chat(model: ServedModel, raw: Mapping[str, Any]) -> tuple[ChatRequest, Conversation, list[str]]:
-    """A request, the conversation that the model continues, and the ignored fields."""
+    """Returns a request, the conversation that the model continues, and the ignored fields."""
     request, ignored = check_request(ChatRequest, raw, model.server)
     model.check_name(request.model)
     return request, conversation(request), ignored
@@ -85,7 +85,7 @@ def _checked_chat(model: ServedModel, raw: Mapping[str, Any]) -> tuple[ChatReque
 def _checked_completion(
     model: ServedModel, raw: Mapping[str, Any]
 ) -> tuple[CompletionRequest, list[_Prompt], list[str]]:
-    """A request, its prompts, and the ignored fields."""
+    """Returns a request, its prompts, and the ignored fields."""
     request, ignored = check_request(CompletionRequest, raw, model.server)
     model.check_name(request.model)
     given = checks.prompts(request.prompt, "prompt", model.vocab_size)

@@ -19,7 +19,7 @@ _TOKENS_AT_ONCE = 512  # tokens that are decoded at once: 5 ms with the slowest 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """One prompt as text."""
+    """One prompt as the text that an answer begins with."""
 
     text: str
     offsets: list[int]
@@ -29,10 +29,10 @@ class Echo:
     async def of(
         cls, prompt: str | Sequence[int], ids: Sequence[int], tokenizer: Tokenizer, *, skip_special_tokens: bool
     ) -> Echo:
-        """The echo of one prompt with the tokens `ids`. The event loop serves others meanwhile.
+        """The echo of one prompt with the tokens `ids`. The event loop serves other requests meanwhile.
 
         Args:
-            prompt: as in the request. Text is returned unchanged; token ids are decoded.
+            prompt: the prompt in the request. A text is returned unchanged; token ids are decoded.
         """
         given = prompt if isinstance(prompt, str) else None
         detokenizer = tokenizer.detokenizer((), skip_special_tokens=skip_special_tokens and given is None)
@@ -48,14 +48,14 @@ class Echo:
         decoded = "".join(pieces) + detokenizer.flush()
         if given is None:
             return cls(decoded, starts)
-        # Special tokens that the tokenizer added in front are not the caller's text.
+        # Special tokens that the tokenizer added in front are not part of the caller's text.
         added = len(decoded) - len(given) if decoded.endswith(given) else 0
         return cls(given, [min(max(start - added, 0), len(given)) for start in starts])
 
 
 def prompt_top_logprobs(whole: WholePromptLogprobs, ids: Sequence[int], k: int) -> Iterator[list[tuple[int, float]]]:
-    """For each token after the first: (id, logprob) of the `k` likeliest tokens at its position, and of the token
-    itself if it is not among them and `k` is not 0."""
+    """For each prompt token after the first: (id, logprob) of the `k` likeliest tokens at its position. The token
+    itself is added if `k` is above 0 and it is not one of them."""
     for first in range(0, len(whole.logprobs), _BLOCK):
         rows = slice(first, first + _BLOCK)
         tops = np.maximum(whole.top_logprobs[rows, :k], LOWEST_LOGPROB).tolist()
@@ -72,8 +72,8 @@ def prompt_top_logprobs(whole: WholePromptLogprobs, ids: Sequence[int], k: int) 
 def prompt_logprobs_json(
     whole: WholePromptLogprobs, ids: Sequence[int], k: int, tokenizer: Tokenizer
 ) -> Iterator[dict[int, PromptLogprob] | None]:
-    """The entries of the field `prompt_logprobs`: each token's own log probability and those of the `k` likeliest
-    tokens at its position."""
+    """The entries of the field `prompt_logprobs`: log probabilities of each token, and of the `k` likeliest tokens at
+    its position."""
     name = tokenizer.token_text
     yield None
     for own, logprob, top in zip(ids[1:], whole.logprobs.tolist(), prompt_top_logprobs(whole, ids, k), strict=True):

@@ -9,7 +9,7 @@ from cluster.requests.served_model import ServedModel
 
 
 def model_card(model: ServedModel, name: str) -> ModelCard:
-    """The card of `model`. Raises RequestError (404) if `name` is not its name."""
+    """The card of `model`. Raises RequestError (404) if `name` is the name of another model."""
     model.check_name(name)
     created_at = datetime.fromtimestamp(model.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     numerics = "fast" if model.info is None else model.info.numerics
@@ -17,6 +17,6 @@ def model_card(model: ServedModel, name: str) -> ModelCard:
 
 
 def model_list(model: ServedModel) -> ModelList:
-    """The list with this one model."""
+    """The list with the served model, the only one."""
     card = model_card(model, model.model_name)
     return ModelList(data=[card], first_id=card.id, last_id=card.id)

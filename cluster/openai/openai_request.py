@@ -1,7 +1,7 @@
 """Requests of chats and completions, as types that check the values.
 
-This module owns the fields, their types and ranges, which known fields are refused because they are not supported, and
-what happens to unknown ones. It knows neither tokens nor the engine. `wire` has the types of responses.
+This module has the fields, their types and ranges, and says which known fields are refused as not supported, and what
+happens to unknown ones. It knows neither tokens nor the engine. `wire` has the types of responses.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FunctionParam(Shape):
     name: FunctionName
     description: Description | None = None
     parameters: ArgumentsSchema | None = None
-    """The JSON schema of its arguments, which is an object's."""
+    """The JSON schema of the function's arguments, which must be a schema of an object."""
     strict: bool | None = None
 
 
@@ -62,21 +62,21 @@ class CalledName(Shape):
 
 
 class ChosenFunction(Shape):
-    """One of the tools."""
+    """A tool that the answer must call."""
 
     type: Literal["function"]
     function: CalledName
 
 
 class AllowedFunctions(Shape):
-    """Some of the tools."""
+    """The tools that may be called."""
 
     mode: Literal["auto", "required"]
     tools: list[ChosenFunction] = Field(min_length=1, fail_fast=True)
 
 
 class AllowedChoice(Shape):
-    """`tool_choice` of some of the tools."""
+    """A `tool_choice` that allows some of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedFunctions
@@ -98,7 +98,7 @@ class ContentPart(Shape):
 
 
 class RefusalPart(Shape):
-    """An earlier answer's refusal."""
+    """The refusal in an earlier answer of the model."""
 
     type: Literal["refusal"]
     refusal: str
@@ -109,7 +109,7 @@ _Said = Annotated[ContentPart | RefusalPart, Field(discriminator="type")]
 
 
 def decoded_arguments(given: dict[str, Any] | str | None) -> dict[str, Any] | str:
-    """The arguments of a call, as in `Call`. Raises RequestError for JSON that is not an object."""
+    """The arguments of a call, as in `Call.arguments`. Raises RequestError for JSON that is not an object."""
     decoded: Any = given
     if isinstance(given, str):
         try:
@@ -122,11 +122,11 @@ def decoded_arguments(given: dict[str, Any] | str | None) -> dict[str, Any] | st
 
 
 class CalledFunction(Shape):
-    """The function of a call."""
+    """The function that a call names."""
 
     name: str = Field(min_length=1)
     arguments: Annotated[str | dict[str, Any] | None, AfterValidator(decoded_arguments)] = None
-    """A JSON object, or a string that contains one."""
+    """A JSON object, or a string that contains a JSON object."""
 
 
 class ToolCallParam(Shape):
@@ -151,12 +151,12 @@ class AssistantTurn(Shape):
     role: Literal["assistant"]
     content: str | Annotated[list[_Said], Field(fail_fast=True)] | None = None
     refusal: str | None = None
-    """The refusal, if there is no `content`."""
+    """The text of a refusal, if `content` is empty."""
     name: str | None = None
     tool_calls: Annotated[list[ToolCallParam], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """Another name of `reasoning_content`, which is used if both are given."""
+    """Another name of `reasoning_content`, which counts if both are given."""
 
 
 class ToolMessage(Shape):
@@ -190,47 +190,47 @@ Messages = Annotated[list[_Message], Field(min_length=1, fail_fast=True), Before
 
 
 class StreamOptions(Shape):
-    """Parts of a stream besides its text."""
+    """What a stream contains besides its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Whether every chunk has the usage so far."""
+    """Whether every chunk contains the usage so far."""
 
 
 class GenerationRequest(SamplingFields):
     """The fields that chat completions and completions share."""
 
     model: str
-    """The name in /v1/models."""
+    """The model's name in /v1/models."""
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    """Most tokens of the answer. If null, 16 for a completion, and as many as fit for a chat."""
+    """Maximum number of tokens of the answer. If null, 16 for a completion, and as many as fit for a chat."""
     n: int | None = Field(None, ge=1)
     """Number of answers to each prompt."""
     stream: bool | None = None
     """Whether the answer is sent as server-sent events."""
     stream_options: StreamOptions | None = None
-    """Whether a stream ends with the usage (`include_usage`), and has it in every chunk."""
+    """Whether a stream ends with the usage (`include_usage`), and whether every chunk contains it."""
     prompt_logprobs: int | None = Field(None, ge=0)
-    """Log probabilities of the prompt's tokens, and of this number of likeliest tokens at their positions."""
+    """Returns log probabilities of the prompt's tokens, and of this number of likeliest tokens at each position."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
     """Number of the prompt's last tokens to keep. -1: as many as fit."""
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds special tokens such as BOS. If null, yes for a completion's prompt, no for a chat's
-    text."""
+    """Whether the tokenizer adds special tokens such as BOS. If null, it does for a completion's prompt, and not for a
+    chat's text."""
     return_token_ids: bool | None = None
-    """Whether the answer has the ids of the prompt's tokens and of its own."""
+    """Whether the answer contains the ids of the prompt's tokens and of its own tokens."""
     return_tokens_as_token_ids: bool | None = None
-    """Whether log probabilities name tokens `token_id:<id>`."""
+    """Whether log probabilities name a token `token_id:<id>` instead of by its text."""
     priority: int | None = Field(None, ge=-_MAX_SAFE_INT, le=_MAX_SAFE_INT)
     """Lower goes first among the client's requests. Across clients it counts within the range granted to the key."""
     cache_salt: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")
-    """Only prompts with the same salt share cached pages. If null, a salt of the client's own."""
+    """Only prompts with the same salt share cached pages. If null, the client's own salt is used."""
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
-    """Used in the answer's id instead of the header X-Request-Id."""
+    """The answer's id without its prefix. If null, a random id."""
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """-1 for none."""
+        """Number of likeliest tokens at each prompt position. -1: no prompt log probabilities."""
         return -1 if self.prompt_logprobs is None else self.prompt_logprobs
 
 
@@ -240,23 +240,23 @@ class ChatRequest(GenerationRequest):
     messages: Messages
     """The conversation, oldest message first."""
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    """Newer name of max_tokens, used if both are given."""
+    """Newer name of max_tokens, which counts if both are given."""
     logprobs: bool | None = None
-    """Whether the answer has log probabilities of its tokens."""
+    """Whether the answer contains log probabilities of its tokens."""
     top_logprobs: int | None = Field(None, ge=0)
-    """Number of likeliest tokens at each position, besides the sampled one."""
+    """Number of likeliest tokens that are returned at each position, besides the sampled one."""
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the beginning of an answer. If null, true unless a message is continued."""
     continue_final_message: bool | None = None
     """Whether the answer continues the last message."""
     documents: list[dict[str, Any]] | None = Field(None, max_length=1024)
-    """For templates that read documents: objects with `title` and `text`."""
+    """Objects with `title` and `text`, for chat templates that read documents."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Further variables for the chat template, only those that it reads."""
+    """Further variables for the chat template. Variables that it does not read are ignored."""
     reasoning_effort: ReasoningEffort | None = None
-    """For templates that read it."""
+    """How much the model should reason, for chat templates that read this."""
     include_reasoning: bool | None = None
-    """Whether the answer shows the model's reasoning. It is counted either way. Null means true."""
+    """Whether the answer shows the model's reasoning. Reasoning tokens are counted either way. Null means true."""
     tools: Annotated[list[dict[str, Any]] | None, Checked(_Tools)] = None
     """Functions that the model may call."""
     tool_choice: Annotated[str | dict[str, Any] | None, Checked(_ToolChoice)] = None
@@ -270,7 +270,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int:
-        """-1 for none."""
+        """Number of likeliest tokens at each position of the answer. -1: no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else -1
 
 
@@ -278,17 +278,17 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Prompts
-    """Text, token ids, or a list of either kind. Each gets its own answers."""
+    """A text, token ids, or a list of either kind. Each prompt gets its own answers."""
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
-    """0 only with `echo` or `prompt_logprobs`, if only the prompt is of interest."""
+    """0 is allowed with `echo` or `prompt_logprobs`, for a request that only needs the prompt. If null, 16."""
     logprobs: int | None = Field(None, ge=0)
-    """Log probabilities of the tokens, and of this number of likeliest tokens at their positions."""
+    """Returns log probabilities of the answer's tokens, and of this number of likeliest tokens at each position."""
     echo: bool | None = None
-    """Whether the answer's text begins with the prompt, and `logprobs` with those of the prompt."""
+    """Whether the answer's text begins with the prompt, and its log probabilities with those of the prompt."""
 
     @property
     def num_logprobs(self) -> int:
-        """-1 for none."""
+        """Number of likeliest tokens at each position of the answer. -1: no log probabilities."""
         return -1 if self.logprobs is None else self.logprobs
 
 
@@ -314,8 +314,8 @@ _FIELDS = FieldPolicy(UNSUPPORTED, WITHOUT_EFFECT, STYLING, {"stream_options": S
 
 
 def check_request(kind: type[_Request], raw: Mapping[str, Any], server: ServerConfig) -> tuple[_Request, list[str]]:
-    """Checks a request of decoded JSON. Returns it with the names of ignored fields. Raises RequestError with the path
-    of the wrong field."""
+    """Checks a request of decoded JSON. Returns the request and the names of ignored fields. Raises RequestError with
+    the path of the wrong field."""
     asked = {name: value for name, value in raw.items() if name != "best_of" or value != raw.get("n")}
     ignored = _FIELDS.check(kind, asked, strict=server.strict_fields)
     request = validated(kind, raw)

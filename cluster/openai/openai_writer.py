@@ -51,7 +51,7 @@ class OpenAIWriter(AnswerWriter):
         self._usage_in_all = self._include_usage and bool(options.continuous_usage_stats)
         self._collected: defaultdict[int, Collected] = defaultdict(Collected)
         self._text_only = self._num_logprobs < 0 and not self._shows_ids and not self._usage_in_all
-        self._frames: dict[int, tuple[bytes, bytes]] = {}  # the bytes around the text of a choice's chunks
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # the bytes before and after the text in each choice's chunks
 
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
@@ -61,7 +61,7 @@ class OpenAIWriter(AnswerWriter):
         return (self._event([], self.run.usage()), DONE) if self._include_usage else (DONE,)
 
     def _text_chunk(self, index: int, text: str) -> bytes:
-        """A chunk that only has text, the usual kind. The bytes around the text are encoded once."""
+        """A chunk that only contains text, as most chunks do. The bytes around the text are encoded once."""
         frame = self._frames.get(index)
         if frame is None:
             before, _, after = self._event([self._text_choice(index, _MARK)]).rpartition(_encode(_MARK))
@@ -70,7 +70,7 @@ class OpenAIWriter(AnswerWriter):
 
     @abstractmethod
     def _text_choice(self, index: int, text: str) -> msgspec.Struct:
-        """The choice of such a chunk."""
+        """The choice of a chunk that only contains text."""
 
     def _event(self, choices: Sequence[msgspec.Struct], usage: Usage | None = None, **more: Any) -> bytes:
         return b"".join(self._event_parts(choices, usage, **more))
@@ -78,15 +78,15 @@ class OpenAIWriter(AnswerWriter):
     def _event_parts(
         self, choices: Sequence[msgspec.Struct], usage: Usage | None = None, **more: Any
     ) -> Iterator[bytes]:
-        """A chunk of a stream. `more` are fields that only some chunks have."""
-        # Null in every chunk but the last one, and absent if not requested.
+        """Yields a chunk of a stream. `more` has fields that only some chunks contain."""
+        # With include_usage, the usage is null in every chunk but the last. Without it, the field is absent.
         shown: Any = usage or (None if self._include_usage else msgspec.UNSET)
         if self._usage_in_all:
             shown = self.run.usage()
         return event_parts(self._headed(self._chunk, choices, shown, **more))
 
     def _headed(self, kind: Callable[..., msgspec.Struct], choices: object, usage: object, **more: Any) -> Any:
-        """A `kind` with the fields that every message of this answer has."""
+        """Makes a `kind` with the fields that every message of this answer has."""
         model = self._model
         return kind(self._job.id, self._created, model.model_name, choices, usage, model.system_fingerprint, **more)
 
@@ -94,15 +94,15 @@ class OpenAIWriter(AnswerWriter):
         return ids if self._shows_ids else msgspec.UNSET
 
     def _has_tokens(self, delta: Delta) -> bool:
-        """Whether `delta` has something to show about its tokens besides their text."""
+        """Whether `delta` has log probabilities or token ids to show."""
         return bool(delta.logprobs or (self._shows_ids and delta.token_ids))
 
     def _name(self, token_id: int) -> str:
-        """A token's name in log probabilities."""
+        """The name of a token in log probabilities."""
         return f"token_id:{token_id}" if self._names_ids else self._tokenizer.token_text(token_id)
 
     def _whole_prompt_logprobs(self, index: int) -> WholePromptLogprobs | None:
-        # Every choice of a prompt has the same ones; the first one requested them.
+        # Only the first choice of a prompt requested them, since they are the same for all choices.
         return self._collected[index - index % self._job.num_choices].prompt_logprobs
 
     def _prompt_logprobs(self, index: int) -> PromptLogprobsJson | msgspec.UnsetType:
@@ -113,7 +113,7 @@ class OpenAIWriter(AnswerWriter):
 
 
 def top_logprobs(sampling: SamplingParams, row: TokenLogprobs, sampled: int) -> list[tuple[int, float]]:
-    """(id, logprob) of the k likeliest tokens, of those requested by id, and of the sampled token if it is missing."""
+    """(id, logprob) of the k likeliest tokens, of tokens requested by id, and of the sampled token if it is missing."""
     k, extra = sampling.num_logprobs, len(sampling.logprob_token_ids)
     pairs = row.top
     top = dict(pairs[:k])
@@ -132,7 +132,7 @@ def token_logprobs(
     tokenizer: Tokenizer,
     name: Callable[[int], str],
 ) -> Iterator[TokenLogprob]:
-    """Each of `token_ids`, with its entry of `rows`, in the form of chat answers. `name` returns a token's name."""
+    """Each of `token_ids` with its log probabilities in `rows`, as in chat answers. `name` returns a token's name."""
     raw = tokenizer.token_bytes
     for token, row in zip(token_ids, rows, strict=True):
         top = [TopLogprob(name(id_), logprob, tuple(raw(id_))) for id_, logprob in top_logprobs(sampling, row, token)]

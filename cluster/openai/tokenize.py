@@ -1,6 +1,6 @@
 """The routes /tokenize and /detokenize: the token ids of a text or a chat, and the text of token ids.
 
-Clients and load generators use them for counting. The ids are those on which a request with the same fields would run.
+Clients and load generators use them for counting. A request with the same fields would run on the same ids.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TokenizeRequest(Shape):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    """Null means true for a prompt. A chat's template writes the special tokens itself."""
+    """Whether special tokens are added to a prompt. Null means true. Not for messages: templates write them."""
     return_token_strs: bool | None = None
 
 
@@ -59,7 +59,7 @@ class DetokenizeRequest(Shape):
 
 
 class Text(msgspec.Struct):
-    """The text of token ids, special tokens included."""
+    """The text of token ids, including special tokens."""
 
     prompt: str
 
@@ -75,7 +75,7 @@ async def tokenize(model: ServedModel, body: bytes, context: RequestContext) -> 
 
 
 def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[TokenizeRequest, list[int] | Conversation, list[str]]:
-    """A request, its prompt's tokens or its chat, and the ignored fields."""
+    """Returns a request, its prompt's tokens or its conversation, and the ignored fields."""
     request = validated(TokenizeRequest, raw)
     model.check_name(request.model)
     if (request.prompt is None) == (request.messages is None):

@@ -1,4 +1,4 @@
-"""Reads `tools` and `tool_choice` of OpenAI's two APIs, which nest a function differently."""
+"""Reads `tools` and `tool_choice` of OpenAI's two APIs, which nest the fields of a function differently."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def parse_tools(
     """The tools of a request, or None if it has none. The types are checked already.
 
     Args:
-        nested: whether a function is below `function`, as in chat completions. If False, its fields are in the tool
+        nested: whether a function's fields are below `function`, as in chat completions. If False, they are in the tool
             itself, as in responses.
 
     Raises:
-        RequestError: a field is wrong; it has the field's path, such as `tools[0].function.name`.
+        RequestError: a field is wrong; the error names its path, such as `tools[0].function.name`.
     """
     functions = [
         function_tool(tool["function"], f"tools[{i}].function")

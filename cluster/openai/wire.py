@@ -1,4 +1,4 @@
-"""Response bodies: whole answers, SSE chunks and errors as msgspec structs, each with the form of one OpenAI object."""
+"""Response bodies: answers, SSE chunks and errors as msgspec structs. Each struct has the form of one OpenAI object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from cluster.requests.job import Usage
 
 
-# The garbage collector need not visit the next two structs. An answer holds many of them.
+# The next two structs are not visited by the garbage collector, because an answer contains many of them.
 class TopLogprob(msgspec.Struct, gc=False):
     token: str
     logprob: float
@@ -25,32 +25,32 @@ class TokenLogprob(msgspec.Struct, gc=False):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """One entry for each token that the usage counts, including the one that ended the text."""
+    """Log probabilities of each token that the usage counts, including the token that ended the text."""
 
     content: list[TokenLogprob]
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Lists of equal length, one entry for each token that the usage counts. With echo, the prompt's tokens come
+    """Lists of equal length, with one entry for each token that the usage counts. With echo, the prompt's tokens come
     first."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    """Null for a prompt's first token, which has no token before it."""
+    """Log probability of each token. Null for a prompt's first token, which has no token before it."""
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Number of characters of the text before the token's."""
+    """Number of characters of the text before each token."""
 
 
 class PromptLogprob(msgspec.Struct):
     logprob: float
     rank: int | None
-    """1 for the likeliest. Null for a prompt token that is not among the requested likeliest ones."""
+    """1 for the likeliest token. Null for a prompt token outside the requested likeliest ones."""
     decoded_token: str
 
 
 PromptLogprobsJson = list[dict[int, PromptLogprob] | None]
-"""For each prompt token, by token id. Null for the first one."""
+"""For each prompt token: token id -> log probability. Null for the first prompt token."""
 
 
 Reason = Literal["stop", "length", "tool_calls", "abort"]
@@ -59,7 +59,7 @@ Reason = Literal["stop", "length", "tool_calls", "abort"]
 class FunctionCall(msgspec.Struct):
     name: str
     arguments: str
-    """JSON text."""
+    """A JSON object as text."""
 
 
 class ToolCall(msgspec.Struct):
@@ -70,12 +70,12 @@ class ToolCall(msgspec.Struct):
 
 class AssistantMessage(msgspec.Struct):
     content: str | None
-    """Null for an answer with calls only."""
+    """The text for the user. Null for an answer with calls only."""
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    """The reasoning under another name; clients read one or the other."""
+    """The reasoning under another name. Clients read one of the two."""
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -106,7 +106,7 @@ class FunctionDelta(msgspec.Struct, omit_defaults=True):
 
 
 class ToolCallDelta(msgspec.Struct, omit_defaults=True):
-    """The first chunk of an index has all fields and empty arguments; later ones have pieces of the arguments."""
+    """A piece of a call. The first piece of an index has all fields and empty arguments, which later ones continue."""
 
     index: int
     function: FunctionDelta
@@ -137,10 +137,10 @@ class ChatChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    """Present with include_usage: null in every chunk but the last, unless it was requested in all."""
+    """Present with include_usage. Null in every chunk but the last, unless continuous_usage_stats is set."""
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    """Present in the first chunk."""
+    """Present only in the first chunk."""
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -156,7 +156,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """A whole completion, or one chunk of a streamed one."""
+    """A whole completion, or one chunk of a streamed completion."""
 
     id: str
     created: int
@@ -168,19 +168,19 @@ class Completion(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """A model, with the fields of OpenAI's clients and those of Anthropic's."""
+    """A model, with the fields that OpenAI's clients read, and those that Anthropic's read."""
 
     id: str
     created: int
-    """Unix time in seconds."""
+    """Unix time of the server's start, in seconds."""
     created_at: str
-    """The time as in RFC 3339."""
+    """`created` in the form of RFC 3339."""
     display_name: str
     max_model_len: int
     tool_template: Literal["own", "generic", "none"]
-    """How tools are shown to the model: by its chat template, in the generic form, or not at all."""
+    """How the model is shown tools: by its own chat template, in the generic form, or not at all."""
     numerics: Literal["exact", "fast"]
-    """exact: no bit of a logit depends on the number of ranks or on other requests."""
+    """exact: no bit of a logit depends on the number of ranks or on other requests. fast: bits may depend on both."""
     owned_by: str = "lockstep"
     object: Literal["model"] = "model"
     type: Literal["model"] = "model"

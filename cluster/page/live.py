@@ -1,4 +1,4 @@
-"""The page's view of a running engine: an event with the last minutes, then twice a second an event with the news."""
+"""The page's view of a running engine: an event with the last minutes, then twice a second an event with changes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class SecondView(msgspec.Struct, frozen=True):
     """The counts of one second."""
 
     time: int
-    """CLOCK_MONOTONIC of the host, seconds."""
+    """Start of the second on the host's CLOCK_MONOTONIC, in seconds."""
     generated: int
-    """Number of tokens."""
+    """Number of tokens generated."""
     prefilled: int
-    """Number of tokens."""
+    """Number of prompt tokens computed."""
     first_tokens: int
-    """Number of answers that began."""
+    """Number of answers that got their first token."""
     ttft: float
-    """Sum of seconds over `first_tokens`."""
+    """Sum of these answers' times to first token, in seconds."""
 
 
 class StepView(msgspec.Struct, frozen=True):
@@ -44,11 +44,11 @@ class StepView(msgspec.Struct, frozen=True):
     gap: float
     rows: int
     prefill: int
-    """Number of prompt tokens."""
+    """Number of prompt tokens computed."""
     flops: float
-    """FLOP that the model needed, all ranks together."""
+    """FLOPs that the model needed, all ranks together."""
     read_bytes: float
-    """Bytes of weights, keys and values that had to be read, all ranks together."""
+    """Bytes of weights, keys and values that the step had to read, all ranks together."""
 
 
 class PagesView(msgspec.Struct, frozen=True):
@@ -66,30 +66,30 @@ class RankView(msgspec.Struct, frozen=True):
 
     device: str
     heartbeat_age_s: float | None
-    """None if the rank sleeps, or runs on another node, where its heartbeat is not visible."""
+    """Seconds since the rank last took or awaited a frame. None if it sleeps, or if ranks are on several nodes."""
 
 
 class LiveView(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of the stream."""
+    """One event of the stream of /live."""
 
     time: float
-    """CLOCK_MONOTONIC of the host, seconds."""
+    """Time of the event on the host's CLOCK_MONOTONIC, in seconds."""
     model: str
     state: EngineState
     is_preparing: bool
-    """Whether CUDA graphs are left to capture. Until then some steps take longer."""
+    """Whether CUDA graphs are left to capture. While they are, some steps take longer."""
     running: int
     waiting: int
     prompt_tokens: int
     prefix_hit_tokens: int
     drafted: int
-    """Number of drafts that were computed to verify them."""
+    """Number of drafts that steps have verified."""
     accepted: int
-    """Number of accepted drafts."""
+    """Number of drafts that became tokens."""
     peak_flops: float
     """FLOP per second of large matrix products, measured at the start, all ranks together."""
     peak_bandwidth: float
-    """Bytes per second, read and written by copies, measured at the start, all ranks together."""
+    """Bytes per second that copies read and wrote, measured at the start, all ranks together."""
     pages: PagesView
     ranks: list[RankView]
     seconds: list[SecondView]
@@ -107,7 +107,7 @@ class LiveServing:
         self._num_readers = 0
 
     async def live(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """Streams the events. Raises OverloadedError if there are too many readers, since each costs some work."""
+        """Streams the events. Raises OverloadedError if there are too many readers, because each costs some work."""
         if self._num_readers >= _MAX_READERS:
             raise OverloadedError(f"{_MAX_READERS} readers follow the engine already; close one.", retry_after_s=10.0)
         return HttpResponse(self._events(), streamed=True)
@@ -137,14 +137,14 @@ class LiveStream:
         self._last_second = 0
 
     def view(self) -> LiveView | None:
-        """The news since the last call. None before the engine's first report."""
+        """The changes since the last call. None before the engine's first report."""
         stats = self._board.latest
         if stats is None:
             return None
         scheduler = stats.scheduler
         ages = stats.heartbeat_age_s
         return LiveView(
-            # The report's time plus its age, so that the page notices if reports stop.
+            # This is the report's time plus its age, so that the page notices if reports stop.
             time=stats.time_s + self._board.age_s,
             model=self._model.model_name,
             state=self._model.state,

@@ -1,4 +1,4 @@
-"""The page at `/`: one static file, without a build step and without resources from another host."""
+"""The page at `/`: one static file, which needs no build step and no resources from another host."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FILE = Path(__file__).parent / "index.html"
 
 
 def page() -> Callable[[Request], Awaitable[Response]]:
-    """GET /: the same page for everybody. It reads its data from routes that require a key if keys are configured."""
+    """GET /: the same page for everybody. It reads its data from routes that require a key if the server has keys."""
     html = _FILE.read_text()
     headers = {
-        # Allows its own script and style, by their hashes, and requests to its own host.
+        # The policy allows the page's own script and style, by their hashes, and requests to its own host.
         "content-security-policy": (
             "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
             f"frame-ancestors 'none'; style-src {_hash(html, 'style')}; script-src {_hash(html, 'script')}"
@@ -34,6 +34,6 @@ def page() -> Callable[[Request], Awaitable[Response]]:
 
 
 def _hash(html: str, element: str) -> str:
-    """The Content-Security-Policy source of the file's one `<script>` or `<style>`."""
+    """The Content-Security-Policy source of the file's only `<script>` or `<style>`."""
     [text] = re.findall(f"<{element}>(.*?)</{element}>", html, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""Calls of ranks: their answers, or their failures as errors of the engine."""
+"""Calls of ranks' methods. Failures of ranks become errors of the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEXT = "The replica is being replaced; send the request again."
 
 
 def call(ranks: Iterable[Rank], method: str, *args: object, size: int, timeout_s: float) -> list[Any]:
-    """Calls `method` on `ranks` and returns the answers. Raises the first failure at once, because the other ranks may
+    """Calls `method` on `ranks` and returns the results. Raises the first failure at once, because the other ranks may
     wait for the failed one in a collective.
 
     Args:
@@ -51,18 +51,18 @@ def call(ranks: Iterable[Rank], method: str, *args: object, size: int, timeout_s
 def watch(
     runs: Mapping[int, Any], size: int, is_over: Callable[[], bool], on_failure: Callable[[LockstepError], None]
 ) -> None:
-    """Starts a thread that calls `on_failure` when one of `runs`, by rank, ends, unless `is_over` is set by then."""
+    """Starts a thread that calls `on_failure` when one of `runs` (rank -> call) ends, unless `is_over` by then."""
 
     def look() -> None:
         try:
             done: list[Any] = []
             while not done and not is_over():
-                # A pending call fails within 25 ms of its process's death. The timeout only bounds the end of this
-                # thread.
+                # A pending call fails within 25 ms of its process's death. The timeout only bounds how late this thread
+                # ends.
                 done, _ = ray.wait(list(runs.values()), num_returns=1, timeout=_WATCH_INTERVAL_S)
             if not is_over():
                 on_failure(failure_of(runs, size))
-        except Exception as error:  # without this thread, nobody would see a rank die
+        except Exception as error:  # without this thread, the engine would not notice that a rank dies
             logger.exception("watching the ranks failed; please report this bug")
             if not is_over():
                 on_failure(EngineError(f"watching the ranks failed: {error!r}"))
@@ -85,7 +85,7 @@ def _log_stacks(ranks: list[Rank], step_age_s: float) -> None:
 
 
 def failure_of(calls: Mapping[int, Any], size: int) -> LockstepError:
-    """The reason why `calls` by rank failed, after one of them ended: preferably a rank that died or raised by itself.
+    """The reason why one of `calls` (rank -> call) failed: preferably the failure of a rank that failed by itself.
 
     Args:
         size: number of ranks of the group.
@@ -96,7 +96,7 @@ def failure_of(calls: Mapping[int, Any], size: int) -> LockstepError:
         done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=wait_s)
         found = [call_failure(rank, size, call) for rank, call in calls.items() if call in done]
         failures = [error for error in found if error is not None]
-        # Other EngineErrors may only be the effect of a lost peer.
+        # Other EngineErrors may only be effects of a lost peer.
         for error in failures:
             if isinstance(error, RankDiedError | ConfigError):
                 return error
@@ -109,7 +109,7 @@ def failure_of(calls: Mapping[int, Any], size: int) -> LockstepError:
 
 
 def call_failure(rank: int, size: int, call: Any) -> LockstepError | None:
-    """The error of the ended `call` of rank `rank`. None if it returned."""
+    """The error with which the `call` of rank `rank` ended. None if the call returned."""
     try:
         ray.get(call)
     except ray.exceptions.RayTaskError as error:
@@ -135,7 +135,7 @@ def call_failure(rank: int, size: int, call: Any) -> LockstepError | None:
 
 
 def rank_death(ray_says: str) -> str:
-    """The cause of an actor's end in one line, without Ray's addresses. Ray does not know the signal."""
+    """The cause of an actor's end in one line, without Ray's addresses. Ray does not report the signal."""
     if "node has died" in ray_says:
         return "its node was lost"
     exit_type = re.search(r"Worker exit type: (\w+)", ray_says)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """The ranks' reports after loading, in rank order."""
+    """What the ranks report after loading, in rank order."""
 
     loads: tuple[RankLoad, ...]
     on_cpu: bool
@@ -30,16 +30,16 @@ class GroupMemory:
 
     @property
     def free_bytes(self) -> tuple[int, ...]:
-        """Memory that each rank may still use. Ranks on CPU share their node's."""
+        """Bytes that each rank may still use. Ranks on CPU get equal parts of their node's memory."""
         shared_by = len(self.loads) if self.on_cpu else 1
         return tuple(load.free_bytes // shared_by for load in self.loads)
 
 
 def pool_within(memory: GroupMemory, pool: PoolShape, config: EngineConfig, model: ModelConfig) -> PoolShape:
-    """Returns `pool`, with fewer pages if it does not fit in the `memory` of the ranks of `config`.
+    """Returns `pool`, with fewer pages if `pool` does not fit in the `memory` of the ranks of `config`.
 
     Raises:
-        ConfigError: the remaining pages cannot hold one sequence of `max_model_len`.
+        ConfigError: the pages that fit cannot hold one sequence of `max_model_len`.
     """
     kv_cache, size = config.kv_cache, config.tensor_parallel_size
     window_pool = None if pool.num_window_pages is None else WindowPool.of(config, model)

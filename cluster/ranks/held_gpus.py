@@ -1,7 +1,7 @@
 """Reserves GPUs of this node outside the replica's placement group, which cannot grow.
 
-Each GPU is held by an actor that does nothing else. The rank processes on it may be replaced, and see all GPUs of the
-node. Ray ends such an actor with the process that started it, whereas a second placement group would remain.
+An actor that does nothing else reserves each GPU. The rank processes on the GPU may be replaced, and see all GPUs of
+the node. Ray ends such an actor with the process that started it, whereas a second placement group would remain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Holder:
     """The actor for which Ray reserves a GPU."""
 
     def device(self) -> str:
-        """The GPU, as in `Location`."""
+        """The reserved GPU, `cuda:N` as in `Location.device`."""
         return given_gpu()
 
 
@@ -34,7 +34,7 @@ class HeldGPU:
     actor: Any
     """The GPU is reserved while this actor lives."""
     device: str
-    """See `Location`."""
+    """The GPU's name, as in `Location.device`."""
 
 
 def hold(bundle: Mapping[str, float], count: int, env_vars: Mapping[str, str]) -> tuple[HeldGPU, ...]:
@@ -42,7 +42,7 @@ def hold(bundle: Mapping[str, float], count: int, env_vars: Mapping[str, str]) -
     this process.
 
     Raises:
-        ConfigError: fewer are free, also after some seconds.
+        ConfigError: fewer GPUs are free, even after some seconds.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     resources = {"num_cpus": bundle.get("CPU", 0.0), "num_gpus": bundle["GPU"]}
@@ -59,6 +59,6 @@ def hold(bundle: Mapping[str, float], count: int, env_vars: Mapping[str, str]) -
 
 
 def release(held: Iterable[HeldGPU]) -> None:
-    """Ends the reservations."""
+    """Ends the reservations of `held`."""
     for gpu in held:
         ray.kill(gpu.actor)

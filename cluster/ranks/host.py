@@ -13,7 +13,7 @@ from configs.resolve import HostFacts
 from worker.device.cgroup import available_cores
 
 _TYPE = "accelerator_type:"
-# Keys are names in `ray.util.accelerators`. The part after a dash is the memory.
+# The names are from `ray.util.accelerators`, without the memory that follows a dash there.
 _COMPUTE_CAPABILITIES = {
     "V100": (7, 0),
     "T4": (7, 5),
@@ -29,8 +29,8 @@ _COMPUTE_CAPABILITIES = {
 
 
 def least_compute_capability(nodes: Iterable[Mapping[str, Any]]) -> tuple[int, int] | None:
-    """The smallest compute capability of all GPUs of the live nodes in `ray.nodes()`. None if a type is unknown or Ray
-    names none."""
+    """The smallest compute capability of all GPUs of the live nodes in `ray.nodes()`. None if Ray names no GPU type, or
+    an unknown one."""
     names = [
         name.removeprefix(_TYPE).partition("-")[0]
         for node in nodes
@@ -44,13 +44,13 @@ def least_compute_capability(nodes: Iterable[Mapping[str, Any]]) -> tuple[int, i
 
 
 def environment_options(wanted: Mapping[str, str], have: Mapping[str, str]) -> dict[str, Any]:
-    """Options of an actor whose process needs the environment variables `wanted`, if Ray's processes start with `have`.
-    None if they are set already: then Ray can use an idle process instead of starting a new one."""
+    """Actor options with which the actor's process gets the environment variables `wanted`. Empty if Ray's processes
+    have them already (`have`), because then Ray can use an idle process instead of starting a new one."""
     return {} if wanted.items() <= have.items() else {"runtime_env": {"env_vars": dict(wanted)}}
 
 
 def host_facts(*, gpus: bool) -> HostFacts:
-    """Facts for `configs.resolve`, for ranks on this node or, with `gpus`, on the cluster's GPUs."""
+    """Facts for `configs.resolve`: about this node, and with `gpus` about the cluster's GPUs."""
     capability = least_compute_capability(ray.nodes()) if gpus and ray.is_initialized() else None
     return HostFacts(node_cores(), int(gpus), compute_capability=capability, packages=installed_packages())
 

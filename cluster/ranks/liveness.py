@@ -1,11 +1,11 @@
 """Detects processes that hang or are stopped, because their peers would wait for them without end. Uses neither Ray nor
 torch.
 
-A step may be slow because a rank hangs, or because the machine is busy with other programs. Wall-clock time cannot tell
-these apart. So a step is timed by a clock that runs only while the ranks could make progress, and it hangs if that
-clock shows far more than similar steps took. A rank that compiles a kernel marks this in its thread's name, because
-compilation takes an unknown time. A process that a signal has stopped is visible as such: the coordinator checks the
-ranks and the Engine replica, and the replica checks the coordinator.
+A step may be slow because a rank hangs, or because the machine is busy with other programs. Wall-clock time cannot
+distinguish the two. So a step is timed by a clock that runs only while the ranks could make progress. The step hangs if
+that clock shows far more time than similar steps took. A rank that compiles a kernel marks this in its thread's name,
+because compilation takes an unknown time. /proc shows whether a signal has stopped a process: the coordinator checks
+the ranks and the Engine replica, and the replica checks the coordinator.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from worker.step.preparing import PREPARING
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""Seconds between two checks of an awaited step, and of processes that may be stopped."""
+"""Seconds between two checks whether a step hangs, or whether processes are stopped."""
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAUSED = frozenset("DTt")
-# If more time passed between two checks, the checking thread itself was delayed, and the interval is less certain.
+# Maximum seconds that one interval adds to the clock. After a longer one, the checking thread itself was delayed.
 _MOST_S = 0.5
-# Share of an interval that the other threads of waiting ranks may use.
+# Ranks count as waiting if their busiest thread used less than this share of an interval.
 _IDLE_SHARE = 0.2
-# A step may take this multiple of the slowest similar step.
+# Multiple of the slowest similar step's time that a step may take, besides `hang_timeout_s`.
 _HUNG_FACTOR = 3.0
-# Before the first step of a kind has ended, it is assumed to take this multiple of what the measured peaks allow.
+# Before a first step has ended, steps are expected to take this multiple of what the measured peaks allow.
 _FIRST_SLOWNESS = 10.0
-# Decay per step, so that a step that was slow once (on a busy machine) is forgotten in some hundred steps.
+# Decay per step, so that a step that was slow once (on a busy machine) is forgotten after some hundred steps.
 _FORGET = 0.99
 # Seconds that every step takes, whatever it computes.
 _LEAST_S = 1e-3
@@ -51,14 +51,14 @@ class ThreadTimes:
 
     name: str
     state: str
-    """The state letter in /proc: R running or runnable, S sleeping, D waiting for a disk, T stopped, t traced."""
+    """State letter in /proc: R running or runnable, S sleeping, D waiting for a disk, T stopped, t traced."""
     cpu_s: float
-    """CPU time that it has used."""
+    """CPU seconds that the thread has used."""
 
 
 def _stat_fields(folder: str) -> list[str]:
-    """The fields of a stat file in /proc, from the name on. Raises OSError."""
-    # Not a Path: it interns its parts, and process and thread ids would grow that table by MiBs per hour.
+    """The fields of a stat file in /proc, from the process's name on. Raises OSError if the process has ended."""
+    # A Path interns its parts, and process and thread ids would grow that table by MiBs per hour, so this is a string.
     with open(f"{folder}/stat") as file:
         # The name may contain spaces and brackets.
         before, _, after = file.read().rpartition(")")
@@ -66,7 +66,7 @@ def _stat_fields(folder: str) -> list[str]:
 
 
 def _thread_times(pid: int) -> dict[int, ThreadTimes]:
-    """The threads of a process, by id. Empty if it has ended."""
+    """The threads of a process by thread id. Empty if the process has ended."""
     found: dict[int, ThreadTimes] = {}
     with contextlib.suppress(OSError):
         for task in os.scandir(f"/proc/{pid}/task"):
@@ -78,13 +78,13 @@ def _thread_times(pid: int) -> dict[int, ThreadTimes]:
 
 
 class RankClock:
-    """Seconds since `restart` in which the ranks could make progress. Time that other programs take from them does not
-    count.
+    """Counts the seconds since `restart` in which the ranks could make progress. Time that other programs take from
+    them does not count.
 
-    An interval counts in full if no thread of any rank wants a processor: then all of them wait for something that does
-    not come. Otherwise it counts as the CPU time of the busiest thread, so that an endless loop is noticed, but a rank
-    that is kept from running is not. The clock stops while a thread is stopped, traced by a debugger, waiting for a
-    disk, or compiling a kernel. Used by one thread.
+    An interval counts in full if no thread of any rank wants a processor: all of them then wait for something that does
+    not come. Otherwise the interval counts as the CPU time of the busiest thread. So an endless loop is noticed, but a
+    rank that gets no processor is not blamed. The clock stops while a thread is stopped, traced by a debugger, waiting
+    for a disk, or compiling a kernel. One thread uses the clock.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class RankClock:
         self._before: dict[int, ThreadTimes] | None = None
 
     def look(self, pids: Iterable[int]) -> float:
-        """Returns the clock's value. Call this a few times a second.
+        """Advances the clock and returns its value in seconds. Call this a few times a second.
 
         Args:
             pids: processes of the ranks, on this node.
@@ -110,7 +110,7 @@ class RankClock:
 
 
 def _runnable_s(before: dict[int, ThreadTimes], now: dict[int, ThreadTimes], passed_s: float) -> float:
-    """The part of `passed_s` in which the threads could run."""
+    """The part of an interval of `passed_s` seconds in which the threads could make progress."""
     states = {times.state for times in now.values()}
     if not now or states & _PAUSED or any(times.name == PREPARING for times in now.values()):
         return 0.0
@@ -121,7 +121,7 @@ def _runnable_s(before: dict[int, ThreadTimes], now: dict[int, ThreadTimes], pas
 
 
 class Liveness:
-    """Learns how long steps take, and detects when the awaited one hangs. Used by one thread.
+    """Learns how long steps take, and detects when the step that the coordinator waits for hangs. Used by one thread.
 
     Args:
         peaks: measured FLOP/s and bytes/s, all ranks together.
@@ -143,19 +143,19 @@ class Liveness:
         self.begin(1.0)
 
     def begin(self, share: float) -> None:
-        """Starts anew with ranks that together reach at least this share of the peaks."""
+        """Forgets earlier steps, because other ranks run now, which reach `share` of the peaks together."""
         self._share = share
-        # For steps with and without prompts: duration of the slowest recent step, divided by what the peaks allow.
+        # The slowest recent step without prompts, and with prompts: duration divided by what the peaks allow.
         self._slowness = [_FIRST_SLOWNESS, _FIRST_SLOWNESS]
 
     @property
     def expected_s(self) -> float:
-        """Expected seconds of the awaited step, if it is as slow as the slowest one before, from what it computes and
-        reads."""
+        """Expected seconds of the current step, from what it computes and reads, if it is as slow as the slowest recent
+        one."""
         return self._slowness[self._kind] * self._least_s
 
     def began(self, has_prompts: bool, cost: tuple[float, float]) -> None:
-        """Starts to time a step with these FLOPs and bytes."""
+        """Starts to time a step with `cost` (FLOPs, bytes)."""
         self._kind = int(has_prompts)
         least_s = sum(amount / peak for amount, peak in zip(cost, self._peaks, strict=True))
         self._least_s = _LEAST_S + least_s / self._share
@@ -163,7 +163,7 @@ class Liveness:
         self._clock.restart()
 
     def hang(self, pids: Iterable[int]) -> StepHungError | None:
-        """An error if the awaited step has had far more time than it can need, else None. Call this every LOOK_S.
+        """An error if the current step has had far more time than it can need, else None. Call this every LOOK_S.
 
         Args:
             pids: processes of the ranks, on this node.
@@ -179,14 +179,14 @@ class Liveness:
         return StepHungError(f"a step hangs: it has run for longer than such steps take {words}")
 
     def ended(self, duration_s: float) -> None:
-        """Records the wall-clock seconds that the awaited step took."""
+        """Records the wall-clock seconds that the current step took."""
         kind, own_s = self._kind, min(duration_s, self._runnable_s)
         self._slowness[kind] = max(self._slowness[kind] * _FORGET, own_s / self._least_s)
 
 
 def is_replica(pid: int) -> bool:
-    """Whether this process is a Ray Serve replica, which Ray Serve would replace. A command in a shell may be stopped
-    by its user."""
+    """Whether this process is a Ray Serve replica, which Ray Serve would replace. Other processes, such as a command in
+    a shell, may be stopped on purpose."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::ServeReplica")
     return False
@@ -199,8 +199,8 @@ class StoppedClock:
         self._since: dict[int, float] = {}
 
     def look(self, pids: Iterable[int]) -> dict[int, float]:
-        """The stopped processes among `pids`, with the seconds since the first check that found them stopped without
-        interruption. A debugger stops processes in another way and does not count."""
+        """Seconds for which each stopped process in `pids` has been stopped, counted from the first check that found it
+        so. A process that a debugger stops does not count."""
         now = time.monotonic()
         self._since = {pid: self._since.get(pid, now) for pid in pids if _is_stopped(pid)}
         return {pid: now - since for pid, since in self._since.items()}
@@ -213,10 +213,10 @@ def _is_stopped(pid: int) -> bool:
 
 
 def end_stopped(processes: Callable[[], Mapping[str, int]], timeout_s: float, closing: threading.Event) -> None:
-    """Starts a thread that kills those of `processes` that are stopped for `stall_timeout_s`, until `closing`.
+    """Starts a thread that kills processes that have been stopped for `timeout_s` seconds, until `closing` is set.
 
     Args:
-        processes: returns process ids with names for the log. Called several times a second, on that thread.
+        processes: returns the process ids by name, for the log. The thread calls it several times a second.
     """
     clock = StoppedClock()
 

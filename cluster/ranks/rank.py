@@ -1,4 +1,4 @@
-"""One rank as the coordinator's process sees it: its actor, its location, and how it is started."""
+"""A rank in the coordinator's process: its actor, its location, and how it is started."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from configs.schema import EngineConfig
 from parallel.environment import RANK_ENVIRONMENT
 
 NAMESPACE = "lockstep"
-# Threads for pinning memory, which is most of the time of moving weights to the host. With them, 4 GiB take 0.56 s
-# instead of 1.87 s on an H100's host.
+# With these threads for pinning memory, moving 4 GiB of weights to the host takes 0.56 s instead of 1.87 s on an H100's
+# host. Pinning takes most of that time.
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 # Ray must not mask devices, because CUDA IPC and symmetric memory open the peers' devices.
 CUDA_ENVIRONMENT = {
@@ -47,15 +47,15 @@ class Rank:
     index: int
     actor: Any
     location: Location | None = None
-    """Location of the rank. None until it has reported it."""
+    """Location of the rank's process. None until the process has reported it."""
     pidfd: int = -1
-    """A pidfd of its process if that runs on this node, else -1."""
+    """A pidfd of the rank's process, or -1 if the process runs on another node or has been killed."""
     room_bytes: int = 0
-    """Bytes that were free on its GPU before the rank used it."""
+    """Bytes that were free on the rank's GPU before the rank used it."""
     has_weights: bool = False
-    """Whether its process has loaded its shard."""
+    """Whether the rank's process has loaded its shard."""
     num_failed: int = 0
-    """Number of consecutive replacement processes that failed by themselves."""
+    """Number of consecutive processes of the rank that failed by themselves after they replaced another."""
     _ending: int = -1
 
     def settle(self, location: Location) -> None:
@@ -66,8 +66,8 @@ class Rank:
                 self.pidfd = os.pidfd_open(location.pid)
 
     def end(self) -> None:
-        """Kills its process and does not wait. Ray only asks a process to end, which a stopped or stuck one ignores. On
-        another node, the raylet ends such a process when the placement group is removed."""
+        """Kills the rank's process and does not wait. Ray only asks a process to end, which a stopped or stuck one
+        ignores. On another node, the raylet ends such a process when the placement group is removed."""
         ray.kill(self.actor)
         if self.pidfd < 0:
             return  # a process that was killed before may still be ending
@@ -77,8 +77,8 @@ class Rank:
             signal.pidfd_send_signal(self._ending, signal.SIGKILL)
 
     def await_end(self, timeout_s: float) -> bool:
-        """Waits until the process that `end` killed last is gone. Returns whether it is; a process on another node
-        counts as gone."""
+        """Waits for the end of the process that `end` killed last. Returns whether it has ended; a process on another
+        node counts as ended."""
         ending, self._ending = self._ending, -1
         if ending < 0:
             return True
@@ -94,27 +94,27 @@ class RankStarter:
     """Starts the actors of one group."""
 
     config: EngineConfig
-    """Resolved."""
+    """The resolved configuration."""
     model: ModelConfig
     """The model at `model_path`."""
     model_path: Path
-    """A directory on every node with a rank."""
+    """A directory with the model that exists on every node with a rank."""
     weights: str = ""
-    """`RankSpec.weights` of its ranks."""
+    """`RankSpec.weights` of these ranks."""
     is_in_memory: bool = False
     """Whether another process provided the weights, so that no file has them."""
     placement_group: PlacementGroup
-    """Bundle 1 + r belongs to rank r. Further ranks on CPU share the first bundles."""
+    """Bundle 1 + r belongs to rank r. On CPUs, ranks without a bundle share the first bundles."""
     held: tuple[HeldGPU, ...] = ()
-    """GPUs of ranks without a bundle."""
+    """Reserved GPUs for ranks without a bundle."""
     taken: tuple[str, ...] = ()
-    """Devices, as in `Location`, of the ranks that these ranks replace."""
+    """GPUs of the ranks that these ranks replace, by rank, named as in `Location.device`."""
     name: str
     """Prefix of the actors' names."""
     keeper: str = ""
-    """`RankSpec.keeper` of its ranks."""
+    """`RankSpec.keeper` of these ranks."""
     suffix: str = ""
-    """Suffix of the actors' names, for when two groups of one name exist for a while."""
+    """Suffix of the actors' names. It distinguishes two groups of one name, which exist together during a resize."""
 
     @property
     def num_bundles(self) -> int:
@@ -139,12 +139,12 @@ class RankStarter:
         return replace(spec, device=self.held[extra].device) if 0 <= extra < len(self.held) else spec
 
     def start(self, spec: RankSpec) -> Any:
-        """Creates the actor of a rank. If the spec names a GPU, that is reserved already, and Ray is asked for none."""
+        """Creates the actor of a rank. A GPU that the spec names is reserved already, so Ray is not asked for one."""
         gpus = int(self.config.device == "cuda" and spec.device is None)
         return self._start(spec, f"tp{spec.rank}", bundle=1 + spec.rank % self.num_bundles, gpus=gpus)
 
     def start_spare(self, number: int, device: str | None = None) -> Any:
-        """Creates the actor of a spare. Ray gives it no device; on GPUs it prepares for the given one."""
+        """Creates the actor of a spare. Ray gives it no device. On GPUs, the spare prepares for `device`."""
         return self._start(replace(self.spec(-1), device=device), f"tp-spare{number}", bundle=0, gpus=0)
 
     def _start(self, spec: RankSpec, name: str, *, bundle: int, gpus: int) -> Any:

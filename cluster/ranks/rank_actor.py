@@ -44,22 +44,22 @@ _SWITCH_INTERVAL_S = 1e-4
 weights needs the interpreter after each of its many launches."""
 
 
-@functools.cache  # Cached, because Ray stores every class that it is given, and its methods, without end.
+@functools.cache  # Cached, because Ray stores every class that it gets, with its methods, without end.
 def actor_class(cls: type) -> Any:
-    """`cls` as a Ray actor class that Ray never restarts. Its `ctl` methods answer while another method runs."""
+    """Makes a Ray actor class of `cls` that Ray never restarts. Its `ctl` methods run while another method runs."""
     options: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2}}
     return ray.remote(**options)(cls)
 
 
 def device_index(gpu: str, visible: str | None) -> int:
-    """The index of Ray's GPU `gpu` among those that a process sees with CUDA_VISIBLE_DEVICES=`visible`. On a node that
-    was started with that variable, Ray names GPUs by its entries, which may be UUIDs."""
+    """Index of the GPU that Ray calls `gpu` among the GPUs that a process sees with CUDA_VISIBLE_DEVICES=`visible`. On
+    a node that was started with that variable, Ray uses its entries as names, which may be UUIDs."""
     entries = [entry.strip() for entry in visible.split(",")] if visible else []
     return entries.index(gpu) if gpu in entries else int(gpu)
 
 
 def given_gpu() -> str:
-    """The GPU that Ray gave to this actor, as in `Location`."""
+    """The GPU that Ray gave to this actor: `cuda:N`, as in `Location.device`."""
     gpu = ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
     return f"cuda:{device_index(gpu, os.environ.get('CUDA_VISIBLE_DEVICES'))}"
 
@@ -72,44 +72,43 @@ class RankSpec:
     model: ModelConfig
     model_path: str
     rank: int
-    """-1 for a spare, until it becomes a rank."""
+    """Index of the rank. -1 for a spare that is no rank yet."""
     replica: str
     """Name of the replica that the rank belongs to."""
     device: str | None = None
-    """The rank's GPU if another actor reserved it, named as in `Location`. If None, the process uses the device that
-    Ray gave it."""
+    """The rank's GPU, such as `cuda:1`, if another actor reserved it. If None, the process uses the device that Ray
+    gave it."""
     room_bytes: int = 0
-    """Memory that must be free on the GPU before a replacement joins, because the old process's memory is freed
-    late."""
+    """Bytes that must be free on the GPU before a replacement joins, because a dead process's memory is freed late."""
     keeper: str = ""
-    """Address of the keeper of persistent memory. Empty if the ranks are on several nodes."""
+    """Address of the keeper of persistent memory. Not used if the ranks are on several nodes."""
     weights: str = ""
-    """An id that distinguishes these weights from those before and after a change."""
+    """An id that distinguishes these weights from earlier and later weights of the group."""
     is_in_memory: bool = False
-    """Whether the weights are tensors that the ranks were given, not files at `model_path`."""
+    """Whether the weights are tensors that the ranks received, not files at `model_path`."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Location of a rank."""
+    """Location of a rank's process."""
 
     node_id: str
     pid: int
     device: str
-    """`cpu`, or `cuda:N` with N the index among the GPUs that the node's processes see."""
+    """`cpu`, or `cuda:N`, where N counts the GPUs that the node's processes see."""
 
 
 @dataclass(frozen=True)
 class RankLoad:
-    """Facts about a rank that has loaded."""
+    """Facts about a rank that has loaded its shard."""
 
     kv_page_bytes: PageBytes
     free_bytes: int
-    """Device memory that the KV pool may take. On CPU it is the node's, shared by its ranks."""
+    """Bytes of device memory that the KV pool may take. On CPU, the node's free memory, which its ranks share."""
     step_bytes: int
-    """Device memory that steps need."""
+    """Bytes of device memory that a step needs."""
     is_persistent: bool
-    """Whether its weights and KV are in persistent memory."""
+    """Whether the rank's weights and KV are in persistent memory."""
     seconds: float
     platform: str
     """The result of `worker.device.platform.platform_of`."""
@@ -122,20 +121,20 @@ class PoolShape:
     num_pages: int
     max_model_len: int
     num_window_pages: int | None
-    """See `TPWorker.allocate`."""
+    """Number of pages of the window pool. None without one."""
     max_message_bytes: int
-    """Largest size of a frame or a result."""
+    """Maximum bytes of a frame or a result."""
 
 
 class RankActor:
-    """One rank's process. Methods are called in the order of their declaration. `ctl` methods answer while `run`
+    """One rank's process. Methods are called in the order of their declaration. `ctl` methods run while `run`
     blocks."""
 
     def __init__(self, spec: RankSpec) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self.become(spec)
         self._group: TensorParallelGroup | None = None
-        self._relay_port: int | None = None  # this node's relay to a store on another node
+        self._relay_port: int | None = None  # port of this node's relay to a store on another node
         self._worker: TPWorker | None = None
         self._progress = 0.0
         self._frames: FrameReader | None = None
@@ -152,7 +151,7 @@ class RankActor:
         self._spec = spec
 
     def warm_up(self) -> int:
-        """Prepares the process, independent of the rank that it becomes. Returns its process id."""
+        """Prepares the process for any rank that it may become. Returns its process id."""
         import torch
 
         from worker.warm_up import warm_up
@@ -162,22 +161,22 @@ class RankActor:
         return os.getpid()
 
     def where(self) -> Location:
-        """Node, process and device of this rank."""
-        # Importing torch takes seconds. It happens here, because `join` has the deadline of a step.
+        """The node, process and device of this rank."""
+        # Importing torch takes seconds. It is imported here, because `join` must end within a step's timeout.
         import worker.tp_worker  # noqa: F401
 
         device = self._spec.device or ("cpu" if self._spec.config.device == "cpu" else given_gpu())
         return Location(ray.get_runtime_context().get_node_id(), os.getpid(), device)
 
     def join(self, store_at: int | str, generation: int, one_node: bool) -> int:
-        """Joins the process group through the coordinator's store. In a later generation, the rank retains its weights.
+        """Joins the process group through the coordinator's store. In a later generation, the rank keeps its weights.
 
         Args:
             store_at: the store's port on this node, or the address of the store's gate if ranks are on several nodes. 0
-                in a group of one, which has no store.
+                in a group of one rank, which has no store.
 
         Returns:
-            Bytes that were free on its GPU if the rank has no weights yet, else 0.
+            Bytes that were free on the rank's GPU before it loads weights. 0 if it has weights already.
         """
         import torch
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared
@@ -231,7 +230,7 @@ class RankActor:
         return room_bytes
 
     def fetch(self) -> None:
-        """Downloads the weights to this node if needed, before the ranks join. Raises CheckpointError."""
+        """Downloads the weights to this node if they are missing, before the ranks join. Raises CheckpointError."""
         config = self._spec.config
         self._progress = 0.0
         path = resolve_model_path(config.model, config.revision, on_progress=self._on_progress)
@@ -245,8 +244,8 @@ class RankActor:
         return self._loaded(self._ready().profile(), seconds)
 
     def prepare(self) -> None:
-        """Loads the model's kernels and this rank's shard onto the device, beside other ranks. If the device has no
-        room, the shard waits in the host's memory until `load_to_device`."""
+        """Loads the model's kernels and this rank's shard onto the device, while other ranks use it. If the shard does
+        not fit there, it waits in the host's memory until `load_to_device`."""
         from worker.warm_up import warm_up
 
         warm_up(self._spec.config, self._spec.model, self._ready().device)
@@ -279,8 +278,8 @@ class RankActor:
         self._ready().shard.move_to_host()
 
     def read_weights(self, beside: bool = False) -> None:
-        """Loads this rank's shard alone, when the size of the KV pool is known. No other rank takes part. `beside` is
-        `Shard.load`'s."""
+        """Loads this rank's shard without the other ranks, when the size of the KV pool is known. `beside` is the
+        argument of `Shard.load`."""
         self._progress = 0.0
         must_find = self._spec.is_in_memory
         self._ready().shard.load(self._on_progress, self._spec.weights, must_find=must_find, beside=beside)
@@ -290,8 +289,8 @@ class RankActor:
         return self._ready().measure()
 
     def allocate(self, pool: PoolShape, at_once: bool, keeps_kv: bool) -> None:
-        """Allocates the KV pool, or reuses the persistent one, and the request tables. On CUDA it captures the largest
-        graphs, unless requests wait (`at_once`)."""
+        """Allocates the request tables and the KV pool, or reuses the persistent pool. On CUDA, also captures the
+        largest graphs, unless requests wait (`at_once`)."""
         self._ready().allocate(
             pool.num_pages,
             pool.max_model_len,
@@ -302,8 +301,8 @@ class RankActor:
         )
 
     def take_kv(self, keeper: str, num_ranks: int, layer_ids: Sequence[int], pages: npt.NDArray[np.int32]) -> None:
-        """Copies this rank's part of the KV that `num_ranks` other ranks left with their `keeper`. See
-        `TPWorker.take_kv`."""
+        """Copies this rank's part of the KV that `num_ranks` other ranks left with their `keeper`. `TPWorker.take_kv`
+        has the arguments."""
         from parallel.persistent_memory import PersistentMemory
 
         worker = self._ready()
@@ -311,12 +310,12 @@ class RankActor:
         worker.take_kv(layer_ids, pages, left)
 
     def attach_ring(self, frames_address: str, results_address: str) -> None:
-        """Connects to the shared-memory step channel of this node; rank 0 also to the channel of results."""
+        """Connects to this node's shared-memory ring of frames. Rank 0 also connects to the ring of results."""
         self._frames = Ring.attach(frames_address).reader(self._spec.rank)
         self._results = Ring.attach(results_address).writer() if self._spec.rank == 0 else None
 
     def attach_tcp(self, frames_address: str, results_address: str, max_frame_bytes: int) -> None:
-        """Connects over TCP, for a group on several nodes."""
+        """Connects over TCP, because the ranks are on several nodes."""
         rank, timeout_s = self._spec.rank, self._spec.config.parallel.init_timeout_s
         frames = connect(frames_address, rank, timeout_s=timeout_s)
         self._frames = TcpReader(frames, max_frame_bytes=max_frame_bytes)
@@ -325,7 +324,7 @@ class RankActor:
             self._results = TcpWriter([results], max_frame_bytes=max_frame_bytes)
 
     def run(self) -> None:
-        """Runs the step loop. Returns after a CLOSE frame; raises the error otherwise."""
+        """Runs the step loop. Returns after a CLOSE frame, and raises the error if the loop fails."""
         frames, results = self._frames, self._results
         assert frames is not None, "attach comes first"
         timeout_s = self._spec.config.parallel.step_timeout_s
@@ -334,15 +333,15 @@ class RankActor:
         worker.close()
 
     def leave(self) -> None:
-        """Drops everything but the weights, for the next generation, once `run` (or any other waiting call) has
+        """Drops everything but the weights, for the next generation, once `run` (or another method that waits) has
         returned. Raises EngineError if this process cannot be used any more."""
         if self._worker is not None:
             self._worker.leave()
 
     @ray.method(concurrency_group="ctl")
     def give(self, tensors: list[ray.ObjectRef[dict[str, Any]]]) -> None:
-        """Receives tensors of a checkpoint by name, for a later `stage`. Each is a tensor, or what
-        torch.multiprocessing's reductions make of one."""
+        """Receives tensors of a checkpoint by name, for a later `stage`. A value is a tensor, or the result of
+        torch.multiprocessing's reduction of one."""
         for name, handle in (item for ref in tensors for item in ray.get(ref).items()):
             if isinstance(handle, tuple):
                 rebuild, arguments = handle
@@ -351,8 +350,8 @@ class RankActor:
 
     @ray.method(concurrency_group="ctl")
     def stage(self, spec: RankSpec) -> bool:
-        """Reads this rank's shard of the weights of `spec` while `run` blocks. Calls `Shard.stage`, with its result and
-        errors."""
+        """Reads this rank's shard of the weights of `spec` while `run` blocks. Calls `Shard.stage`, which has the
+        result and the errors."""
         config, path = spec.config, Path(spec.model_path)
         if spec.is_in_memory:
             return self._ready().shard.stage(spec.model, self._given, identity=spec.weights)
@@ -362,7 +361,7 @@ class RankActor:
 
     @ray.method(concurrency_group="ctl")
     def take_staged(self) -> None:
-        """Uses the staged weights from the next step on. Called between two steps."""
+        """Uses the staged weights from the next step on. No step may be running."""
         self._ready().shard.take_staged()
 
     @ray.method(concurrency_group="ctl")
@@ -373,7 +372,7 @@ class RankActor:
 
     @ray.method(concurrency_group="ctl")
     def abort(self, reason: str) -> None:
-        """Makes `run` raise EngineError(reason), also while it waits for the other ranks."""
+        """Makes `run` raise EngineError(reason), even while it waits for other ranks."""
         if self._frames is not None:
             self._frames.fail(reason)
         if self._group is not None:
@@ -381,12 +380,12 @@ class RankActor:
 
     @ray.method(concurrency_group="ctl")
     def progress(self) -> float:
-        """Share of the weights that `fetch` or `load` has read, 0 to 1."""
+        """Share of the weights that `fetch` or `load` has read so far, 0 to 1."""
         return self._progress
 
     @ray.method(concurrency_group="ctl")
     def stacks(self) -> str:
-        """The stack of each thread of this process, innermost frame last. Answers while `run` blocks."""
+        """The stack of each thread of this process, innermost frame last. May be called while `run` blocks."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         return "\n".join(
             f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -402,7 +401,7 @@ class RankActor:
 
 
 def _strategy(config: ParallelConfig, device: str, *, one_node: bool) -> Strategy:
-    """The all-reduce implementation of `config`. If it needs one node and the ranks are on several, another one."""
+    """The all-reduce implementation of `config`, or another one if it needs one node and the ranks are on several."""
     chosen = config.all_reduce
     assert chosen != "auto", "all_reduce is resolved before the ranks start"
     if one_node or chosen != ONE_NODE_STRATEGY[device]:

@@ -1,7 +1,7 @@
 """Starts, watches, replaces and ends the rank actors of one group.
 
-The coordinator's process owns them: if it dies, Ray ends them. It also hosts the rendezvous store, so that the store
-survives the death of any rank.
+The coordinator's process owns the actors: if that process dies, Ray ends them. It also hosts the rendezvous store, so
+that the store survives the death of any rank.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 GENERATION = 1
 _LEAVE_TIMEOUT_S = 10.0
-# Seconds for ranks to leave after a hang. They wait for the hanging rank, and leave as soon as they are told. On GPUs,
-# NCCL takes half a second for that, and a rank reports after three that its device makes no progress.
+# Seconds for ranks to leave after a hang. They wait for the hanging rank, and leave as soon as they are aborted. On
+# GPUs, NCCL takes half a second for that, and a rank reports after three that its device makes no progress.
 _LEAVE_HUNG_TIMEOUT_S = {"cpu": 2.0, "cuda": 5.0}
 _ABORT_TIMEOUT_S = 1.0
 _END_TIMEOUT_S = 2.0
@@ -56,22 +56,22 @@ _PROGRESS_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class PersistentKV:
-    """KV of ranks that have left or died."""
+    """KV that ranks left in persistent memory when they left or died."""
 
     keeper: Keeper
-    """Holds their persistent memory."""
+    """Keeps the persistent memory of those ranks open."""
     num_ranks: int
     pages: Int32Array
     """Ids of the pages to take over."""
 
 
 class RankGroup:
-    """The ranks of one group. `starter` starts their actors."""
+    """The ranks of one group. `starter` starts the ranks' actors."""
 
     frames: FrameWriter
-    """The channel to every rank. Set by `run`."""
+    """Sends frames to every rank. Set by `run`."""
     results: FrameReader
-    """The channel from rank 0. Set by `run`."""
+    """Receives results from rank 0. Set by `run`."""
 
     def __init__(self, starter: RankStarter) -> None:
         self.config = starter.config
@@ -79,9 +79,9 @@ class RankGroup:
         self.starter = dataclasses.replace(starter, keeper=self._keeper.address)
         """Starts the group's actors."""
         self._ranks: list[Rank] = []
-        self._measured = self._ranks  # the ranks that show the group's progress
+        self._measured = self._ranks  # the ranks that report the group's progress
         self._spares = WarmSpares(resolved(self.config.recovery.warm_spares), starter.start_spare)
-        self._runs: dict[int, ray.ObjectRef[None]] = {}  # the watched calls, by rank
+        self._runs: dict[int, ray.ObjectRef[None]] = {}  # rank -> its call of `RankActor.run`, which is watched
         self._pool: PoolShape | None = None
         self._on_failure: Callable[[LockstepError], None] | None = None
         self._meeting: MeetingPlace | None = None  # None until the ranks have met
@@ -96,28 +96,29 @@ class RankGroup:
         devices of `lost` ranks.
 
         Args:
-            held: GPUs of ranks without a bundle in the placement group.
+            held: reserved GPUs for ranks without a bundle in the placement group.
         """
         taken = tuple(device for index, device in enumerate(self.devices) if index not in self.lost)
         changes: dict[str, Any] = {"config": config, "held": held, "taken": taken}
         return RankGroup(dataclasses.replace(self.starter, suffix=f"of{config.tensor_parallel_size}", **changes))
 
     def give(self, tensors: Sequence[ray.ObjectRef[dict[str, Any]]]) -> RankStarter:
-        """Gives tensors of a checkpoint, by name, to every rank. Returns the argument of `stage` once all are given."""
+        """Sends tensors of a checkpoint, by name, to every rank. Returns the argument of `stage` for all tensors so
+        far."""
         self._on(self._ranks, "give", list(tensors))
         return dataclasses.replace(self.starter, is_in_memory=True, weights=secrets.token_hex())
 
     def stage(self, starter: RankStarter) -> list[bool]:
-        """Makes every rank read the weights of `starter` while steps run, without a timeout. Returns each rank's result
-        of `Shard.stage`."""
+        """Makes every rank read the weights of `starter` while steps run, without a timeout. Returns the result of
+        `Shard.stage` on each rank."""
         return call(self._ranks, "stage", starter.spec(-1), size=self.size, timeout_s=math.inf)
 
     def take_staged(self, starter: RankStarter) -> None:
-        """Makes the ranks use the staged weights, and also ranks that are started later. No step may be in flight.
+        """Makes the ranks use the staged weights. Ranks that are started later use them too. No step may be in flight.
 
         Raises:
-            LockstepError: a rank failed. All ranks have ended then, because it is unknown which weights each of them
-                uses.
+            LockstepError: a rank failed. All ranks have ended then, because it is unknown which of them use the new
+                weights.
         """
         self.starter, self.config = starter, starter.config
         try:
@@ -134,7 +135,7 @@ class RankGroup:
 
     @property
     def lost(self) -> list[int]:
-        """Ranks that failed by themselves twice after their process was replaced."""
+        """Ranks that failed by themselves twice in a row after their process was replaced."""
         return [rank.index for rank in self._ranks if rank.num_failed >= _MOST_FAILED]
 
     @property
@@ -155,7 +156,7 @@ class RankGroup:
 
     @property
     def room_bytes(self) -> list[int]:
-        """Bytes that were free on each rank's GPU before the rank used it. 0 on CPU."""
+        """Bytes that were free on each rank's GPU before the rank used it. 0 for ranks on CPU."""
         return [rank.room_bytes for rank in self._ranks]
 
     @property
@@ -165,14 +166,14 @@ class RankGroup:
 
     @property
     def cost(self) -> StepCost:
-        """The cost of steps, all ranks together."""
+        """The cost of steps, summed over all ranks."""
         config = self.config
         dtypes, kv_bytes = weight_dtypes(config, self.model), dtype_bytes(config.kv_dtype)
         return StepCost.of(self.plan, dtype_bytes(config.dtype), kv_element_bytes=kv_bytes, dtypes=dtypes)
 
     @property
     def pool(self) -> PoolShape:
-        """The sizes that `run` allocates."""
+        """The pool sizes that `run` has allocated."""
         assert self._pool is not None, "run comes first"
         return self._pool
 
@@ -183,7 +184,7 @@ class RankGroup:
 
     @property
     def reason_never(self) -> str | None:
-        """The reason why these ranks are never replaced, or None if they may be. Known after `load`."""
+        """The reason why failed ranks of this group are never replaced. None if they may be. Known after `load`."""
         if self._closing.is_set():
             return "its ranks have ended"
         if self.starter.is_in_memory and not self.is_persistent:
@@ -197,12 +198,12 @@ class RankGroup:
 
     @property
     def devices(self) -> list[str]:
-        """Devices by rank, as in Location. Any thread may call this."""
+        """The device of each rank, named as in `Location.device`. Any thread may call this."""
         return [location.device for location in self.locations]
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids by rank, of ranks on this node. Any thread may call this."""
+        """Process id of each rank on this node, by rank. Any thread may call this."""
         return {rank.index: rank.location.pid for rank in self._ranks if rank.location is not None and rank.pidfd >= 0}
 
     @property
@@ -215,8 +216,7 @@ class RankGroup:
         return [] if self._channel is None else self._channel.heartbeat_ages(self.size)
 
     def progress(self) -> list[float]:
-        """Share of the weights that each rank has loaded, or each node downloaded, 0 to 1. Empty before ranks are
-        started."""
+        """Share of the weights that each rank has loaded, or each node downloaded, 0 to 1. Empty before `start`."""
         if not self._measured:
             return []
         return ray.get([rank.actor.progress.remote() for rank in self._measured], timeout=_PROGRESS_TIMEOUT_S)
@@ -227,9 +227,10 @@ class RankGroup:
         return not self.config.is_local_model and self.config.load_format != "dummy"
 
     def start(self) -> None:
-        """Starts the processes, and waits for their locations."""
+        """Starts the ranks' processes, and waits for their locations."""
         if self.size > 1:
-            # The store of `load` needs torch, and importing torch takes seconds. It is imported while the ranks start.
+            # The store of `load` needs torch, and importing torch takes seconds. So torch is imported while the ranks
+            # start.
             threading.Thread(target=importlib.import_module, args=("torch.distributed",), daemon=True).start()
         self._ranks += [Rank(index, self.starter.start(self.starter.spec(index))) for index in range(self.size)]
         self._settle(self._ranks)
@@ -244,7 +245,7 @@ class RankGroup:
         of_nodes = {location.node_id: rank for rank, location in zip(self._ranks, self.locations, strict=True)}
         self._measured = list(of_nodes.values())
         call(self._measured, "fetch", size=self.size, timeout_s=math.inf)
-        # One rank per node downloads; the other ranks of the node find its files.
+        # One rank per node downloads. The other ranks of the node then find its files.
         others = [rank for rank in self._ranks if rank not in self._measured]
         self._measured = self._ranks
         self._on(others, "fetch")
@@ -255,8 +256,8 @@ class RankGroup:
         return self._loaded(self._on(self._ranks, "load"))
 
     def prepare(self) -> None:
-        """Joins ranks on GPUs that other ranks use, and loads every shard beside theirs, or into the host's memory if
-        the GPU has no room. This group then waits until it replaces the other one."""
+        """Joins ranks on GPUs that other ranks use, and loads every shard beside the shards there, or into the host's
+        memory if the GPU is too full. This group then waits until it replaces the other one."""
         self._meet()
         self._on(self._ranks, "prepare")
 
@@ -274,12 +275,11 @@ class RankGroup:
         return self._memory
 
     def _load_in_place_of(self, old: RankGroup) -> GroupMemory:
-        """Loads every shard, now that the pools of `old` are released. Shards in the host's memory are moved to the
-        device."""
+        """Loads every shard after `old` has released its pools. Shards in the host's memory are moved to the device."""
         if self._meeting is None:
             return self.load()
         assert old._memory is not None, "it has loaded"
-        # No step is run to measure its memory: together, the new ranks need at most what the old ones did.
+        # No step is run to measure its memory: together, the new ranks need at most as much as the old ones.
         step_bytes = max(load.step_bytes for load in old._memory.loads) * max(old.size, self.size) // self.size
         return self._loaded(self._on(self._ranks, "load_to_device", step_bytes))
 
@@ -288,7 +288,7 @@ class RankGroup:
         return self._on(self._ranks, "join", self._meeting.store, generation, self.one_node)
 
     def measure(self) -> tuple[float, float]:
-        """Measures what the loaded ranks reach together, at the same time: (FLOP/s, bytes/s of memory)."""
+        """Measures all ranks at the same time. Returns the sums (FLOP/s, bytes/s of memory traffic)."""
         peaks = self._on(self._ranks, "measure")
         return sum(peak.flops for peak in peaks), sum(peak.bandwidth for peak in peaks)
 
@@ -303,7 +303,7 @@ class RankGroup:
         """Allocates the KV pools, connects the channel and starts every rank's step loop.
 
         Args:
-            at_once: whether requests wait. See `TPWorker.allocate`.
+            at_once: whether requests wait, so that no CUDA graph is captured first. See `TPWorker.allocate`.
             kv: KV to continue with: of the ranks' own earlier pools, or of other ranks.
             on_failure: called from a thread when a rank's loop ends, unless the group was closed or its ranks replaced.
         """
@@ -326,12 +326,12 @@ class RankGroup:
         return StepChannel.over_tcp(*how, self._meeting.host)
 
     def start_spares(self) -> None:
-        """Starts the spares that will replace dead ranks. Does not wait."""
+        """Starts the spares that will replace dead ranks. Does not wait for them."""
         if self.reason_never is None:
             self._spares.fill([] if self.config.device == "cpu" else self.devices)
 
     def _take_kv(self, kv: PersistentKV) -> None:
-        """Makes the ranks copy the KV that others left. The others' memory is released layer by layer."""
+        """Makes the ranks copy the KV that other ranks left. The other ranks' memory is released layer by layer."""
         for first in range(0, len(self.model.all_layers), _LAYERS_AT_ONCE):
             layer_ids = range(len(self.model.all_layers))[first : first + _LAYERS_AT_ONCE]
             self._on(self._ranks, "take_kv", kv.keeper.address, kv.num_ranks, layer_ids, kv.pages)
@@ -339,12 +339,12 @@ class RankGroup:
                 kv.keeper.drop(name=kv_block(layer_id))
 
     def takes_kv(self, old: RankGroup) -> bool:
-        """Whether these ranks, in place of `old`, can use the KV of `old`."""
+        """Whether these ranks can use the KV of `old` when they replace it."""
         return self.is_persistent and old.is_persistent and old.pool.num_window_pages is None
 
     def keeps_kv(self, failure: LockstepError) -> bool:
-        """Whether the KV of retired steps survives `failure`. KV written by a rank that failed or crashed by itself is
-        not trusted."""
+        """Whether the KV of retired steps survives `failure`. KV is not trusted if a rank failed or crashed by
+        itself."""
         crashes = {rank.index: words for rank in self._ranks if (words := self._keeper.crash(rank.index))}
         for index, words in crashes.items():
             logger.error("rank %d crashed:\n%s", index, words)
@@ -356,9 +356,9 @@ class RankGroup:
         """Ends the current generation, and starts the next one with new channels.
 
         Args:
-            how: why the generation failed. Then each rank that died, failed by itself or does not answer gets a new
-                process, and the others retain their weights. Or a loaded group that replaces this one. This one's ranks
-                retain their weights until that group runs.
+            how: the failure that ended the generation, or a loaded group that replaces this one. After a failure, each
+                rank that died, failed by itself or does not answer gets a new process, and the other ranks keep their
+                weights. If a group takes over, the ranks of this one keep their weights until that group runs.
             kept_pages: pages whose KV the ranks continue with, as `keeps_kv` or `takes_kv` allowed. If None, all KV is
                 dropped.
 
@@ -366,7 +366,7 @@ class RankGroup:
             The group that runs now.
 
         Raises:
-            LockstepError: no rank runs. Another attempt, with this error as the failure, starts from the beginning.
+            LockstepError: no rank runs. The caller may try again, with this error as the failure.
         """
         began = time.monotonic()
         assert self._on_failure is not None, "run comes first"
@@ -379,7 +379,7 @@ class RankGroup:
         self._start_again(replaced)
         try:
             self._settle(replaced)
-            self._on(self._ranks, "where")  # a rank that died meanwhile would make the others wait for it
+            self._on(self._ranks, "where")  # a rank that died meanwhile would make the other ranks wait for it
             started = time.monotonic()
             if self.fetches:
                 self._on(replaced, "fetch")
@@ -413,7 +413,7 @@ class RankGroup:
         return self
 
     def _start_again(self, replaced: Iterable[Rank]) -> None:
-        """Gives each of these ranks a new process on its device: a warm spare if there is one."""
+        """Gives each of the `replaced` ranks a new process on the rank's device: a warm spare if one is left."""
         for rank in replaced:
             assert rank.location is not None, "it has run"
             spec = dataclasses.replace(
@@ -425,18 +425,18 @@ class RankGroup:
 
     def sleep(self) -> None:
         """Makes the ranks release the memory of their devices until `replace_ranks`: KV is lost, and weights move to
-        the host. Ranks that cannot do this are replaced then."""
+        the host. Ranks that cannot do this are replaced afterwards."""
         lost = self._stop(EngineError("the engine sleeps"))
         try:
             self._on([rank for rank in self._ranks if rank not in lost], "move_to_host")
         finally:
-            # The blocks with crash reports stay.
+            # The keeper's blocks with crash reports stay.
             for name in WEIGHTS:
                 self._keeper.drop(name=name)
 
     def _take_over(self, old: RankGroup, kv: PersistentKV | None) -> None:
-        """Starts this group in place of `old`. The ranks of `old` retain only their weights. On GPUs the weights move
-        to the device now, where the pools of `old` were, and the pool gets fewer pages if there is no room."""
+        """Starts this group in place of `old`. The ranks of `old` keep only their weights. On GPUs the new ranks'
+        weights move to the device now, where the pools of `old` were. If the pool does not fit, it gets fewer pages."""
         assert old._on_failure is not None, "it has run"
         began, pool = time.monotonic(), old.pool
         if old.lost:
@@ -466,14 +466,14 @@ class RankGroup:
         self.start_spares()
 
     def _stop(self, reason: LockstepError, *, keeps_kv: bool = False) -> list[Rank]:
-        """Makes all ranks leave what they wait in and retain only their weights. Kills the processes of ranks that do
-        not or cannot, that have no weights, or that failed by themselves.
+        """Makes all ranks stop waiting and keep only their weights. Kills the processes of ranks that do not answer,
+        that have no weights, or that failed by themselves.
 
         Returns:
             The ranks without a usable process. Unless `keeps_kv`, all memory of these ranks and the KV of every rank is
             released.
         """
-        runs, self._runs = self._runs, {}  # the watchers must not report these ends
+        runs, self._runs = self._runs, {}  # the watcher must not report the end of these calls
         self._close_channel()
         calls: dict[Any, int] = {}
         for rank in self._ranks:
@@ -503,14 +503,14 @@ class RankGroup:
             channel.close()
 
     def log_stacks(self, step_age_s: float) -> None:
-        """Logs the stacks of each rank's threads, because a step takes suspiciously long. Does not wait."""
+        """Logs the stacks of each rank's threads, because a step takes suspiciously long. Does not wait for them."""
         log_stacks(self._ranks, step_age_s)
 
     def close(self, failure: str | None = None) -> None:
         """Ends the ranks' processes. Waits briefly for them to leave their loops by themselves.
 
         Args:
-            failure: why they must leave what they wait in. None if they were sent a CLOSE frame.
+            failure: the error that ends what the ranks wait for. None if they were sent a CLOSE frame.
         """
         self._closing.set()
         if failure is not None:
@@ -520,7 +520,7 @@ class RankGroup:
             timeout_s = _LEAVE_TIMEOUT_S if failure is None else _ABORT_TIMEOUT_S
             ray.wait(list(self._runs.values()), num_returns=len(self._runs), timeout=timeout_s)
         for rank in self._ranks:
-            # Other processes may need their memory.
+            # Other processes may need the memory of the ranks.
             rank.end()
             rank.await_end(0.0 if failure is None else _END_TIMEOUT_S)
         self._spares.close()
@@ -532,5 +532,5 @@ class RankGroup:
         self._close_channel()
 
     def _on(self, ranks: Iterable[Rank], method: str, *args: object) -> list[Any]:
-        """Calls `method` on `ranks` and returns the answers, within `parallel.init_timeout_s`."""
+        """Calls `method` on `ranks` and returns the results. Raises DeadlineError after `parallel.init_timeout_s`."""
         return call(ranks, method, *args, size=self.size, timeout_s=self.config.parallel.init_timeout_s)

@@ -1,9 +1,9 @@
 """Decides whether a failed group is rebuilt: never, how often, and why not.
 
-A rebuild computes the lost steps again, so a request that causes a failure causes it again. If a step fails twice in a
-row with the same message, and both times computed a request that got no token in between, that request is taken for the
-cause. A killed process leaves no message, and after an out-of-memory error the steps are smaller; for these only the
-number of rebuilds without a token in between counts.
+A rebuild computes the lost steps again, so a request that causes a failure causes it again. Suppose that steps fail
+twice in a row with the same message, and both times computed a request that got no token in between. Then that request
+is taken for the cause. A killed process leaves no message, and after an out-of-memory error the steps are smaller; for
+these failures only the number of rebuilds without a token in between counts.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def reason_never(config: EngineConfig, *, one_node: bool) -> str | None:
 
 
 class Recovery:
-    """Decides over one group's failures. Used by one thread."""
+    """Decides whether one group is rebuilt after its failures. Used by one thread."""
 
     def __init__(self, max_rebuilds: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`max_rebuilds`: `recovery.max_rebuilds`."""
+        """Allows `max_rebuilds` rebuilds without a token in between, `recovery.max_rebuilds`."""
         self._max_rebuilds = max_rebuilds
         self._clock = clock
         self._began: deque[float] = deque()  # times of the rebuilds since the last token
@@ -41,12 +41,12 @@ class Recovery:
     def reason_against(
         self, failure: LockstepError, lost: frozenset[tuple[int, int]], num_tokens: int = 0
     ) -> str | None:
-        """The reason why the group is not rebuilt after `failure`. None if it is, and then the rebuild counts.
+        """The reason why the group is not rebuilt after `failure`. None if it is rebuilt, which counts as one rebuild.
 
         Args:
-            lost: what the steps in flight were computing, from `Scheduler.requeue_all`.
-            num_tokens: number of tokens that the group has sampled so far. More than at the last rebuild: the group
-                works, so earlier rebuilds no longer count.
+            lost: requests in the lost steps, as returned by `Scheduler.requeue_all`.
+            num_tokens: number of tokens that the group has sampled so far. If it is larger than at the last rebuild,
+                the group works, so earlier rebuilds no longer count.
         """
         if isinstance(failure, ConfigError):
             return "it would fail again"

@@ -1,8 +1,9 @@
-"""Spares: processes that wait to replace a dead rank. Starting and importing, most of a rebuild's time, is done.
+"""Spares: processes that wait to replace a dead rank. They have started and imported, which is most of a rebuild's
+time.
 
 A spare owns no device. It runs in the bundle of the CPU processes, on the node of the group's ranks, requests no
-resources, and sees the node's GPUs. The dead rank's GPU stays reserved by its bundle, and the spare is told which one
-it is. On the GPU of one of the ranks, the spare already has a context with the model's kernels.
+resources, and sees the node's GPUs. The dead rank's GPU stays reserved by its bundle, and the spare gets the GPU's
+name. On the GPU of one of the ranks, the spare already has a context with the model's kernels.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from cluster.ranks.rank_actor import RankSpec
 
 logger = logging.getLogger(__name__)
 
-# Seconds in which a warm spare must answer; it has nothing else to do.
+# Seconds in which a warm spare must answer, because it has nothing else to do.
 _ANSWER_TIMEOUT_S = 1.0
 
 
 class WarmSpares:
-    """Up to `count` spares of one group. One thread at a time may use it.
+    """Up to `count` spares of one group. Only one thread at a time may use them.
 
     Args:
-        start: starts the spare with a number, for a device or None, and returns its actor with the methods of
+        start: starts a spare, given its number and a device or None, and returns its actor with the methods of
             `RankActor`.
     """
 
@@ -34,7 +35,7 @@ class WarmSpares:
         self._count = count
         self._start = start
         self._numbers = itertools.count()
-        # Each spare and its device, by the call that warms it up.
+        # The spare and its device for each call that warms a spare up.
         self._spares: dict[ray.ObjectRef[int], tuple[Any, str | None]] = {}
 
     @property
@@ -47,15 +48,15 @@ class WarmSpares:
             return []
 
     def _sorted(self) -> tuple[list[ray.ObjectRef[int]], list[ray.ObjectRef[int]]]:
-        """The finished calls, and the others."""
+        """The finished calls of `warm_up`, and the unfinished ones."""
         calls = list(self._spares)
         return ray.wait(calls, num_returns=len(calls), timeout=0) if calls else ([], [])
 
     def fill(self, devices: Sequence[str]) -> None:
-        """Starts missing spares. Does not wait.
+        """Starts missing spares. Does not wait for them.
 
         Args:
-            devices: the ranks' GPUs. Those with the fewest spares get the new ones. Empty on CPU.
+            devices: the ranks' GPUs. New spares go to the GPUs with the fewest spares. Empty on CPU.
         """
         while len(self._spares) < self._count:
             there = [device for _, device in self._spares.values()]
@@ -65,7 +66,7 @@ class WarmSpares:
 
     def take(self, spec: RankSpec) -> Any | None:
         """Turns a spare into the rank of `spec`. None if no spare lives. A spare that is still warming up is used too,
-        because it is ahead of a new process."""
+        because it will be ready before a new process."""
         warm, warming = self._sorted()
         for call in sorted([*warm, *warming], key=lambda call: (call in warming, self._spares[call][1] != spec.device)):
             spare, _ = self._spares.pop(call)

@@ -10,7 +10,7 @@ from configs.schema import ParallelConfig
 from parallel.channel.ring import FrameReader, FrameWriter, Ring
 from parallel.channel.tcp_channel import TcpListener, TcpReader, TcpWriter
 
-# The coordinator does not spin: a wait lasts a step, and spinning would take a core from the ranks.
+# Maximum microseconds that the coordinator spins, because its waits last a step and would take a core from the ranks.
 _MOST_SPIN_US = 50
 _SLOTS = 8  # more than the steps in flight, so that the writer never waits
 
@@ -22,13 +22,13 @@ class StepChannel:
     frames: FrameWriter
     results: FrameReader
     rings: tuple[Ring, ...] = ()
-    """The shared memory for frames and for results, if the ranks are on this node."""
+    """The shared memory for frames and for results. Empty if the ranks are on several nodes."""
 
     @classmethod
     def over_shared_memory(
         cls, num_ranks: int, max_message_bytes: int, parallel: ParallelConfig, attach: Callable[..., object]
     ) -> StepChannel:
-        """Connects ranks on this node. `attach` calls a method of all ranks, by name, with the given arguments."""
+        """Connects ranks on this node. `attach(method, *args)` calls a method of all ranks."""
         assert parallel.spin_us is not None, "spin_us is resolved before the ranks start"
         spin_us = min(parallel.spin_us, _MOST_SPIN_US)
         frames, results = rings = tuple(
@@ -45,7 +45,7 @@ class StepChannel:
         """Connects all ranks over TCP, including those on this node."""
         timeout_s = parallel.init_timeout_s
         frames, results = TcpListener.create(host), TcpListener.create(host)
-        # The ranks connect while this side accepts. A rank that fails ends the wait.
+        # The ranks connect while this process accepts. If a rank fails, `attach` raises its error.
         accepting = ThreadPoolExecutor(2)
         to_ranks = accepting.submit(frames.accept, num_ranks, timeout_s=timeout_s)
         from_rank_0 = accepting.submit(results.accept, 1, timeout_s=timeout_s)
@@ -64,6 +64,6 @@ class StepChannel:
         return [ring.reader_status(rank).heartbeat_age_s for ring in self.rings[:1] for rank in range(num_ranks)]
 
     def close(self) -> None:
-        """Releases the shared memory; waiters on this side get an error."""
+        """Releases the shared memory. Threads of this process that wait for a message get an error."""
         for ring in self.rings:
             ring.close()

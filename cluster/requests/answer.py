@@ -1,4 +1,4 @@
-"""HTTP responses to successful requests: answers to a run, written by one API's writer, and whole JSON messages."""
+"""HTTP responses to successful requests: the answer to a run, in the form of one API, or a whole JSON message."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from configs.errors import RequestError
 
 class AnswerWriter(ABC):
     """Writes the answer to one run in the form of one API: as the events of a stream (`events`, `end`), or as one
-    message (`add`, `whole`). Long parts are made while they are read."""
+    message (`add`, `whole`). Long parts are made while the caller reads them."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
     def add(self, deltas: Sequence[Delta]) -> None:
-        """Adds what a step produced to a whole answer."""
+        """Adds what one engine step produced to an answer that is sent as one message."""
         for _ in self.events(deltas):
             pass
 
@@ -34,7 +34,7 @@ class AnswerWriter(ABC):
         """The answer as one message, once every sequence has ended."""
 
     def events(self, deltas: Sequence[Delta]) -> Iterable[bytes]:
-        """The events for what a step produced. The first call also returns the events with which a stream begins."""
+        """The stream's events for what one step produced. The first call also returns a stream's first events."""
         return ()
 
     def end(self) -> Iterable[bytes]:
@@ -42,7 +42,7 @@ class AnswerWriter(ABC):
         return ()
 
     def failed(self, error: RequestError) -> bytes:
-        """The last event of a stream that fails after it has begun."""
+        """The last event of a stream in which an error occurs."""
         return error_event(error)
 
 
@@ -54,7 +54,7 @@ def answer(writer: AnswerWriter, *, streamed: bool, headers: Mapping[str, str]) 
 
 
 async def answer_parts(writer: AnswerWriter, headers: dict[str, str], *, streamed: bool) -> AsyncGenerator[bytes, None]:
-    """The body of an answer. `headers` are complete when its first part exists."""
+    """The body of an answer, in parts. `headers` are complete once the first part exists."""
     run = writer.run
     async with aclosing(run.deltas()) as steps:
         async for deltas in steps:
@@ -69,15 +69,15 @@ async def answer_parts(writer: AnswerWriter, headers: dict[str, str], *, streame
         headers["server-timing"] = run.server_timing()
     for part in gathered(writer.end() if streamed else writer.whole()):
         yield part
-        await asyncio.sleep(0)  # a caller may read the parts without sending them
+        await asyncio.sleep(0)  # a caller may read all parts without sending them
 
 
 def json_response(message: msgspec.Struct, headers: Mapping[str, str] | None = None) -> HttpResponse:
-    """The response with `message`, encoded at once."""
+    """The response with `message` as JSON, which is encoded while it is sent."""
     return HttpResponse(in_parts(json_parts(message)), streamed=False, headers=dict(headers or {}))
 
 
 async def in_parts(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """The response with `parts`, each made when it is needed."""
+    """A body of `parts`. Each part is made when it is needed."""
     for part in gathered(parts):
         yield part

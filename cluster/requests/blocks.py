@@ -1,5 +1,5 @@
-"""Answers that are a list of blocks (reasoning, texts, tool calls). The model is still writing the last one, the open
-block."""
+"""Answers that are a list of blocks (reasoning, texts, tool calls). The last block, which the model still writes, is
+the open block."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Re
 
 
 class BlockBuilder(ABC):
-    """One growing answer and its encoded events. Streamed and whole answers are the same: for a whole one, the events
+    """One growing answer and its encoded events. An answer that is sent whole goes the same way as a stream: its events
     are made and dropped."""
 
     def __init__(self) -> None:
         self._open: type[Event] | None = None
-        """Type of the event with which the open block began. None if no block is open."""
+        """Type of the event that began the open block. None if no block is open."""
         self._texts: list[str] = []
-        """Pieces of the open block."""
+        """Pieces of text of the open block."""
 
     def tell(self, event: Event) -> bytes:
-        """Adds an event of the model's output."""
+        """Adds an event of the model's output, and returns the encoded events for it."""
         written = b""
         if not isinstance(event, Arguments) and (type(event) is not self._open or isinstance(event, CallStarted)):
             written = b"".join(self._close())
@@ -34,7 +34,7 @@ class BlockBuilder(ABC):
 
     @abstractmethod
     def _begun(self, event: Content | Reasoning | CallStarted) -> bytes:
-        """Begins a block with `event`. Its text follows."""
+        """Begins a block with `event`. The block's text follows in `_grown`."""
 
     @abstractmethod
     def _grown(self, text: str) -> bytes:

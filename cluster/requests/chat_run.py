@@ -18,7 +18,7 @@ from cluster.text.tools.grammar import after_reasoning
 from cluster.text.tools.tool_use import ToolUse
 from configs.errors import RequestError
 
-_ENDING_TOKENS = 16  # at the end of a prompt: a tag and the whitespace after it
+_ENDING_TOKENS = 16  # last tokens of a prompt that are searched for a tag and the whitespace after it
 
 
 async def chat_run(
@@ -36,19 +36,19 @@ async def chat_run(
     truncate_prompt_tokens: int | None = None,
     needs_no_telling: str | None = None,
 ) -> tuple[Run, dict[str, str]]:
-    """Submits a conversation. Returns the run and the response headers, which list ignored fields (including those that
-    the chat template does not read) and say in which form tools, calls or results were shown to the model.
+    """Submits a conversation. Returns the run and the response headers. The headers list ignored fields (including
+    fields that the chat template does not read) and say in which form the model was shown tools, calls or results.
 
     Args:
-        prefix: of the answer's id, such as `chatcmpl-`.
-        num_bytes: length of the bodies with the conversation.
-        max_tokens: if None, all that fit.
-        own_grammar: see `SamplingFields.grammar`.
-        truncate_prompt_tokens: see `ServedModel.truncated`.
+        prefix: prefix of the answer's id, such as `chatcmpl-`.
+        num_bytes: length of the request bodies with the conversation.
+        max_tokens: maximum length of the answer. If None, as many tokens as fit.
+        own_grammar: argument of `SamplingFields.grammar`.
+        truncate_prompt_tokens: argument of `ServedModel.truncated`.
         needs_no_telling: a field that the model follows although its template does not read it.
 
     Raises:
-        RequestError: a field is wrong; it has the field's path.
+        RequestError: a field is wrong; the error names its path.
         OverloadedError: too many chats or grammars wait to be prepared.
     """
     ids = await model.encode_chat(conversation, num_bytes, "run" if truncate_prompt_tokens is None else "end")
@@ -72,8 +72,8 @@ async def chat_run(
 async def _grammar(
     model: ServedModel, asked: GrammarSpec | None, use: ToolUse | None, form: AnswerFormat
 ) -> str | None:
-    """The checked grammar of an answer to a request with the tools `use`, parsed as `form`: the requested format, tool
-    calls, and reasoning before either."""
+    """The checked grammar of an answer, or None. It allows the requested format and calls of the tools in `use`, and
+    reasoning before them if answers of `form` begin with reasoning."""
     answer = None if asked is None else await model.grammars.check(asked)
     special_id = model.tokenizer.special_id
     grammar = answer

@@ -13,7 +13,7 @@ _MAX_LOGIT_BIAS = 100.0
 
 
 def stops(given: str | list[str] | None, param: str, server: ServerConfig) -> dict[str, str]:
-    """The stop strings or patterns of a field, by path. Raises RequestError if there are too many."""
+    """The stop strings or patterns of a field, by the path of each. Raises RequestError if there are too many."""
     if given is None:
         return {}
     if isinstance(given, str):
@@ -24,8 +24,8 @@ def stops(given: str | list[str] | None, param: str, server: ServerConfig) -> di
 
 
 def logit_bias(given: Mapping[str, float] | None, vocab_size: int) -> dict[int, float]:
-    """Values added to logits, from -100 to 100, by token id. Entries of 0 are dropped. Raises RequestError for an id
-    outside the vocabulary."""
+    """Value to add to the logit of each token id, clipped to -100 to 100. Entries of 0 are dropped. Raises RequestError
+    for an id outside the vocabulary."""
     for key in given or ():
         if int(key) >= vocab_size:
             param = f"logit_bias.{key}"
@@ -35,8 +35,8 @@ def logit_bias(given: Mapping[str, float] | None, vocab_size: int) -> dict[int, 
 
 
 def prompts(given: Any, param: str, vocab_size: int) -> list[str | list[int]]:
-    """The prompts of a field, as texts or lists of token ids. The field's type is checked already; its first entry
-    tells which of the four forms of `shapes.Prompts` it has. Raises RequestError for an id outside the vocabulary."""
+    """The prompts of a field, as texts or lists of token ids. The field's type is checked already, and the first entry
+    shows which of the four forms of `shapes.Prompts` it has. Raises RequestError for an id outside the vocabulary."""
     if isinstance(given, str):
         return [given]
     lists = {param: given} if isinstance(given[0], int) else {f"{param}[{i}]": entry for i, entry in enumerate(given)}

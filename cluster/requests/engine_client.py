@@ -1,6 +1,6 @@
 """The Engine replica's end of the unix socket to its coordinator.
 
-It owns request ids, and the buffers between the one task that reads the socket and the readers of requests' tokens. It
+It owns request ids, and the buffers between the task that reads the socket and the readers of requests' tokens. It
 knows neither text nor HTTP, and it does not schedule. A message on the socket is a struct of `cluster.messages.engine`,
 as msgpack.
 """
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 _MAX_UNSENT_BYTES = 64 << 20
 _NO_TERMS = Terms()
 MAX_CHUNK_TOKENS = 128
-"""Largest number of tokens that a late reader takes at once, so that the event loop also serves others."""
+"""Maximum number of tokens that a late reader takes at once, so that the event loop also serves other requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,15 @@ class WholePromptLogprobs:
     because the first token has no token before it."""
 
     logprobs: npt.NDArray[np.float32]
-    """[num_prompt_tokens - 1]"""
+    """[num_prompt_tokens - 1]: log probability of each prompt token."""
     top_ids: npt.NDArray[np.int32]
-    """[num_prompt_tokens - 1, k]: likeliest tokens at the same position, descending, equal ones by id."""
+    """[num_prompt_tokens - 1, k]: ids of the likeliest tokens at each position, likeliest first, equal ones by id."""
     top_logprobs: npt.NDArray[np.float32]
-    """[num_prompt_tokens - 1, k]"""
+    """[num_prompt_tokens - 1, k]: log probabilities of `top_ids`."""
 
     @classmethod
     def join(cls, runs: Sequence[PromptLogprobs], k: int) -> WholePromptLogprobs:
-        """Joins all runs of one request, in order of arrival."""
+        """Joins all runs of one request, given in order of arrival."""
         logprobs = np.frombuffer(b"".join(run.logprobs for run in runs), "<f4")
         return cls(
             logprobs,
@@ -78,19 +78,19 @@ class TokenChunk:
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
-    """One for each of `token_ids`, if the request wants log probabilities."""
+    """Log probabilities of each of `token_ids`. None if the request does not want them."""
     prompt_logprobs: WholePromptLogprobs | None
-    """On the first chunk with a token, if the request wants them."""
+    """Only on the first chunk with a token, if the request wants prompt log probabilities."""
     finished: Finished | None
-    """Set on the last chunk."""
+    """The end of the request, on its last chunk only."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class RequestStream:
     """The tokens of one request, in order: call `wait_ready`, then `take`, until `done`.
 
-    There is one reader at a time. A reader that stops early must call `abort()`. A slow reader costs one int per token,
-    at most the request's `max_tokens`.
+    Only one task may read a stream. A reader that stops early must call `abort()`. A slow reader costs one int per
+    token, at most the request's `max_tokens`.
     """
 
     _client: EngineClient
@@ -103,13 +103,13 @@ class RequestStream:
     _tokens: list[int] = field(default_factory=list)
     _token_at: float = 0.0  # time of the last token; 0 before the first one
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
-    _prompt_runs: list[PromptLogprobs] | None = field(default_factory=list)  # None once they are taken
+    _prompt_runs: list[PromptLogprobs] | None = field(default_factory=list)  # None once they have been taken
     _finished: Finished | None = None
     _waiter: asyncio.Future[None] | None = None
 
     @property
     def ready(self) -> bool:
-        """Whether `take` would return something."""
+        """Whether `take` would return tokens or the end."""
         return not self.done and (bool(self._tokens) or self._finished is not None)
 
     def take(self) -> TokenChunk:
@@ -144,8 +144,8 @@ class RequestStream:
 
 
 async def wait_ready(streams: Sequence[RequestStream]) -> None:
-    """Returns once one of `streams` has something to take or was woken. One future serves all of them, so reading n
-    streams needs no task per stream."""
+    """Returns once one of `streams` is ready or was woken. One future serves all streams, so reading n streams needs no
+    task per stream."""
     for stream in streams:
         if stream.ready:
             return
@@ -172,7 +172,7 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepOutput)
         self.telemetry = telemetry or Telemetry()
-        """Receives the engine's reports and the times of tokens."""
+        """Receives the engine's reports and the intervals between tokens."""
         self._lost: str | None = None  # why the connection is lost
         self._task: asyncio.Task[None] | None = None
 
@@ -201,7 +201,7 @@ class EngineClient:
 
     @property
     def board(self) -> StatsBoard:
-        """The engine's figures."""
+        """The figures that the engine reported last."""
         return self.telemetry.board
 
     @property
@@ -228,15 +228,15 @@ class EngineClient:
         """Submits the sequences of one HTTP request, all or none.
 
         Args:
-            prompts: little-endian int32 token ids, at least one each.
-            params: for each prompt, one entry per choice.
+            prompts: little-endian int32 token ids, at least one for each prompt.
+            params: parameters of each choice of each prompt.
 
         Returns:
-            The streams in the order of prompts and their choices.
+            A stream for each choice, in the order of `params`.
 
         Raises:
-            EngineError: the coordinator is gone.
-            OverloadedError: the coordinator does not read what it was sent.
+            EngineError: the connection to the coordinator is lost.
+            OverloadedError: the coordinator does not keep up with reading.
             RequestError: the request is too large.
         """
         if self._lost is not None:
@@ -252,7 +252,7 @@ class EngineClient:
         return streams
 
     def flush_cache(self) -> None:
-        """Makes the engine drop the prefixes that no running request uses. Raises EngineError if it is gone."""
+        """Makes the engine drop prefixes that no running request uses. Raises EngineError if the engine is gone."""
         if self._lost is not None:
             raise EngineError(self._lost)
         self._send(FlushCache())
@@ -274,7 +274,7 @@ class EngineClient:
 
     def _send(self, message: EngineToCoordinator) -> None:
         frame = bytearray(LENGTH.size)
-        # Encoded in place, so that a large message is not copied again
+        # The message is encoded in place, so that a large one is not copied again.
         self._encoder.encode_into(message, frame, LENGTH.size)
         num_bytes = len(frame) - LENGTH.size
         if num_bytes > MAX_FRAME_BYTES:
@@ -302,8 +302,8 @@ class EngineClient:
             self._writer.close()
 
     def _dispatch(self, output: StepOutput) -> None:
-        """Gives one step's output to its streams. Ids without a stream (aborted here, still running in the engine) are
-        skipped."""
+        """Gives one step's output to its streams. Ids without a stream are skipped: such requests were aborted here and
+        still run in the engine."""
         streams = self._streams
         for prefilled in output.prefilled:
             if (stream := streams.get(prefilled.id)) is not None:
@@ -342,8 +342,8 @@ class EngineClient:
 
 
 async def _open(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    # Connected here instead of by the event loop, because uvloop refuses abstract addresses. This does not block: a
-    # listening unix socket answers at once.
+    # The socket is connected here, because the uvloop event loop refuses abstract addresses. This does not block: a
+    # listening unix socket accepts at once.
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.connect(path)

@@ -10,7 +10,7 @@ from configs.schema import EngineConfig, resolved
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor-parallel group. It must not contain paths, addresses or secrets."""
+    """Facts about one tensor-parallel group. They must not contain paths, addresses or secrets."""
 
     dtype: str
     numerics: Literal["exact", "fast"]
@@ -21,7 +21,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_replicas: int
     page_size: int
     num_kv_tokens: int
-    """Number of tokens that the KV pool holds."""
+    """Number of tokens that fit in the KV pool."""
     enable_prefix_caching: bool
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -1,7 +1,7 @@
 """Threads that decode, check, render and encode requests before the engine gets them.
 
-Clients take turns, so that one client's requests do not delay those of others. This module decides how much is prepared
-at once, and `json_body` what a body may hold.
+Clients take turns, so that one client's requests do not delay the requests of others. This module limits how much is
+prepared at once, and `json_body` limits what a body may contain.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from configs.errors import OverloadedError
 
 _Done = TypeVar("_Done")
 _NUM_THREADS = 4
-_MAX_OF_CLIENT = 3  # number of threads; the fourth serves other clients while one client's templates take seconds
+_MAX_OF_CLIENT = 3  # threads for one client; the fourth serves other clients while one client's templates take seconds
 _MAX_WAITING = 1024  # waiting requests per client
-_MAX_BYTES = 16 << 20  # total bytes of bodies being prepared; encoding takes up to a hundred times this memory
-_MAX_OTHER_VALUES = 4096  # values in a body, besides the ids of a prompt that fits
+_MAX_BYTES = 16 << 20  # total bytes of the bodies in preparation; encoding takes up to a hundred times this memory
+_MAX_OTHER_VALUES = 4096  # values in a body, besides the token ids of a prompt that fits
 _LARGE_BYTES = 1 << 20  # bytes of work after which the C library returns its free memory
-_INLINE_BYTES = 8 << 10  # bytes that are checked and encoded in 2 to 3 ms; a thread costs a tenth of one, and jitter
+# Bytes that are checked and encoded without a thread, in 2 to 3 ms; a thread costs 0.1 ms, and jitter
+_INLINE_BYTES = 8 << 10
 
 
 class FairThreads:
@@ -34,7 +35,7 @@ class FairThreads:
         self._max_model_len = max_model_len
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prepare")
         self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
-        """Waiting work by client: its bytes, and the future that starts it. The next client comes first."""
+        """client -> waiting work: bytes, and the future that starts it. The client with the next turn is first."""
         self._running: Counter[str] = Counter()
         self._num_bytes = 0
 
@@ -43,8 +44,8 @@ class FairThreads:
         self._threads.shutdown(wait=False)
 
     async def prepared(self, body: bytes, prepare: Callable[[dict[str, Any]], _Done]) -> _Done:
-        """Decodes a body and calls `prepare` with its JSON, to check it and encode its texts: at once if the body is
-        short, else in a thread. Raises what `decode_body`, `check_lists`, `prepare` and `run` raise."""
+        """Decodes a body and calls `prepare` with its JSON, to check it and encode its texts. A long body is prepared
+        in a thread. Raises the errors of `decode_body`, `check_lists`, `prepare` and `run`."""
 
         def work() -> _Done:
             raw = decode_body(body, max_values=self._max_model_len + _MAX_OTHER_VALUES)
@@ -54,11 +55,11 @@ class FairThreads:
         return await self.off_loop(len(body), work)
 
     async def off_loop(self, num_bytes: int, work: Callable[[], _Done]) -> _Done:
-        """Runs `work()` for a body of this length, in a thread if the body is long: 100,000 messages take a second."""
+        """Runs `work()` for a body of `num_bytes`, in a thread if the body is long: 100,000 messages take a second."""
         return work() if num_bytes <= _INLINE_BYTES else await self.run(num_bytes, work)
 
     async def run(self, num_bytes: int, work: Callable[[], _Done]) -> _Done:
-        """Runs `work()` in a thread, when the client has its turn. Raises OverloadedError if too many of the client's
+        """Runs `work()` in a thread, once the client has its turn. Raises OverloadedError if too many of the client's
         requests wait."""
         context = current_request()
         client = "" if context is None else context.share_owner
@@ -82,7 +83,7 @@ class FairThreads:
                 working.exception()  # if the client has left, no one awaits the result
 
         working.add_done_callback(end)
-        # A thread cannot be stopped, so it counts until it ends, even if the client leaves.
+        # A thread cannot be stopped, so the work counts until it ends, even if the client leaves.
         return await asyncio.shield(working)
 
     def _begin(self) -> None:

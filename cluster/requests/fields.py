@@ -1,4 +1,4 @@
-"""The known fields of a request, and what happens to other fields, on every route.
+"""The known fields of a request, and what happens to unknown and unsupported fields, on every route.
 
 A field of another server that would change the answer is refused, not dropped silently. An unknown field is ignored and
 listed in a header, or refused in strict mode.
@@ -23,7 +23,7 @@ _MAX_NAME_CHARS = 200
 
 
 def neutral(*values: object) -> Callable[[object], bool]:
-    """Whether a value has no effect: null, or one of `values`."""
+    """Returns a function that tells whether a value has no effect: null, or one of `values`."""
 
     # 0 == False in Python, so types are compared too. But 0 and 0.0 are one JSON number.
     def is_neutral(value: object) -> bool:
@@ -36,20 +36,20 @@ def neutral(*values: object) -> Callable[[object], bool]:
 
 @dataclass(frozen=True, slots=True)
 class FieldPolicy:
-    """Fields that one API's requests may have besides the fields of their model."""
+    """Fields that one API's requests may have besides the fields of their pydantic model."""
 
     unsupported: Mapping[str, Callable[[object], bool]]
-    """Fields that this server does not support, each with the values that have no effect."""
+    """Fields that this server does not support, each with a function that tells whether a value has no effect."""
     without_effect: frozenset[str]
     """Fields that are accepted and change no answer."""
     styling: Mapping[str, Callable[[object], bool]] = field(default_factory=dict)
-    """Fields that only affect style or speed, each with the values that have no effect. Other values are ignored and
-    listed, like unknown fields."""
+    """Fields that only affect style or speed, each with a function that tells whether a value has no effect. If it has
+    one, the field is ignored and listed, like an unknown field."""
     options: Mapping[str, type[BaseModel]] = field(default_factory=dict)
-    """Fields that are objects, with fields that are checked too."""
+    """Fields with objects as values, and the model of each. The fields of these objects are checked too."""
 
     def check(self, kind: type[BaseModel], raw: Mapping[str, Any], *, strict: bool) -> list[str]:
-        """The fields of `raw` that are ignored. With `strict` (`server.strict_fields`) none may be.
+        """Names of the fields of `raw` that are ignored. With `strict` (`server.strict_fields`), they are refused.
 
         Raises:
             RequestError: a field is not supported, or unknown with `strict`.
@@ -105,17 +105,17 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
     "use_beam_search": neutral(False),
     "web_search_options": neutral(),
 }
-"""Fields that other servers support and this one does not, each with the values that have no effect."""
+"""Fields that other servers support and this one does not, each with its values that have no effect."""
 
 STYLING: Mapping[str, Callable[[object], bool]] = {"prediction": neutral(), "verbosity": neutral("medium")}
-"""Fields for style or speed, each with the values that have no effect. They are ignored, and listed as such."""
+"""Fields for style or speed, each with its values that have no effect. Other values are ignored and listed."""
 
 OWN_FIELDS = FieldPolicy({}, frozenset({"user"}))
-"""For routes with a model that has all fields of their API."""
+"""For routes with a pydantic model that has all fields of their API."""
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """The header that lists ignored fields. Empty if there are none."""
+    """The header that lists ignored fields. Empty if no field is ignored."""
     if not names:
         return {}
     # Names come from the caller, so they are escaped.

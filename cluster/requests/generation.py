@@ -1,7 +1,7 @@
 """Turns engine streams into text, for `/v1/...` and `python -m cluster generate`.
 
-For each sequence, it owns decoding, stop strings, the number of tokens and the reason of its end. It knows neither HTTP
-nor JSON.
+For each sequence, this module decodes tokens, finds stop strings, counts tokens and decides why the sequence ends. It
+knows neither HTTP nor JSON.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from configs.errors import DeadlineError, EngineError, GuideError, LockstepError
 
 @dataclass(slots=True)
 class Delta:
-    """What one read produced for one sequence."""
+    """What one read of its stream produced for one sequence."""
 
     index: int
     text: str
     """Text that is certain. Text that may become part of a stop string or of a whole character comes later."""
     token_ids: list[int]
-    """New tokens, including the one that ended the sequence. They may be ahead of `text`."""
+    """New tokens, including the one that ended the sequence. Their text may come in a later delta."""
     logprobs: Sequence[TokenLogprobs] = ()
-    """One for each of `token_ids`, if wanted."""
+    """Log probabilities of each of `token_ids`. Empty if the request does not want them."""
     text_offsets: Sequence[int] = ()
-    """With log probabilities: number of characters decoded before each of `token_ids`."""
+    """Number of characters decoded before each of `token_ids`, if the request wants log probabilities."""
     finish_reason: FinishReason | None = None
-    """Set on the last delta."""
+    """Why the sequence ended, on its last delta only."""
     stop_reason: int | str | None = None
     """The stop string, stop pattern or id of `stop_token_ids` that ended the sequence. None for end of sequence."""
     prompt_logprobs: WholePromptLogprobs | None = None
-    """On the first delta with a token, if wanted."""
+    """Only on the first delta with a token, if the request wants prompt log probabilities."""
     events: Sequence[Event] = ()
-    """For a chat answer: the events into which `text` was parsed."""
+    """The events into which the `text` of a chat answer was parsed."""
 
 
 class Collected:
@@ -78,7 +78,7 @@ class Output:
         options: TextOptions,
         form: AnswerFormat | None = None,
     ) -> None:
-        """`form`: how its text is parsed. None if it is not parsed."""
+        """`form`: how the text is parsed into reasoning, content and calls. None if it is not parsed."""
         self.index = index
         self.stream = stream
         self.num_tokens = 0
@@ -99,11 +99,12 @@ class Output:
         return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def advance(self) -> Delta:
-        """Decodes what has arrived since the last call.
+        """Decodes the tokens that have arrived since the last call.
 
         Raises:
             OverloadedError: a queue limit refused the request.
-            DeadlineError: its deadline passed in the engine.
+            DeadlineError: the request's deadline passed in the engine.
+            GuideError: the request's grammar cannot be followed.
             EngineError: the engine failed.
         """
         chunk = self.stream.take()
@@ -145,12 +146,12 @@ class Output:
             cut = delta.finish_reason is not FinishReason.STOP or delta.stop_reason is not None
             delta.events = self._reader.read(delta.text, offsets, ended=ended, cut=cut)
             if ended and self._reader.cuts_call and delta.finish_reason is FinishReason.STOP:
-                # Clients run calls of an answer that stopped. One that was cut inside a call ends as at a limit.
+                # Clients run the calls of an answer with STOP. An answer cut inside a call ends with LENGTH instead.
                 self.finish_reason = delta.finish_reason = FinishReason.LENGTH
         return delta
 
     def _finish(self, delta: Delta, end: Finished) -> str:
-        """Returns the text that was held back. It may complete a stop string that ends in U+FFFD."""
+        """Returns the text that was held back until the end. It may complete a stop string that ends in U+FFFD."""
         certain, matched = self._end.push(self._detokenizer.flush())
         if matched is not None:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP, matched

@@ -1,4 +1,4 @@
-"""One request of any route in the engine's terms: prompts and parameters in, deltas of text out.
+"""One request of any route in the engine's terms: prompts and parameters go in, deltas of text come out.
 
 A `Job` is checked data about what to generate. A `Run` is a job in the engine. Neither knows how an answer is written.
 """
@@ -23,7 +23,7 @@ from cluster.text.stops import TextOptions
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import DeadlineError, EngineError, LockstepError, RequestError
 
-# Work units on a large request, or on many answers, before the event loop serves others: 1 to 4 ms.
+# Units of work on a large request, or on many answers, before the event loop serves other requests: 1 to 4 ms.
 _IDS_AT_ONCE = 1 << 17
 _OUTPUTS_AT_ONCE = 32
 
@@ -37,7 +37,7 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Counts over all choices of a request. The prompt counts once for any number of choices."""
+    """Token counts over all choices of a request. A prompt counts once for any number of choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -53,14 +53,14 @@ class JobOptions:
     num_choices: int = 1
     """Number of answers to each prompt."""
     num_logprobs: int = -1
-    """-1: none. k: the token's own and the k likeliest. The same holds for the next field."""
+    """-1: none. k: log probabilities of each token and of the k likeliest. Also for the next field."""
     num_prompt_logprobs: int = -1
     priority: int = 0
-    """Lower goes first. See `Terms`."""
+    """Order among the client's requests; lower goes first. `Terms` has the details."""
     cache_salt: str | None = None
-    """Only prompts with equal salts share cached pages. If None, a salt of the client's own."""
+    """Only prompts with equal salts share cached pages. If None, the client's own salt is used."""
     name: str | None = None
-    """The answer's id without its prefix. If None, a new one."""
+    """The answer's id without its prefix. If None, a random id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +70,14 @@ class Job:
     id: str
     """The answer's id, such as `chatcmpl-...`."""
     prompts: list[list[int]]
-    """Token ids, at least one each."""
+    """Token ids of each prompt, at least one."""
     sampling: list[list[SamplingParams]]
-    """For each prompt, one entry per choice."""
+    """Parameters of each choice of each prompt."""
     terms: Terms
-    """The deadline in it is that of the whole run."""
+    """The terms of all sequences. The deadline applies to the run as a whole."""
     text: TextOptions = field(default_factory=TextOptions)
     form: AnswerFormat | None = None
-    """How chat answers are parsed into reasoning, content and calls. None if they are plain text."""
+    """How chat answers are parsed into reasoning, content and calls. None if they are not parsed."""
 
     @property
     def num_choices(self) -> int:
@@ -90,12 +90,12 @@ class Job:
         return len(self.prompts) * self.num_choices
 
     def prompt_of(self, index: int) -> list[int]:
-        """The prompt of one output."""
+        """The prompt of the output with this index."""
         return self.prompts[index // self.num_choices]
 
 
 class Run:
-    """A job in the engine, from `deltas()` on."""
+    """A job that the engine computes, from the first read of `deltas()` on."""
 
     def __init__(self, job: Job, engine: EngineClient, tokenizer: Tokenizer) -> None:
         self.job = job
@@ -109,13 +109,13 @@ class Run:
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Yields what each engine step produced until every sequence has ended. `Delta.index` counts over all
-        sequences. With many sequences, a step comes in pieces, between which the event loop serves others.
+        sequences. With many sequences, a step comes in pieces, between which the event loop serves other requests.
 
-        The first read submits the job, once. Leaving the generator early aborts what still runs, so close it
-        (`contextlib.aclosing`) where it is used.
+        The first read submits the job, once. Leaving the generator early aborts the sequences that still run, so close
+        it (`contextlib.aclosing`) where it is used.
 
         Raises:
-            DeadlineError, OverloadedError, EngineError: the other sequences are aborted too.
+            DeadlineError, OverloadedError, EngineError: one sequence failed, and all others are aborted.
         """
         await self._submit()
         if self._aborted:
@@ -155,7 +155,7 @@ class Run:
             timer.cancel()
             for output in self._outputs:
                 output.stream.abort()
-            if context is not None:  # otherwise there is no request: a warm-up
+            if context is not None:  # without a context, this run is a warm-up and not a request
                 telemetry.finished(self._record(context))
                 context.meter.count_tokens(sum(output.num_tokens for output in self._outputs))
 
@@ -165,17 +165,17 @@ class Run:
             output.stream.wake()
 
     def abort(self) -> None:
-        """Ends the run from outside: sequences that have not ended end with `FinishReason.ABORT`."""
+        """Ends the run early: sequences that still run end with `FinishReason.ABORT`."""
         self._aborted = True
         for output in self._outputs:
             output.stream.abort()
 
     def output(self, index: int) -> Output:
-        """The stream of one submitted sequence, for its counts."""
+        """The submitted sequence with this index, for its counts."""
         return self._outputs[index]
 
     def usage(self) -> Usage:
-        """Tokens so far, over all sequences. A prompt counts once for any number of choices."""
+        """Token counts so far, over all sequences. A prompt counts once for any number of choices."""
         prompt = sum(len(prompt) for prompt in self.job.prompts)
         completion = sum(output.num_tokens for output in self._outputs)
         # A prompt's later choices reuse the first one's pages, so only the first one's cached tokens count.
@@ -186,8 +186,8 @@ class Run:
         return Usage(prompt, completion, prompt + completion, cached_details, details)
 
     def server_timing(self) -> str:
-        """The value of a Server-Timing header, in milliseconds: the slowest sequence's time in the queue and its
-        prefill, and, once all have ended, the time since the first token."""
+        """The value of a Server-Timing header, in milliseconds: the slowest sequence's time in the queue, the slowest
+        prefill and, once all sequences have ended, the time since the first token."""
         done = [it for output in self._outputs if (it := output.stream.prefilled) is not None]
         times = {
             "queue": max((prefilled.queue_s for prefilled in done), default=0.0),
@@ -232,7 +232,7 @@ class Run:
 
 
 async def _int32(prompts: Sequence[Sequence[int]]) -> list[bytes]:
-    """The ids of each prompt as int32."""
+    """The token ids of each prompt as int32 bytes."""
     encoded, num_ids = [], 0
     for ids in prompts:
         num_ids += len(ids)

@@ -15,11 +15,11 @@ from configs.errors import ContextLengthError, RequestError
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _MAX_PARTS = 1 << 17
-"""Most lists, objects and fields of a body. Decoding this many holds the GIL for 20 ms. Ten times as many would fit in
-a body of 8 MB, and hold up the event loop for half a second, even from another thread."""
+"""Maximum number of lists, objects and fields of a body. Decoding this many holds the GIL for 20 ms. Ten times as many
+would fit in a body of 8 MB, and block the event loop for half a second, even from another thread."""
 _MAX_VALUES = 1 << 18
-"""Most values in a body's lists and objects. Decoding this many ids holds the GIL for 20 ms, and checking them for
-another 20."""
+"""Maximum number of values in a body's lists and objects. Decoding this many ids holds the GIL for 20 ms, and checking
+them for another 20."""
 _MAX_NAME_CHARS = 40  # length to which a field's name is cut in a path
 _KINDS = {
     "bool_type": "true or false",
@@ -33,12 +33,12 @@ _KINDS = {
     "none_required": "null",
     "string_type": "a string",
 }
-"""Names of the expected type, by the type of pydantic's error."""
+"""Name of the expected type for each error type of pydantic."""
 _OF_MANY_TYPES = frozenset({"content", "output", "system", "tools"})
-"""Lists with entries of types that other servers support and this one does not."""
+"""Fields with lists of typed entries. Other servers support more types of entries than this one."""
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-# Each match is one escape, or two escapes that form one character. A group matches a lone half of such a pair, or the
-# bytes that UTF-8 would need for one.
+# Each match is one escape, or two escapes that form one character. A group matches if half of such a pair stands alone,
+# as an escape or in the bytes that UTF-8 would need.
 _LONE_SURROGATE = re.compile(
     rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)|\\.|(\xed[\xa0-\xbf][\x80-\xbf])", re.DOTALL
 )
@@ -48,7 +48,7 @@ def decode_body(body: bytes, *, max_values: int = 0) -> dict[str, Any]:
     """The JSON object of a request body.
 
     Args:
-        max_values: raises the limit on the number of values.
+        max_values: limit on the number of values, if it is higher than the usual limit.
 
     Raises:
         RequestError: the body is not strict JSON (no NaN, no lone surrogates), is nested too deep, is not an object, or
@@ -68,8 +68,8 @@ def decode_body(body: bytes, *, max_values: int = 0) -> dict[str, Any]:
 
 
 def check_lists(raw: Mapping[str, Any], max_model_len: int) -> None:
-    """Raises ContextLengthError if there are more messages than tokens that fit, because each message has at least one
-    token."""
+    """Raises ContextLengthError if there are more messages than tokens fit in the context, because each message has at
+    least one token."""
     for name in ("messages", "input"):
         if isinstance(raw.get(name), list) and len(raw[name]) > max_model_len:
             raise ContextLengthError(
@@ -78,7 +78,7 @@ def check_lists(raw: Mapping[str, Any], max_model_len: int) -> None:
 
 
 def _check_size(body: bytes, marks: bytes, most: int, what: str) -> None:
-    """Raises RequestError (413) if `body` has more than `most` of `marks` outside its strings."""
+    """Raises RequestError (413) if `body` contains `marks` more than `most` times outside its strings."""
     if sum(body.count(mark) for mark in marks) <= most:
         return
     num_marks, end = 0, 0
@@ -109,15 +109,15 @@ def validated(kind: type[_Model], raw: object) -> _Model:
 
 
 def below(path: str, error: RequestError) -> RequestError:
-    """`error` for a field of the object at `path`."""
+    """Returns `error` with a path for a field of the object at `path`."""
     param = path if error.param is None else f"{path}.{error.param}"
     return RequestError(str(error), code=error.code, param=param, status=error.status)
 
 
 def _as_request_error(error: pydantic.ValidationError, raw: object) -> RequestError:
     errors = error.errors(include_url=False)
-    # A union has errors for each of its types. The type that matched most of the value was probably meant. A wrong type
-    # is reported before missing fields.
+    # A union has errors for each of its types. The type that matched most of the value was probably meant. Wrong types
+    # are reported before missing fields.
     found = [(each, _path(each, raw)) for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
     first, place = max(found, key=lambda it: (len(it[1]), it[1][-1:] == ["type"], it[0]["type"] not in _KINDS))
     path = ""
@@ -155,8 +155,8 @@ def _path(error: ErrorDetails, raw: object) -> list[int | str]:
 
 
 def _places(loc: Sequence[int | str], raw: Any) -> Iterator[tuple[list[int | str], object]]:
-    """Every position in `raw` that pydantic's `loc` may mean, with its value. Any part of `loc` may be the name of a
-    type of a union, and the value may have a field of that name too."""
+    """Yields every position in `raw` that pydantic's `loc` may mean, with its value. Any part of `loc` may be the name
+    of a type in a union, and the value may have a field with that name too."""
     if not loc:
         yield [], raw
         return

@@ -1,8 +1,8 @@
 """Encodes long answers as JSON in parts that take about a millisecond each.
 
-A replica serves all streams on one event loop, and encoding a million log probabilities at once would block it. So long
-lists are made and encoded while they are sent, and the sender lets the loop serve others after each part. Only what its
-client reads is in memory.
+A replica serves all streams on one event loop, and encoding a million log probabilities at once would block the loop.
+So long lists are made and encoded while they are sent, and the sender lets the loop serve other requests after each
+part. Only what its client is reading is in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from cluster.http.response import PART_BYTES
 
 DONE = b"data: [DONE]\n\n"
-"""The last event of a stream."""
+"""The last event of a stream of the OpenAI and native routes."""
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; clients know this value
 _T = TypeVar("_T")
 _MARK = secrets.token_hex(16)  # does not occur in texts of clients or models
@@ -26,7 +26,7 @@ _BLOCK = 16  # number of items that are made and encoded at once
 
 
 class _LongList(Generic[_T]):
-    """Items that are made while they are written."""
+    """A list with items that are made while it is written."""
 
     __slots__ = ("items",)
 
@@ -35,13 +35,13 @@ class _LongList(Generic[_T]):
 
 
 def long_list(items: Iterable[_T]) -> list[_T]:
-    """Puts `items` in place of a list in a message that only `json_parts` encodes. They are made while they are
-    written, once."""
+    """Puts `items` in place of a list in a message that only `json_parts` encodes. They are made once, while they are
+    written."""
     return cast("list[_T]", _LongList(items))
 
 
 def json_parts(message: object) -> Iterator[bytes]:
-    """`message` as JSON in short parts, except for its texts and plain lists."""
+    """Yields `message` as JSON in short parts. Only texts and plain lists are not divided."""
     found: list[_LongList[object]] = []
 
     def mark(value: object) -> str:
@@ -53,7 +53,7 @@ def json_parts(message: object) -> Iterator[bytes]:
     encode = msgspec.json.Encoder(enc_hook=mark).encode
 
     def filled(body: bytes) -> Iterator[bytes]:
-        """`body` with its lists in place of their marks."""
+        """Yields `body` with its lists in place of their marks."""
         lists = found.copy()
         found.clear()
         *texts, rest = body.split(_ENCODED_MARK)
@@ -72,7 +72,7 @@ def json_parts(message: object) -> Iterator[bytes]:
 
 
 def gathered(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Joins `parts` to parts of about PART_BYTES."""
+    """Joins short `parts` into parts of about PART_BYTES."""
     short: list[bytes] = []
     size = 0
     for part in parts:
@@ -87,12 +87,12 @@ def gathered(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def event_parts(message: msgspec.Struct) -> Iterator[bytes]:
-    """`message` as one server-sent event, which may be long."""
+    """Yields `message` as one server-sent event, in parts if it is long."""
     yield b"data: "
     yield from json_parts(message)
     yield b"\n\n"
 
 
 def finite(logprob: float) -> float:
-    """`logprob`, or for minus infinity the lowest number that clients know."""
+    """`logprob`, or the lowest number that clients know in place of minus infinity."""
     return max(logprob, LOWEST_LOGPROB)

@@ -1,6 +1,6 @@
 """Turns the fields of a request into the engine's `SamplingParams` and the `TextOptions` of its answer.
 
-It owns defaults, the checks that need the vocabulary, and the conversion of words and biases to token ids.
+This module has the defaults, the checks that need the vocabulary, and the conversion of words and biases to token ids.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer: Tokenizer
     size: int
-    """Number of ids with an embedding. It may differ from the tokenizer's."""
+    """Number of ids with an embedding. The tokenizer may have another number of ids."""
     eos_token_ids: frozenset[int] = frozenset()
 
 
@@ -47,15 +47,15 @@ def sampling_params(
 
     Choices differ in their seeds. The request's seed is that of each prompt's first choice, and later choices count up
     from it; without a seed, each choice of each prompt gets its own. Only the first choice requests the prompt's log
-    probabilities, which are the same for all.
+    probabilities, which are the same for all choices.
 
     Args:
-        max_tokens: for each prompt.
-        next_seed: returns an int64, if the request has no seed.
-        grammar: a checked one.
+        max_tokens: maximum length of the answer to each prompt.
+        next_seed: returns an int64, for choices of a request without a seed.
+        grammar: a checked grammar, or None for any text.
 
     Raises:
-        RequestError: a field is wrong; it has the field's path.
+        RequestError: a field is wrong; the error names its path.
     """
     size = vocabulary.size
     stop_token_ids = fields.stop_token_ids or []
@@ -107,7 +107,7 @@ def sampling_params(
 def text_options(
     fields: SamplingFields, defaults: GenerationDefaults, server: ServerConfig, *, prompt_only: bool = False
 ) -> TextOptions:
-    """How the answer's text is made. Raises RequestError for a bad stop string or pattern."""
+    """How the answer's text is made and where it ends. Raises RequestError for a bad stop string or pattern."""
     skips = defaults.skip_special_tokens if fields.skip_special_tokens is None else fields.skip_special_tokens
     return TextOptions(
         stops=list(checks.stops(fields.stop, "stop", server).values()),
@@ -121,8 +121,8 @@ def text_options(
 
 
 def bad_words(words: Sequence[str], vocabulary: Vocabulary) -> list[tuple[int, ...]]:
-    """Token ids of each word at the start of a text and after a space: each sequence once, without sequences that the
-    model cannot write. Raises RequestError if these are too many tokens."""
+    """Token ids of each word, at the start of a text and after a space. Each sequence occurs once, and sequences that
+    the model cannot write are left out. Raises RequestError if they have too many tokens."""
     tokenizer = vocabulary.tokenizer
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -141,7 +141,7 @@ def bad_words(words: Sequence[str], vocabulary: Vocabulary) -> list[tuple[int, .
 
 
 def _check_choice_left(allowed: Sequence[int], bias: dict[int, float], ends: set[int]) -> None:
-    """Raises RequestError if none of the allowed tokens may be sampled."""
+    """Raises RequestError if `allowed` has tokens, and all of them are banned by `bias` or `ends`."""
     if allowed and all(bias.get(token) == -math.inf or token in ends for token in allowed):
         raise RequestError(
             "allowed_token_ids leaves no token, because bad_words or min_tokens forbid all of them; allow others.",

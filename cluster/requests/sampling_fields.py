@@ -17,7 +17,7 @@ _MAX_LOGPROB_TOKEN_IDS = 128
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Stops = StopText | Annotated[list[StopText], Field(max_length=32, fail_fast=True)]
-"""One string or several; `server.max_stop` limits their number."""
+"""One string or a list of strings. `server.max_stop` limits their number."""
 JsonSchema = dict[str, Any] | bool
 Choices = Annotated[list[Text], Field(min_length=1, max_length=MAX_ENUM_VALUES, fail_fast=True)]
 
@@ -35,13 +35,13 @@ class JsonObjectParam(Shape):
 
 
 class NamedSchema(Shape):
-    """A schema, and how strictly it is followed."""
+    """A schema, its name, and how strictly the answer follows the schema."""
 
     name: str | None = None
     description: str | None = None
     schema_: JsonSchema | str = Field(alias="schema")
     strict: bool | None = None
-    """If true, a keyword that cannot be enforced is refused; otherwise it is ignored."""
+    """If true, a schema keyword that cannot be enforced is refused; otherwise the keyword is ignored."""
 
 
 class JsonSchemaParam(Shape):
@@ -73,7 +73,7 @@ class GrammarParam(Shape):
 
 
 class TagParam(Shape):
-    """Text with JSON of a schema in its middle."""
+    """Text that contains JSON of a schema between `begin` and `end`."""
 
     begin: str
     schema_: JsonSchema = Field(alias="schema")
@@ -81,14 +81,14 @@ class TagParam(Shape):
 
 
 class StructuralTagParam(Shape):
-    """Free text in which each trigger must continue as a tag."""
+    """Free text. Where a trigger occurs, the text must continue as a tag that begins with the trigger."""
 
     structures: list[TagParam]
     triggers: list[str]
 
 
 class StructuralTagFormat(StructuralTagParam):
-    """`response_format` with tags."""
+    """A `response_format` with tags."""
 
     type: Literal["structural_tag"]
 
@@ -109,7 +109,7 @@ ResponseFormat = (
 
 
 class StructuredOutputs(Shape):
-    """One of these forms."""
+    """The form of the answer, given in one of these fields."""
 
     json_: JsonSchema | str | None = Field(None, alias="json")
     regex: Text | None = None
@@ -130,33 +130,33 @@ class SamplingFields(SamplingValues, Shape):
     seed: int | None = Field(None, ge=-_INT64_MAX - 1, le=_INT64_MAX)
     """Equal seeds give equal tokens, independent of other requests."""
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = Field(None, max_length=1024)
-    """Value added to a token's logit, by the token id as a string."""
+    """Values to add to the logits of tokens. A key is the token id as a string."""
     allowed_token_ids: list[int] | None = Field(None, fail_fast=True)
-    """Only these tokens are sampled."""
+    """Only these token ids are sampled. Null: all."""
     bad_words: Annotated[list[StopText], Field(max_length=128, fail_fast=True)] | None = None
-    """Words and phrases that the answer must not have, at its start or after a space."""
+    """Words and phrases that must not occur in the answer, at its start or after a space."""
     logprob_token_ids: list[int] | None = Field(None, max_length=_MAX_LOGPROB_TOKEN_IDS)
-    """With logprobs: ids with log probabilities after those of the likeliest tokens."""
+    """Token ids that get log probabilities besides the likeliest tokens. Needs logprobs."""
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     """Until the answer has this many tokens, no end of sequence, stop id or stop string ends it."""
     stop: Stops | None = None
-    """A string or a list of strings."""
+    """A string, or a list of strings, that ends the text."""
     stop_regex: Stops | None = None
-    """A regular expression or a list of them. The text ends after the first match, which stays in it."""
+    """A regular expression, or a list of them. The text ends after the first match and includes the match."""
     stop_token_ids: list[int] | None = Field(None, max_length=_MAX_STOP_TOKEN_IDS)
-    """Tokens that end the text, besides the model's own."""
+    """Token ids that end the text, besides the model's own."""
     ignore_eos: bool | None = None
     """Whether the answer continues after the model's end of sequence."""
     include_stop_str_in_output: bool | None = None
-    """Whether the stop string that ended the text stays in it."""
+    """Whether the text includes the stop string that ended it."""
     no_stop_trim: bool | None = None
-    """SGLang's name of the previous field."""
+    """SGLang's name of `include_stop_str_in_output`."""
     skip_special_tokens: bool | None = None
-    """Null means true."""
+    """Whether special tokens are left out of the text. Null means the server's default, usually true."""
     response_format: Annotated[dict[str, Any] | None, Checked(ResponseFormat)] = None
     """The form of the answer. At most one of this field and the next four may be given."""
     structured_outputs: Annotated[dict[str, Any] | None, Checked(StructuredOutputs | None)] = None
-    """vLLM's form of it."""
+    """vLLM's field for the form of the answer."""
     regex: Text | None = None
     """SGLang's field for a regular expression."""
     ebnf: Text | None = None
@@ -168,9 +168,9 @@ class SamplingFields(SamplingValues, Shape):
         """The grammar that the answer must match. None for any text.
 
         Args:
-            own: of a field that only one API has, used in place of `response_format`.
+            own: the grammar from a field that only one API has, which replaces `response_format`.
 
         Raises:
-            RequestError: a field has the wrong shape, or two fields ask for a form.
+            RequestError: a field has the wrong shape, or two fields have a grammar.
         """
         return read_grammar(own, **{name: getattr(self, name) for name in GRAMMAR_FIELDS})

@@ -1,6 +1,6 @@
 """The model that one replica serves, for all routes: its name, its tokenizer and the connection to its engine.
 
-It owns the checks before a request becomes a `Job`: the model's name, room in the context, and parameters.
+This module has the checks before a request becomes a `Job`: the model's name, the length of the prompt, and parameters.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from configs.errors import ContextLengthError, EngineError, RequestError
 from configs.schema import GenerationDefaults, ServerConfig
 
 _Request = TypeVar("_Request", bound=BaseModel)
-_FIRST = -(1 << 62)  # the level of requests without a granted priority
-_SHOWN_CHARS = 40  # length to which a token is cut in a message
+_FIRST = -(1 << 62)  # level of the probe, which runs before requests of all clients
+_SHOWN_CHARS = 40  # number of characters of a token that a message shows
 
 
 class Operations(Protocol):
-    """Changes of all replicas of the app. `RunningEngine` implements them and says which errors they raise."""
+    """Changes of all replicas of the app. `RunningEngine` implements these methods and documents their errors."""
 
     async def sleep(self, *, wakes: bool = False) -> float:
-        """Frees the memory of the devices, or if `wakes`, takes it back."""
+        """Frees the memory of the devices. If `wakes`, takes it back instead."""
 
     async def resize_app(self, size: int) -> float:
         """Changes the number of ranks. Returns the seconds for which requests waited."""
@@ -56,7 +56,7 @@ class Operations(Protocol):
         """Changes to the weights of checkpoint `model`."""
 
     async def flush_cache(self) -> None:
-        """Drops the cached prompts that no running request uses."""
+        """Drops the cached prefixes that no running request uses."""
 
 
 class ServedModel:
@@ -81,13 +81,13 @@ class ServedModel:
         operations: Operations | None = None,
     ) -> None:
         """Args:
-        vocab_size: number of ids with an embedding. If None, the tokenizer's.
+        vocab_size: number of ids with an embedding. If None, the tokenizer's number of ids.
         info: what clients may know about the engine.
-        max_item_tokens: most tokens of all scored items of a prompt. 0: prompts have no items.
-        eos_token_ids: if empty, the tokenizer's.
+        max_item_tokens: maximum tokens of all scored items of a prompt. 0: the model cannot score items.
+        eos_token_ids: if empty, the tokenizer's end of sequence.
         next_seed: returns an int64, for requests without a seed.
-        system_fingerprint: with the weights of the start.
-        operations: if None, there are no ranks to change.
+        system_fingerprint: the fingerprint of answers with the weights of the start.
+        operations: changes of the app. If None, there are no ranks to change.
         """
         self.engine = engine
         self.tokenizer = tokenizer
@@ -112,7 +112,7 @@ class ServedModel:
         self._next_seed = next_seed
         self._probe: asyncio.Task[None] | None = None
         self.started = int(time.time())
-        """Unix time in seconds."""
+        """Unix time of the start, in seconds."""
 
     @property
     def state(self) -> EngineState:
@@ -121,7 +121,7 @@ class ServedModel:
 
     @property
     def weights_version(self) -> str | None:
-        """The version of the weights. None for those of the start."""
+        """The version of the weights. None for the weights of the start."""
         weights = self.engine.board.weights
         return None if weights is None else weights.version
 
@@ -132,7 +132,7 @@ class ServedModel:
         return self._system_fingerprint if weights is None else weights.fingerprint
 
     async def warm_up(self, timeout_s: float | None = None) -> None:
-        """Generates one token, after which the server is ready. Arguments and errors are those of `generate_one`."""
+        """Generates one token, after which the server is ready. Has the arguments and errors of `generate_one`."""
         await asyncio.to_thread(self.prompts.prepare)
         await self.generate_one(timeout_s)
         self.engine.telemetry.life.enter(EngineState.RUNNING)
@@ -160,15 +160,15 @@ class ServedModel:
         await asyncio.shield(self._probe)
 
     async def close(self) -> None:
-        """Closes what belongs to this object, which the engine does not."""
+        """Closes the grammar checker and the threads. The engine stays open, because the caller owns it."""
         await self.grammars.close()
         self.threads.close()
 
     async def encode_chat(self, conversation: Conversation, num_bytes: int, use: Use = "run") -> list[int]:
-        """Runs `PromptEncoder.encode_chat` in a thread, when the client has its turn.
+        """Runs `PromptEncoder.encode_chat` in a thread, once the client has its turn.
 
         Args:
-            num_bytes: length of the bodies with the conversation.
+            num_bytes: length of the request bodies with the conversation.
 
         Raises:
             OverloadedError: too many of the client's requests wait.
@@ -178,13 +178,13 @@ class ServedModel:
     def checked(
         self, kind: type[_Request], raw: Mapping[str, Any], policy: FieldPolicy, known: type[BaseModel] | None = None
     ) -> tuple[_Request, list[str]]:
-        """Parses a request to this model from its JSON `raw`. Returns it with the names of ignored fields.
+        """Parses a request to this model from its JSON `raw`. Returns the request and the names of ignored fields.
 
         Args:
-            known: the fields that it may have. If None, those of `kind`.
+            known: model of the fields that the request may have. If None, `kind`.
 
         Raises:
-            RequestError: a field is wrong; it has the field's path. 404 for another model.
+            RequestError: a field is wrong; the error names its path. 404 for another model.
         """
         ignored = policy.check(known or kind, raw, strict=self.server.strict_fields)
         request = validated(kind, raw)
@@ -192,7 +192,7 @@ class ServedModel:
         return request, ignored
 
     def check_name(self, name: str | None) -> None:
-        """Raises RequestError (404) for the name of another model. None stands for this one."""
+        """Raises RequestError (404) for the name of another model. None stands for the served model."""
         if name not in (None, self.model_name):
             raise RequestError(
                 f"The model {str(name)[:200]!r} does not exist; send {self.model_name!r} or no name.",
@@ -202,11 +202,11 @@ class ServedModel:
             )
 
     def _known(self, token_id: int | None) -> list[int]:
-        """Returns `token_id` if both tokenizer and model have it. Raises RequestError otherwise."""
+        """A list with `token_id`, or an empty list if the tokenizer or the model has no such token."""
         return [token_id] if token_id is not None and token_id < self.vocab_size else []
 
     def truncated(self, prompt: list[int], keep: int | None, max_tokens: int | None) -> list[int]:
-        """The last `keep` tokens of `prompt`. None keeps all; -1 keeps as many as leave room for `max_tokens`."""
+        """The last `keep` tokens of `prompt`. None keeps all; -1 keeps as many as fit together with `max_tokens`."""
         if keep is None:
             return prompt
         if keep < 0:
@@ -219,12 +219,12 @@ class ServedModel:
         """The number of tokens that may follow `prompt`. Every prompt is checked here before it is submitted.
 
         Args:
-            param: the field of the prompt.
-            default: the limit if `asked` is None. If this is None too, all that fit.
+            param: name of the prompt's field, for errors.
+            default: the number if `asked` is None. If `default` is None too, as many tokens as fit.
 
         Raises:
-            RequestError: the prompt has no tokens, or one without an embedding.
-            ContextLengthError: prompt and requested tokens do not fit.
+            RequestError: the prompt has no tokens, or a token without an embedding.
+            ContextLengthError: the prompt and the requested tokens do not fit in the context.
         """
         if not prompt:
             raise RequestError(f"{param} has no tokens; send some text.", code="empty_string", param=param)
@@ -248,7 +248,7 @@ class ServedModel:
         """The checked grammar that the answer must match. None for any text.
 
         Raises:
-            RequestError: the grammar is wrong or too complex, or there are two.
+            RequestError: the grammar is wrong or too complex, or two fields have a grammar.
             OverloadedError: too many grammars wait to be checked.
         """
         spec = fields.grammar()
@@ -269,11 +269,11 @@ class ServedModel:
         """A request that is ready to run.
 
         Args:
-            prefix: of the answer's id, such as `chatcmpl-`.
+            prefix: prefix of the answer's id, such as `chatcmpl-`.
             prompts: token ids that `checked_max_tokens` has accepted.
-            max_tokens: for each prompt, from `checked_max_tokens`. All 0 if only the prompts are of interest.
+            max_tokens: result of `checked_max_tokens` for each prompt. All 0 if the client only wants the prompts.
             form: how chat answers are parsed. None if this is no chat.
-            grammar: from `grammar`.
+            grammar: a checked grammar, or None for any text.
 
         Raises:
             RequestError: a field's value is impossible with this model.
@@ -304,8 +304,8 @@ class ServedModel:
         )
 
     def terms(self, context: RequestContext, options: JobOptions | None = None) -> Terms:
-        """The terms of the request `context`. Its level among other clients' requests is its priority, limited to the
-        range that an operator granted its key, or 0 without a grant."""
+        """The terms of the request `context`. Its level among the requests of all clients is its priority, limited to
+        the range that an operator granted its key. Without a grant, the level is 0."""
         options = options or JobOptions()
         least, most = context.priorities or (0, 0)
         return Terms(
@@ -317,10 +317,10 @@ class ServedModel:
         )
 
     def run(self, job: Job) -> Run:
-        """A run of `job` in this model's engine. It starts when the first delta is read.
+        """A run of `job` in this model's engine. The run starts when its first delta is read.
 
         Raises:
-            RequestError: 429 if the client's quota does not allow it now.
+            RequestError: (429) the client's quota does not allow the job now.
         """
         if (context := current_request()) is not None:
             context.meter.begin(job.num_outputs, sum(map(len, job.prompts)))

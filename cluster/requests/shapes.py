@@ -1,7 +1,7 @@
 """Types for the parts of request bodies. They check the values and generate the OpenAPI document.
 
 A wrong value is refused with its path (`json_body.validated`). A rule that a type cannot express is a validator that
-raises RequestError; its `param` is a path below the value.
+raises RequestError; the error's `param` is a path below the value.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pydantic_core import CoreSchema, core_schema
 from configs.errors import RequestError
 
 MAX_SEQUENCES = 1024
-"""Most prompts times `n` of one request."""
+"""Maximum number of prompts times `n` of one request."""
 MAX_TOKENS = 2**31 - 1
 MAX_TOOLS = 512
-"""OpenAI allows 128. Agents with tools of many servers send more through Anthropic's API."""
+"""OpenAI allows 128, but agents with tools of many servers send more through Anthropic's API."""
 
 
 class Shape(BaseModel):
-    """An object in a request. Strict: true is no integer, "1" is no number, 1.5 is no count."""
+    """An object in a request. Its types are strict: true is no integer, "1" is no number, 1.5 is no count."""
 
     model_config = ConfigDict(
         strict=True,
@@ -46,11 +46,10 @@ class Shape(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Annotates a field that is checked as a `kind` but stays the original JSON, which is shown to the model or the
-    client."""
+    """Annotates a field that is checked as a `kind`, but keeps the JSON that was sent, for the model or the client."""
 
     kind: Any
-    """A type or a union of types."""
+    """The type, or union of types, that the value must have."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_wrap_validator_function(_as_it_came, handler.generate_schema(self.kind))
@@ -62,8 +61,8 @@ def _as_it_came(value: Any, check: Callable[[Any], Any]) -> Any:
 
 
 def exactly_one(**types: str | list[str]) -> dict[str, Any]:
-    """For a model's `json_schema_extra`: exactly one of these fields is given, with its JSON types, and the others are
-    null."""
+    """The `json_schema_extra` of a model in which exactly one of these fields is given, with its JSON types. The other
+    fields must be null."""
     return {
         "oneOf": [
             {
@@ -79,7 +78,7 @@ def exactly_one(**types: str | list[str]) -> dict[str, Any]:
 
 
 def filled(value: Any) -> Any:
-    """Returns `value` unless it is an empty text or list. Raises RequestError."""
+    """Returns `value`. Raises RequestError if `value` is an empty text or list."""
     if value in ("", []):
         raise RequestError("must not be empty", code="empty_string" if value == "" else "empty_array")
     return value
@@ -116,7 +115,7 @@ Prompts = Annotated[
     | Annotated[_TokenIdLists, Tag("lists")],
     _either(_form_of_prompts, "a string, a list of strings, a list of token ids or a list of such lists"),
 ]
-"""One prompt or several."""
+"""One prompt or several, as texts or as token ids."""
 Texts = Annotated[
     Annotated[Text, Tag("text")] | Annotated[_Texts, Tag("texts")],
     _either(_form_of_texts, "a string or a list of strings"),
@@ -141,6 +140,6 @@ def _schema_of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 Description = Annotated[str, Field(max_length=1 << 16)]
 ArgumentsSchema = Annotated[dict[str, Any], AfterValidator(_schema_of_object)]
-"""The JSON schema of a function's arguments, which is an object's."""
+"""The JSON schema of a function's arguments, which must be a schema of an object."""
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""For chat templates that read it."""
+"""How much the model should reason, for chat templates that read this."""

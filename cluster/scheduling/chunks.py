@@ -1,8 +1,8 @@
-"""Plans the next chunk of a prompt: its cached prefix, its length, and the pages that it takes.
+"""Plans the next chunk of a prompt: its cached prefix, its length, and its pages.
 
-If another row computes the same part of a prompt in the same step, the prompt waits for that row, because one step
-later the prefix cache has that part. A prompt with log probabilities does not read the cache. It takes at most as many
-tokens of a step as the step may compute log probabilities for.
+If another row computes the same part of a prompt in the same step, the prompt waits one step, because the prefix cache
+has that part afterwards. A prompt with log probabilities does not read the cache. Its chunk is no longer than the
+number of log probabilities that the step may still compute.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from worker.protocol import MAX_ITEMS
 
 
 class Chunks:
-    """Adds chunks of rows in prefill to plans."""
+    """Plans the chunks of rows in prefill, and takes their pages."""
 
     def __init__(self, limits: SchedulerLimits, rows: RowTable, pages: RowPages) -> None:
         self._limits = limits
@@ -26,23 +26,23 @@ class Chunks:
         """Number of tokens that rows took from the prefix cache."""
 
     def go_on(self, row: int, plan: PrefillPlan) -> None:
-        """Adds the next chunk of a row in prefill, if there are pages for it and no other row computes it."""
+        """Adds the next chunk of a row in prefill, if pages are available and no other row computes the same tokens."""
         if not self.has_room(self._rows.request(row), plan):
             return
-        # Other rows may have computed the next part since the last chunk.
+        # Other rows may have put the next part into the cache since the last chunk.
         prefix = self.find_prefix(row, plan)
         key = self.next_page_key(row, prefix)
         if self.is_computed_by_another(row, prefix, key, plan):
             return
         if self._pages.has_room([self.num_pages_missing(row)]):
-            # Only now it is certain that the chunk gets its pages, and that the prefix's deltas are sent.
+            # Pages are adopted only now, when it is certain that the chunk gets its pages.
             self.adopt_prefix(row, prefix, plan)
         elif len(prefix.pages):
             key = self.next_page_key(row, self._pages.no_prefix(row))
         self.add(row, key, plan)
 
     def has_room(self, request: Request, plan: PrefillPlan) -> bool:
-        """Whether the step has room for the request: for its scored items, or for its next log probability."""
+        """Whether the step can compute the request's scored items, or one more of its prompt log probabilities."""
         if request.num_item_tokens:
             return (
                 request.num_item_tokens <= plan.budget and plan.num_items + len(request.sampling.item_lens) <= MAX_ITEMS
@@ -50,7 +50,7 @@ class Chunks:
         return not request.wants_prompt_logprobs or plan.num_prompt_logprobs < self._limits.max_prompt_logprobs
 
     def find_prefix(self, row: int, plan: PrefillPlan) -> Prefix:
-        """Finds cached pages that continue the row's own. Leaves out the last token, because its logits are needed."""
+        """Finds cached pages that continue the row's own. The last token is left out, because its logits are needed."""
         if plan.num_prefix_deltas >= MAX_PREFIX_DELTAS:
             return self._pages.no_prefix(row)
         table = self._rows
@@ -61,7 +61,7 @@ class Chunks:
         return self._pages.find_prefix(row, table.tokens[row, start : min(end - 1, int(table.num_cacheable[row]))])
 
     def adopt_prefix(self, row: int, prefix: Prefix, plan: PrefillPlan) -> None:
-        """Gives the row the pages that `find_prefix` has just returned."""
+        """Gives the row the pages of the `prefix` that `find_prefix` has just returned, and counts them as computed."""
         table = self._rows
         deltas = self._pages.adopt_prefix(row, prefix)
         if len(deltas):
@@ -73,7 +73,7 @@ class Chunks:
             plan.num_prefix_deltas += len(deltas)
 
     def next_page_key(self, row: int, prefix: Prefix) -> PageKey | None:
-        """The key of the first page of a chunk after `prefix`. Chunks that begin alike share it. None if none can."""
+        """The key of the first page of a chunk after `prefix`, equal for equal pages. None if it cannot be shared."""
         table, page_size = self._rows, self._limits.page_size
         start = int(table.num_computed[row]) + len(prefix.pages) * page_size
         end = min(int(table.num_prefill[row]), int(table.num_cacheable[row]))
@@ -81,8 +81,8 @@ class Chunks:
         return self._pages.next_page_key(row, prefix, tokens)
 
     def is_computed_by_another(self, row: int, prefix: Prefix, key: PageKey | None, plan: PrefillPlan) -> bool:
-        """Whether the row should wait for another row of the plan, whose chunk computes whole pages with at least half
-        of the row's next tokens. The row finds these in the prefix cache afterwards."""
+        """Whether the row should wait for another row of the plan. It does if that row's chunk computes whole pages
+        with at least half of the row's next tokens, which the row then finds in the prefix cache."""
         if key is None or (index := plan.computing.get(key)) is None or self._rows.request(row).wants_prompt_logprobs:
             return False
         table, page_size = self._rows, self._limits.page_size
@@ -96,13 +96,13 @@ class Chunks:
         return num_shareable > 0 and 2 * num_shareable >= length
 
     def num_pages_missing(self, row: int) -> int:
-        """Number of pages that a row in prefill lacks for its tokens and the first one after them."""
+        """Number of pages that a row in prefill lacks for its tokens and the first token after them."""
         request = self._rows.request(row)
         num_positions = min(len(request.tokens) + 1, request.max_total_tokens - 1)
         return self._limits.num_pages_for(num_positions) - self._pages.num_row_pages(row)
 
     def add(self, row: int, key: PageKey | None, plan: PrefillPlan) -> bool:
-        """Takes pages for the row's next chunk and adds it to the plan. Returns False if there are too few."""
+        """Takes pages for the row's next chunk and adds the chunk to the plan. Returns False if pages are lacking."""
         start = int(self._rows.num_computed[row])
         length = self._chunk_length(row, start, plan)
         deltas = self._pages.grow(row, start + length)
@@ -135,7 +135,8 @@ class Chunks:
         length = min(end - start, self._limits.prefill_chunk_size, plan.budget)
         request = self._rows.request(row)
         if request.num_item_tokens and end - start > min(length, self._limits.max_item_tokens):
-            length = min(length, int(self._rows.num_cacheable[row]) - start)  # all items must be in one step
+            # all items must be in one step
+            length = min(length, int(self._rows.num_cacheable[row]) - start)
         if request.wants_prompt_logprobs:
             stop = (
                 max(start, request.next_prompt_logprob - 1)

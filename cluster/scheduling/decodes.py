@@ -15,16 +15,16 @@ class Decodes:
 
     rows: Int32Array
     num_samples: Int32Array
-    """[num_rows]: number of inputs of each row: its last token and the drafts to verify. A token is sampled after each
-    input."""
+    """[num_rows]: number of inputs of each row: its last token and the drafts to verify. The step samples a token after
+    each input."""
     num_wanted: int = 0
     """Number of new drafts that the draft head makes for each sampled row of the step."""
     deltas: Int32Array | None = None
-    """[n, 3] page deltas that the rows need. None until the rows have got their pages."""
+    """[n, 3] page deltas for the new pages of the rows. None until the rows have got their pages."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of inputs of all rows."""
+        """Total number of inputs of all rows."""
         return int(self.num_samples.sum())
 
     @property
@@ -34,5 +34,5 @@ class Decodes:
 
     @classmethod
     def plain(cls, rows: Int32Array) -> Decodes:
-        """Decodes in which each of `rows` has one input."""
+        """Returns decodes in which each of `rows` has one input."""
         return cls(rows, np.ones(len(rows), np.int32))

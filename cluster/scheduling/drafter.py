@@ -1,13 +1,13 @@
 """Decides how many drafts a step verifies, and in which rows: the number with the highest geometric mean of the rows'
 speeds.
 
-For one row, or for similar rows, that is the most tokens per second. For different rows, it prevents that a few rows
-gain while all others wait for longer steps.
+For one row, or for similar rows, that number gives the most tokens per second. For different rows, it prevents that a
+few rows gain while all other rows wait for longer steps.
 
 A row with n-gram drafts must know its last token, so it waits for the step in flight. Rows with drafts of a draft head
-need not wait, and their steps overlap. Whether drafts are worth the wait and their time follows from the acceptance
-rate (`NgramHistory`, `DraftHistory`) and from measured step times (`StepTimes`). If drafts are not worth it, the next
-step is launched at once, as without speculation. A row without predictions never waits.
+need not wait, and their steps overlap. Acceptance rates (`NgramHistory`, `DraftHistory`) and measured step times
+(`StepTimes`) tell whether drafts are worth their time and the wait. If they are not, the next step is launched at once,
+as without speculation. A row without predictions never waits.
 """
 
 from __future__ import annotations
@@ -28,46 +28,47 @@ from cluster.scheduling.step_results import Launched
 from worker.protocol import FrameKind, Int32Array, RowFlag, StepResult
 
 _FORGET = 0.98
-# Prior for the time of one token, as a share of an empty step, until steps of several sizes were measured. It is small:
-# a step with drafts shows their cost, but steps that are never tried show nothing.
+# Assumed time of one token, as a share of an empty step, until steps of several sizes were measured. It is small,
+# because a step with drafts shows their cost, but steps that are never tried show nothing.
 _TOKEN_SHARE = 0.01
-# Weight of that prior, in squared tokens of difference.
+# Weight of that assumption, in squared tokens of difference.
 _PRIOR_WEIGHT = 4.0
-# A step counts as at most this multiple of its expected time, because a longer one was disturbed.
+# A longer step counts as this multiple of its expected time, because something disturbed it.
 _MOST_TIMES = 3.0
 _EXTRA_WEIGHT = 0.1
 # The measured extra time of steps with drafts decays in steps without drafts, so that drafts are tried again.
 _EXTRA_FORGET = 0.999
-# Drafts must speed rows up by this factor, because they cost the scheduler time and estimates are inexact.
+# Drafts must make rows this much faster (3 %), because they cost the scheduler time and estimates are inexact.
 _LEAST_GAIN = 0.03
-# Largest number of last tokens that are compared, unless the setting asks for more.
+# Maximum number of last tokens that n-grams compare, unless `prompt_lookup_min` is larger.
 _MOST_COMPARED = 4
 # If no drafts are worth verifying, the ranks still make drafts in one of this many steps. A draft takes some percent of
 # a step.
 _ASK_EVERY = 32
-# Number of steps without verified drafts after which the ranks skip the draft head, and the first and the largest
-# number of steps for which they skip it. One step with drafts pays for the head's time, 3 % of a step, in this many
-# steps without.
+# The ranks skip the draft head after `_MOST_VAIN` steps without verified drafts: for `_FIRST_REST` steps at first, for
+# up to `_LONGEST_REST` later. The head takes 3 % of a step, and one step with drafts makes up for `_WORTH` steps
+# without.
 _MOST_VAIN = 2 * _ASK_EVERY
 _WORTH = 8
 _FIRST_REST = 512
 _LONGEST_REST = 8192
-# Prompt tokens that one step adds to the n-gram index: 0.5 ms.
+# Prompt tokens that one step adds to a row's n-gram index, which takes 0.5 ms.
 _MAX_AT_ONCE = 1024
 
 
 class StepTimes:
-    """Estimates the seconds of a decode step: a line over its number of tokens, fitted to recent steps, plus the extra
-    time of steps with drafts, which includes the wait for the step before."""
+    """Estimates the seconds of a decode step: a line over its number of tokens, fitted to recent steps. Steps with
+    drafts take an extra time, which includes the wait for the step before."""
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
         self._extra = 0.0
         self._num_drafted = 0  # number of steps with drafts
-        self._slope: float | None = None  # the last slope, because steps of equal size say nothing about it
+        # last slope, because steps of equal size say nothing about it
+        self._slope: float | None = None
 
     def took(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
-        """Records a step that has ended."""
+        """Records the duration of a step that has ended, and its number of tokens."""
         if self._weight:
             expected = float(self.of(num_tokens, has_drafts=has_drafts))
             seconds = min(seconds, _MOST_TIMES * expected)
@@ -87,7 +88,7 @@ class StepTimes:
         self._slope = self._fitted()
 
     def of(self, num_tokens: npt.ArrayLike, *, has_drafts: bool) -> npt.NDArray[np.float64]:
-        """Estimated seconds of a step with `tokens` tokens. Before the first measurement, in units of an empty step."""
+        """Estimated seconds of a step with `num_tokens` tokens. Before any measurement, an empty step counts as 1."""
         sizes = np.asarray(num_tokens, np.float64)
         if not self._seconds:
             return 1 + _TOKEN_SHARE * sizes
@@ -126,17 +127,17 @@ class Drafter:
         self.times = StepTimes()
         self._asks = limits.speculation.is_by_ranks
         self._num_chosen = limits.speculation.num_drafts  # largest number of drafts of a row in the last choice
-        self._num_unasked = 0  # steps since the ranks were last asked for drafts
-        # Steps without drafts, less those that steps with drafts made up for, since the head was last skipped
+        self._num_unasked = 0  # steps since the ranks last made drafts
+        # Steps without drafts since the head was last skipped, less `_WORTH` for each step with drafts.
         self._num_vain = 0
-        self._rest = _FIRST_REST  # steps for which the head is skipped now, or the next time
+        self._rest = _FIRST_REST  # number of steps for which the head is skipped now, or the next time
         self._resting_rows = 0  # number of rows when the head began to be skipped
 
     def learn(self, launched: Launched, result: StepResult, rows: Int32Array, now: float) -> None:
         """Records how long a retired step took and which of its drafts were right.
 
         Args:
-            rows: live rows that got tokens, one entry per token.
+            rows: live rows of the step's tokens, one entry per token.
             now: time when the step retired.
         """
         table, began = self._rows, launched.launched_s
@@ -152,7 +153,7 @@ class Drafter:
             self.bring(launched.sampled[is_going], result.drafts[is_going])
         at = at[table.live[launched.sampled[at]]]
         of = launched.sampled[at]
-        # A stop may have cut off some right drafts.
+        # An accepted draft behind a stop was dropped with its token, so it does not count.
         self._counts.num_drafted += int((launched.num_samples[at] - 1).sum())
         self._counts.num_accepted += int(np.minimum(result.num_tokens[at] - 1, num_kept[of]).sum())
 
@@ -171,7 +172,7 @@ class Drafter:
             table.predicted[row] = history.chances is not None
 
     def bring(self, rows: Int32Array, drafts: Int32Array) -> None:
-        """Stores the ranks' `drafts` [len(rows), most] for the live `rows`. -1 means no draft."""
+        """Stores the ranks' `drafts` for the live `rows`: [len(rows), num_drafts] token ids, -1 for no draft."""
         table, self._num_unasked = self._rows, 0
         for row, of_row, count in zip(rows.tolist(), drafts.tolist(), (drafts >= 0).sum(axis=1).tolist(), strict=True):
             history = table.request(row).history
@@ -181,7 +182,7 @@ class Drafter:
 
     def _num_wanted(self) -> int:
         """Number of drafts that the ranks should make for each row in the next step: one more than the last choice
-        verified, to see whether it would be worth it, and sometimes all."""
+        verified, to see whether that would be worth it. If it verified none, all drafts, every `_ASK_EVERY` steps."""
         most = self._limits.speculation.num_drafts
         if not self._asks or self.rests or (not self._num_chosen and self._num_unasked < _ASK_EVERY):
             return 0
@@ -189,11 +190,10 @@ class Drafter:
 
     @property
     def rests(self) -> bool:
-        """Whether decode steps skip the ranks' draft head, because its drafts have long been worth verifying too
-        rarely.
+        """Whether decode steps skip the ranks' draft head, because its drafts were too rarely worth verifying.
 
-        Steps with prompts always run the head, so rows that begin later lack nothing. Rows that decoded meanwhile may
-        get worse drafts.
+        Steps with prompts always run the head, so rows that begin later lack nothing. Rows that decode while it is
+        skipped may get worse drafts.
         """
         return self._asks and self._num_vain >= _MOST_VAIN
 
@@ -216,13 +216,13 @@ class Drafter:
         return kind
 
     def choose(self, rows: Int32Array, budget: int) -> Decodes | None:
-        """Chooses the drafts that the ready `rows` verify, for a step of at most `budget` tokens. None if it is worth
+        """Chooses the drafts that the ready `rows` verify, for a step of at most `budget` tokens. None: it is worth
         waiting for the step in flight first."""
         num_samples = self._num_samples(rows, budget)
         return None if num_samples is None else Decodes(rows, num_samples, self._num_wanted())
 
     def _num_samples(self, rows: Int32Array, budget: int) -> Int32Array | None:
-        """[len(rows)]: number of inputs of each row. None as in `choose`."""
+        """[len(rows)]: number of inputs of each row. None: it is worth waiting for the step in flight first."""
         table = self._rows
         num_samples = np.ones(len(rows), np.int32)
         at = np.flatnonzero(table.predicted[rows] | self.has_drafts_on_device(rows))
@@ -248,8 +248,8 @@ class Drafter:
         return None if waits.any() else num_samples
 
     def has_drafts_on_device(self, rows: Int32Array) -> npt.NDArray[np.bool_]:
-        """[len(rows)]: whether the ranks hold drafts after the step in flight, which the coordinator does not know
-        yet."""
+        """[len(rows)]: whether the ranks make drafts for the row in a step in flight, which the coordinator does not
+        know yet."""
         table = self._rows
         is_ahead: npt.NDArray[np.bool_] = (
             table.drafts_on_device[rows] & (table.in_flight[rows] > 0) & (table.num_drafts[rows] > 0)
@@ -257,11 +257,10 @@ class Drafter:
         return is_ahead
 
     def add_tokens(self, decodes: Decodes, builder: FrameBuilder) -> Int32Array:
-        """Adds the inputs of rows with drafts that the coordinator knows, row after row: the last token, then the
-        drafts.
+        """Adds the inputs of rows with drafts that the coordinator knows: for each row its last token, then its drafts.
 
         Returns:
-            Flags [num_rows], HAS_TOKENS for these rows.
+            [num_rows]: flags of all decoding rows, with HAS_TOKENS for the rows with added inputs.
         """
         known = (decodes.num_samples > 1) & ~self.has_drafts_on_device(decodes.rows)
         if known.any():
@@ -269,16 +268,17 @@ class Drafter:
         return known * np.int32(RowFlag.HAS_TOKENS)
 
     def add(self, decodes: Decodes, sampled: Int32Array, capacity: Int32Array, builder: FrameBuilder) -> None:
-        """Adds to the frame how many inputs of each sampled row are sampled, and how many drafts the ranks make for it.
+        """Adds how many inputs of each sampled row are sampled, and how many drafts the ranks make for it, to the
+        frame.
 
         Args:
-            sampled: the rows of `decodes`, followed by rows whose prompts end.
+            sampled: the rows of `decodes`, followed by the rows whose prompts end.
             capacity: [num_sampled]: number of tokens that fit in each row's pages.
         """
         table, rows, num_samples = self._rows, decodes.rows, decodes.num_samples
         table.num_drafts[sampled] = 0
         if decodes.num_wanted and len(sampled):
-            # No more drafts than may be verified, and no more than there are pages for.
+            # The ranks make no more drafts than may be verified, and no more than fit in the row's pages.
             ends = table.num_computed[sampled] + table.num_unverified[sampled]
             room = np.minimum(table.max_total[sampled] - ends - 2, capacity - ends + 1)
             wanted = np.clip(room, 0, decodes.num_wanted)
@@ -286,7 +286,7 @@ class Drafter:
             table.num_drafts[sampled] = wanted
         if decodes.has_drafts:
             builder.add(num_samples=np.concatenate((num_samples, np.ones(len(sampled) - len(rows), np.int32))))
-            # Either the ranks know where such a row continues, or it waits for its result.
+            # Either the ranks know where such a row continues, or the row waits for its result.
             table.ready[rows[(num_samples > 1) & ~table.drafts_on_device[rows]]] = False
 
     def _tokens(self, rows: Int32Array, num_samples: Int32Array) -> Int32Array:
@@ -299,10 +299,10 @@ class Drafter:
         return np.array(ids, np.int32)
 
     def _chances(self, rows: Int32Array, most: int) -> npt.NDArray[np.float64]:
-        """[len(rows), most]: probability that each draft and all drafts before it are right; 0 beyond a row's length.
+        """[len(rows), most]: probability that a draft and all drafts before it are right; 0 beyond a row's drafts.
 
         With n-gram drafts, the step in flight already samples the first predicted token, so these are the probabilities
-        of the drafts after that token.
+        of the drafts after it.
         """
         table = self._rows
         histories = [table.request(row).history for row in rows.tolist()]

@@ -1,18 +1,17 @@
 """The queue of waiting requests, and its order. It knows neither pages nor rows, and no time.
 
 1. A lower `Terms.level` goes first: an operator granted it.
-2. Clients of one level take turns by tokens (start-time fair queueing): next is the client that has been served least.
+2. Clients of one level take turns by tokens (start-time fair queueing): the client that has been served least is next.
 Prompts count when they are admitted, answers when they end. A client that is new, or returns after it had nothing
-waiting, starts level with the clients served now: idling saves no credit, and leaving clears no debt. The caller names
-clients that come last, such as those that hold their share of rows already.
+waiting, starts level with the clients served now. So idling saves no credit, and leaving clears no debt. The caller
+names clients that come last, such as those that hold their share of rows already.
 3. The requests of one client go by their own priority, lowest first. At one priority, preempted requests go first, the
-latest one before the others; then first come, first served.
-4. Every sixteenth turn goes to the request that has waited longest, of any level, priority and client. Only clients
-that come last are skipped. So under any load, each request of the other clients is admitted after at most sixteen times
-as many others as waited before it.
+latest one before the others. New requests are first come, first served.
+4. Every sixteenth turn goes to the request that has waited longest, of any level, priority and client, except clients
+that come last. So if n requests waited before a request of another client, at most 16 n are admitted before it.
 
-The service of clients counts only while something waits at their level. Every operation costs O(log n), plus O(1) for
-each client that comes last.
+The service of a client counts only while something waits at its level. Operations cost O(log n). In addition, `first`
+passes over each client that comes last, and in every sixteenth turn over each of its requests.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ _MAX_IDLE_LEVELS = 64
 
 
 def _place(request: Request) -> tuple[int, int]:
-    """Sort key of a request among those of its client."""
+    """Sort key of a request among the waiting requests of its client."""
     return request.terms.priority, request.place
 
 
 class FairQueue:
-    """The waiting requests. `first` names the next one, which is then popped, or set aside so that others can be
-    tried."""
+    """The waiting requests. `first` returns the next request, which the caller then pops, or sets aside to try the one
+    after it."""
 
     def __init__(self) -> None:
         self._by_arrival: OrderedDict[int, Request] = OrderedDict()
@@ -47,7 +46,7 @@ class FairQueue:
         self._num_pushed = 0
         self._num_tokens = 0
         self.clients: Counter[str] = Counter()
-        """Number of waiting requests of each client that has any."""
+        """Number of waiting requests of each client. Clients with nothing waiting have no entry."""
 
     def __len__(self) -> int:
         """Number of waiting requests, including those set aside."""
@@ -84,7 +83,7 @@ class FairQueue:
         self._forget(request, level)
 
     def first(self, comes_last: Callable[[str], bool] = lambda _: False, *, is_oldest: bool = False) -> Request | None:
-        """The next request. None if nothing waits that is not set aside.
+        """The next request. None if all waiting requests are set aside.
 
         Args:
             comes_last: whether a client's turn comes after those of the other clients of its level.
@@ -111,7 +110,7 @@ class FairQueue:
         self._forget(request, level)
 
     def set_aside(self, request: Request) -> None:
-        """Sets aside the request that `first` has just returned, as if it had had its turn, until `put_back`."""
+        """Sets aside the request that `first` has just returned, until `put_back`. Its client's turn counts as used."""
         self._levels[request.terms.level].take(request)
         self._num_turns += 1
         self._aside.append(request)
@@ -124,13 +123,13 @@ class FairQueue:
             self._num_turns -= 1
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Counts tokens of an admitted request's answer as service of its client."""
+        """Counts tokens of an admitted request's answer as service of its client, if something waits at its level."""
         level = self._levels.get(request.terms.level)
         if level is not None and level.num_requests:
             level.charge(request.terms.client, num_tokens)
 
     def check_integrity(self) -> set[int]:
-        """Ids of all requests. Raises AssertionError unless all orders hold the same requests."""
+        """Ids of all requests. Raises AssertionError if the orders contain different requests, or counts are wrong."""
         assert not self._aside, "a request was set aside and not put back"
         assert self._order == sorted(self._levels), "the order of the levels is wrong"
         ids: list[int] = []
@@ -181,11 +180,11 @@ class _Client:
 
     def __init__(self, busy_period: int) -> None:
         self.busy_period = busy_period
-        """The client's name."""
+        """The level's busy period in which `served` was counted. In a later period, `served` starts again from 0."""
         self.served = 0
-        """Tokens served, as if the client had been there from the beginning and had been served like the others."""
+        """Tokens served. A client that begins to wait gets at least the number of the client served least."""
         self.began = 0
-        """`Request.place` of the request with which the client began to wait. Its sign does not count."""
+        """Absolute value of `Request.place` of the request with which the client began to wait."""
         self.waiting: list[Request] = []
         """Sorted by `_place`."""
         self.entry: _Entry | None = None
@@ -193,7 +192,7 @@ class _Client:
 
 
 class _Level:
-    """The waiting requests of one level. When none waits, the level forgets what its clients were served."""
+    """The waiting requests of one level. Once none waits, the level no longer counts what its clients were served."""
 
     def __init__(self) -> None:
         self.num_requests = 0
@@ -206,7 +205,7 @@ class _Level:
         self._busy_period = 0
 
     def begin_anew(self) -> None:
-        """Nothing waits, so the service so far no longer counts."""
+        """Begins a new busy period, because nothing waits: the service so far no longer counts."""
         for _, _, name in self._heap:
             if (client := self._clients.get(name)) is not None:
                 client.entry = None
@@ -230,7 +229,7 @@ class _Level:
         self._offer(request.terms.client, client)
 
     def put_back(self, request: Request) -> None:
-        """Undoes a take."""
+        """Adds a request again that `take` removed, and undoes the cost of its turn."""
         client = self._clients[request.terms.client]
         client.served -= _cost(request)
         bisect.insort(client.waiting, request, key=_place)
@@ -255,7 +254,7 @@ class _Level:
         return None if client is None else client.waiting[0]
 
     def take(self, request: Request) -> None:
-        """Takes a request out, as its client's turn."""
+        """Removes a request and counts its cost as a turn of its client."""
         self.remove(request)
         client = self._clients[request.terms.client]
         client.served += _cost(request)

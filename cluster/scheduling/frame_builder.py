@@ -13,17 +13,17 @@ from worker.protocol import COUNT_DTYPE, PARAMS_DTYPE, FrameKind, Int32Array, St
 from worker.sections import Array
 
 _values = attrgetter(*[name for name in PARAMS_DTYPE.names or () if name != "row"])
-"""The fields of a `SamplingParams` that the ranks get, in the order of the record."""
+"""Reads the fields of a `SamplingParams` that the ranks get, in the order of PARAMS_DTYPE."""
 
 
 class FrameBuilder:
-    """Collects the sections of a frame, part by part."""
+    """Collects the arrays of a frame's sections."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[Array]] = {}
 
     def add(self, **parts: Array) -> None:
-        """Appends to sections, by name."""
+        """Appends an array to each named section."""
         for name, part in parts.items():
             self._parts.setdefault(name, []).append(part)
 
@@ -34,7 +34,7 @@ class FrameBuilder:
                 self.add(page_deltas=part)
 
     def add_masks(self, masks: Sequence[tuple[int, UInt32Array]]) -> None:
-        """Adds masks of rows' next tokens, each with its row. The masks of a row are in the order of its tokens."""
+        """Adds (row, mask) pairs for tokens to be sampled. Masks of one row are in the order of its tokens."""
         if masks:
             self.add(mask_rows=np.array([row for row, _ in masks], np.int32), masks=np.stack([it for _, it in masks]))
 
@@ -72,7 +72,7 @@ def _with_row(records: npt.NDArray[np.void], row: int) -> npt.NDArray[np.void]:
 
 
 def _counts(request: Request, counts_prompt: bool) -> npt.NDArray[np.void]:
-    """COUNT_DTYPE records of a request's tokens."""
+    """COUNT_DTYPE records: how often each token id occurs in the answer, and whether in the prompt."""
     tokens: Int32Array = request.tokens
     if not counts_prompt:
         tokens = tokens[request.num_prompt_tokens :]

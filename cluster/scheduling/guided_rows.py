@@ -1,9 +1,9 @@
-"""Requests with a guide. They wait for masks; other requests never wait for them.
+"""Requests with a guide. They wait for masks; other requests do not wait with them.
 
-Such a request joins the queue only once the mask for its first token exists. Its row is not ready after a launch: at
-`retire` the guide receives the token, and when the mask for the next one exists, the row may decode again. By then the
-guide also knows whether the answer is complete. So a complete guided answer ends with STOP, even if its last token uses
-up its length.
+Such a request joins the queue only once the mask for its first token exists. After each launch its row is not ready.
+When the step retires, the guide receives the token, and once the mask for the next token exists, the row may decode
+again. By then the guide also knows whether the answer is complete. So a complete guided answer ends with STOP, even if
+its last token uses up its length.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from worker.protocol import Int32Array, UInt32Array, mask_words
 
 @dataclass(slots=True, eq=False)
 class GuideNews:
-    """What changed since the last poll, besides rows that became ready."""
+    """Changes since the last poll, apart from rows that became ready."""
 
     admissible: list[Request] = field(default_factory=list)
     """Requests that have their first mask now."""
     ended: list[tuple[Request, FinishReason, RequestError | None]] = field(default_factory=list)
-    """Requests that end here, with the error for those that end with ERROR."""
+    """Requests to end, and why. The error is None unless the reason is ERROR."""
 
 
 class GuidedRows:
-    """Requests with a guide, from `hold` to `forget`. Writes `RowTable.ready` of their rows."""
+    """Requests with a guide, from their arrival to their end. Writes `RowTable.ready` of their rows."""
 
     def __init__(self, limits: SchedulerLimits, rows: RowTable) -> None:
         self._limits = limits
         self._rows = rows
-        self._held: dict[int, Request] = {}  # by request id, because these have no row
-        self._awaiting: dict[int, Request] = {}  # by row: the guide has the last token, and its mask is missing
-        self._masks: dict[int, UInt32Array] = {}  # by row: masks of ready rows
-        self._ahead: dict[int, list[UInt32Array]] = {}  # by row: the masks after its drafts
+        self._held: dict[int, Request] = {}  # request id -> request without a row and a first mask
+        self._awaiting: dict[int, Request] = {}  # row -> request with a token in its guide and no mask for the next one
+        self._masks: dict[int, UInt32Array] = {}  # row -> mask of its next token, for ready rows
+        self._ahead: dict[int, list[UInt32Array]] = {}  # row -> masks of the tokens after its drafts
 
     @property
     def num_held(self) -> int:
-        """Number of requests that wait outside the queue."""
+        """Number of requests that wait for their first mask and are not in the queue yet."""
         return len(self._held)
 
     @property
@@ -60,15 +60,15 @@ class GuidedRows:
         return len(self._awaiting)
 
     def hold(self, request: Request) -> None:
-        """Holds a request without a row until its first mask exists."""
+        """Stores a request without a row until its first mask exists."""
         self._held[request.id] = request
 
     def take_tokens(self, rows: Int32Array, tokens: Int32Array, stopped: npt.NDArray[np.bool_]) -> None:
-        """Gives the guides the tokens of a retired step.
+        """Gives the tokens of a retired step to the guides.
 
         Args:
-            rows: live rows of the tokens.
-            stopped: whether each token ends its row. The guide does not receive such a token.
+            rows: [num_tokens]: live row of each token.
+            stopped: [num_tokens]: whether the token ends its row. The guide does not receive such a token.
         """
         accepting = self._rows.guided[rows] & ~stopped
         for row in dict.fromkeys(rows[accepting].tolist()):
@@ -80,8 +80,8 @@ class GuidedRows:
             self._awaiting[row] = request
 
     def poll(self) -> GuideNews:
-        """Polls guides for missing masks. Rows that get their mask become ready, up to the number of masks per
-        frame."""
+        """Polls guides for missing masks. Rows that get their mask become ready, but no more rows than a frame has
+        masks for."""
         news = GuideNews()
         for request in list(self._held.values()):
             if (mask := self._next_mask(request, len(request.tokens), news)) is not None:
@@ -99,15 +99,15 @@ class GuidedRows:
         return news
 
     def num_foreseen(self, rows: Int32Array) -> Int32Array:
-        """[len(rows)]: number of drafts that each of the guided `rows` may have, given their masks and the frame's
-        limit."""
+        """[len(rows)]: number of drafts that each of the guided `rows` may verify: drafts with a mask that fits in the
+        frame."""
         counts = np.array([len(self._ahead.get(row, ())) for row in rows.tolist()], np.int32)
         room = self._limits.max_num_masks - len(self._masks)
         return np.diff(np.minimum(np.cumsum(counts), room), prepend=0).astype(np.int32)
 
     def add_masks(self, decodes: Decodes, sampled: Int32Array, builder: FrameBuilder) -> None:
-        """Adds the masks of ready rows to the frame, one for each sampled input, in order. The guided rows among
-        `sampled` are then not ready until their next masks exist."""
+        """Adds the masks of all ready guided rows to the frame, one for each sampled input, in order. The guided rows
+        in `sampled` are then not ready until their next masks exist."""
         num_samples = dict(zip(decodes.rows.tolist(), decodes.num_samples.tolist(), strict=True))
         builder.add_masks(
             [
@@ -121,13 +121,13 @@ class GuidedRows:
         self._rows.ready[sampled[self._rows.guided[sampled]]] = False
 
     def requeue(self, request: Request, *, is_lost: bool) -> bool:
-        """Prepares for a request that is about to lose its row.
+        """Prepares for the preemption of a request, which still has its row.
 
         Args:
-            is_lost: whether its mask may have gone with a step that was lost. Its guide still has the mask.
+            is_lost: whether a lost step may have had the request's mask. The guide then has to return the mask again.
 
         Returns:
-            True if the request is held here now. False if its mask exists, so it may be queued.
+            True if the request waits here for its mask. False if it may be queued.
         """
         row = request.row
         mask = self._masks.pop(row, request.mask)
@@ -139,7 +139,7 @@ class GuidedRows:
         return False
 
     def forget(self, request: Request) -> bool:
-        """Removes an ended request, which still has its row if it had one. Returns whether it was held."""
+        """Removes an ended request, which still has its row if it had one. Returns True if it was in `_held`."""
         _guide_of(request).close()
         self._awaiting.pop(request.row, None)
         self._masks.pop(request.row, None)
@@ -147,7 +147,7 @@ class GuidedRows:
         return self._held.pop(request.id, None) is not None
 
     def check_integrity(self) -> set[int]:
-        """Checks that the tables of rows and masks fit together, and raises AssertionError if not. Returns the ids of
+        """Raises AssertionError if masks, rows and waiting requests contradict each other. Returns the ids of the
         requests that wait for their first mask without a row."""
         table = self._rows
         for row, request in self._awaiting.items():
@@ -160,7 +160,7 @@ class GuidedRows:
         return set(self._held)
 
     def _next_mask(self, request: Request, num_tokens: int, news: GuideNews) -> UInt32Array | None:
-        """The mask for the token after `num_tokens`. None if it does not exist yet, or the request ends."""
+        """The mask for the token after `num_tokens` tokens. None if it does not exist yet, or the request ends."""
         guide = _guide_of(request)
         try:
             mask = guide.poll()
@@ -177,13 +177,13 @@ class GuidedRows:
         return None
 
     def _masks_ahead(self, request: Request, num_tokens: int) -> list[UInt32Array]:
-        """The masks after drafts, up to the first one that leaves no token with the request's other parameters."""
+        """The masks after drafts, up to the first one that allows no token with the request's parameters."""
         masks: list[UInt32Array] = []
         try:
             for place, mask in enumerate(_guide_of(request).ahead, start=1):
                 masks.append(self._checked(request, mask, num_tokens + place))
         except GuideError:
-            pass  # this only matters if the draft before it is right
+            pass  # The error matters only if the draft before this mask is right, and then the guide is polled again.
         return masks
 
     def _checked(self, request: Request, mask: UInt32Array, position: int) -> UInt32Array:

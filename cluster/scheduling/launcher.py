@@ -20,7 +20,7 @@ _SAMPLE = int(RowFlag.SAMPLE)
 
 
 class Launcher:
-    """Builds frames. `drafter` is None without speculation."""
+    """Builds frames. Without speculation, `drafter` is None."""
 
     def __init__(
         self, rows: RowTable, pages: RowPages, queue: PrefillQueue, guided: GuidedRows, drafter: Drafter | None
@@ -51,11 +51,11 @@ class Launcher:
         is_timed = self._drafter is not None and not prefills.rows
         kind = self._drafter.launch(decodes) if self._drafter is not None and is_timed else FrameKind.STEP
         frame = builder.build(generation, step, kind)
-        # Window pages that only this step still reads are free for the next one.
+        # Ranks run steps in order, so the next step may use the window pages that this step is the last to read.
         self._pages.advance_windows(frame.rows, table.num_computed[frame.rows])
         table.in_flight[frame.rows] += 1
         table.ready[sampled[table.may_end(sampled)]] = False
-        # For rows with drafts, the frame has upper bounds of their positions, and the snapshot has the lower bounds.
+        # For unverified drafts, the frame has upper bounds of rows' positions, and the snapshot has lower bounds.
         min_starts = frame.starts.copy()
         min_starts[: len(starts)] = starts
         launched = Launched(
@@ -72,7 +72,7 @@ class Launcher:
         return frame, launched
 
     def _add_decodes(self, decodes: Decodes, builder: FrameBuilder) -> None:
-        """Adds the decoding rows to the frame, and advances them."""
+        """Adds the decoding rows to the frame, and counts their inputs as computed or unverified."""
         table, rows = self._rows, decodes.rows
         if not len(rows):
             return

@@ -1,9 +1,9 @@
 """Requests from arrival to end: admission or refusal, deadlines, ends, and the return of rows.
 
-A row is returned when its request ends or is preempted; a preempted request waits again. A request that finds the queue
-full, or can never run, is refused at once. Others wait in the queue, or for a first mask before they may queue. An
-ended request leaves whatever it waits in, and its one `Finished` waits here for the next output. A row and its pages
-are free again once no step in flight names the row.
+A request that finds the queue full, or can never run, is refused at once. Other requests wait in the queue, or for a
+first mask before they may queue. A request returns its row when it ends or is preempted; a preempted request waits
+again. When a request ends, its `Finished` waits here for the next output. A row and its pages are free again once no
+step in flight names the row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LifeCycle:
     """Requests that wait or run.
 
     Args:
-        make_guide: creates a guide for a request that needs one. Its RequestError refuses the request.
+        make_guide: creates a guide for a request that needs one. If it raises RequestError, the request is refused.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class LifeCycle:
         return bool(self._pending)
 
     def take_pending(self) -> list[Finished]:
-        """Returns each `Finished` that has not been sent yet."""
+        """Returns every `Finished` that has not been sent yet, and counts them as sent."""
         pending, self._pending = self._pending, []
         return pending
 
     def add(self, requests: Sequence[GenerateRequest], now: float) -> list[Finished]:
-        """Queues the requests of one submission, or refuses all of them if the queue is full. Requests that can never
-        run are refused one by one.
+        """Queues the requests of one submission, or refuses all of them if the queue is full. A request that can never
+        run is refused alone.
 
         Returns:
-            The refusals.
+            A `Finished` for each refused request.
 
         Raises:
             EngineError: an id is in use.
@@ -97,9 +97,9 @@ class LifeCycle:
     def _reason_full(self, requests: Sequence[GenerateRequest]) -> str | None:
         """The reason why a submission may not wait, or None if it may.
 
-        If nothing waits, any submission may, because otherwise it never could. The server limits the size of an HTTP
-        request. One client cannot fill the queue for the others: a client with less than its share may add the same
-        number again.
+        If nothing waits, any submission may wait, because a large one never could otherwise. The server limits the size
+        of an HTTP request. One client cannot fill the queue for other clients: a client below its share may add to a
+        full queue, up to twice the limits.
         """
         num_waiting, num_waiting_tokens, limits = self.num_waiting, self.num_waiting_tokens, self._limits
         if not num_waiting:
@@ -117,8 +117,8 @@ class LifeCycle:
         return f"the queue is full: {full}; try again later"
 
     def _is_below_its_share(self, client: str, num_more: int) -> bool:
-        """Whether a client, if there are others, has at most its share of the queue (including `num_more` requests) and
-        of the waiting tokens. Iterates over all requests."""
+        """Whether there are other clients, and this one has at most its share of the queue (including `num_more`
+        requests) and of the waiting tokens. Iterates over all requests."""
         waiting = [request for request in self.live.values() if not request.row]
         own = [len(request.tokens) for request in waiting if request.terms.client == client]
         num_clients = len({client, *(request.terms.client for request in waiting)})
@@ -131,7 +131,7 @@ class LifeCycle:
         try:
             entry = Request.create(request, self._limits, now)
             if (reason := entry.reason_never_fits(self._limits)) is not None:
-                # The ingress checks the same, so the engine is at fault if the request came this far.
+                # The replica checks the same before, so the engine is at fault if such a request arrives here.
                 return _refused(request.id, reason, "engine_error")
             entry.guide = self._make_guide(request)
         except RequestError as error:
@@ -167,7 +167,7 @@ class LifeCycle:
         error: str | None = None,
         error_code: str | None = None,
     ) -> None:
-        """Ends a request that waits or runs. Its row is free now, or as soon as no step in flight names it."""
+        """Ends a request that waits or runs. Its row is free at once, or as soon as no step in flight names the row."""
         self._pending.append(
             Finished(
                 id=request.id,
@@ -188,11 +188,11 @@ class LifeCycle:
         self._leave_row(row)
 
     def requeue(self, row: int, now: float, *, is_lost: bool = False) -> None:
-        """Preempts the request of a row. It waits with the tokens that were sent, computes them again, and samples on
-        from the same position. Results of steps in flight for it are dropped.
+        """Preempts the request of a row. The request waits with the tokens that were sent, computes them again, and
+        continues to sample after them. Results of steps in flight for the row are dropped.
 
         Args:
-            is_lost: as in `GuidedRows.requeue`.
+            is_lost: whether a lost step may have had the request's mask, which its guide must then return again.
         """
         table, request = self._rows, self._rows.request(row)
         request.tokens = table.tokens[row, : table.num_known[row]].copy()
@@ -207,7 +207,7 @@ class LifeCycle:
             self._queue.push(request)
 
     def _leave_row(self, row: int) -> None:
-        """Separates a request from its row, which is free now, or as soon as no step in flight names it."""
+        """Separates a request from its row. The row is free at once, or as soon as no step in flight names it."""
         self._rows.end(row)
         self._queue.forget_row(row)
         if self._rows.in_flight[row]:
@@ -216,9 +216,9 @@ class LifeCycle:
             self.release(row)
 
     def release(self, row: int) -> None:
-        """Frees a row and its pages. Pages that the row has computed stay in the prefix cache if possible."""
+        """Frees a row and its pages. The computed pages with known tokens stay in the prefix cache if it is enabled."""
         table = self._rows
-        # The KV of a dropped token may exist, but the coordinator does not know the token.
+        # A step may have computed the KV of a dropped token, but the coordinator does not know that token's id.
         num_tokens = min(int(table.num_computed[row]), int(table.num_known[row]), int(table.num_cacheable[row]))
         self._pages.publish(row, table.tokens[row], num_tokens)
         self._pages.release(row, forget=not table.num_cacheable[row])
@@ -226,8 +226,8 @@ class LifeCycle:
         self._queue.forget_row(row)
 
     def release_drained(self, named: Int32Array) -> None:
-        """Frees rows among `named`, those of a retired step, if their request has ended and no other step in flight
-        names them."""
+        """Frees the rows among `named`, the rows of a retired step, that are not live and that no other step in flight
+        names."""
         if not self.num_draining:
             return
         table = self._rows
@@ -237,7 +237,7 @@ class LifeCycle:
             self.release(row)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the draining rows are counted right, and a step in flight names each of them."""
+        """Raises AssertionError if draining rows are miscounted, or one of them is named by no step in flight."""
         table = self._rows
         draining = [row for row, request in enumerate(table.requests) if request is not None and not table.live[row]]
         assert len(draining) == self.num_draining, "draining rows are miscounted"
@@ -245,7 +245,7 @@ class LifeCycle:
 
 
 def _refused(request_id: int, error: str, error_code: str, retry_after_s: float | None = None) -> Finished:
-    """The `Finished` of a request that was not accepted."""
+    """Returns the `Finished` of a request that was not accepted."""
     return Finished(
         id=request_id, reason=FinishReason.ERROR, error=error, error_code=error_code, retry_after_s=retry_after_s
     )

@@ -12,21 +12,21 @@ from configs.schema import NO_SPECULATION, EngineConfig, SpeculationConfig, reso
 from worker.protocol import MAX_ITEMS, MAX_PROMPT_LOGPROBS, MAX_ROW_BIASES, MAX_ROW_REQUESTED, StepFrame, mask_words
 
 MAX_PREFIX_DELTAS = 4096
-"""Number of page deltas in a frame from which on no further prefix is taken from the cache. Bounds a frame's size."""
+"""Number of page deltas in a frame at which prompts stop taking pages from the cache. Bounds a frame's size."""
 
 _MASKS_BYTES = 4 << 20
 """Maximum bytes of masks that one frame contains for decoding rows."""
 _ADJUSTMENT_BYTES = 1 << 20
-"""Maximum bytes of adjustments that one frame contains for newly admitted rows, unless one request needs more."""
+"""Bytes that one frame's adjustments for newly admitted rows may take. A single request may exceed it."""
 
 
 _MAX_MASKED_TOKENS = 2048
-"""Maximum number of inputs of a row with scored items. Its mask has a byte for each pair of inputs."""
+"""Maximum number of inputs of a row with scored items, because the item mask has a byte for each pair of inputs."""
 
 
 def max_item_tokens(config: EngineConfig, model: ModelConfig) -> int:
-    """The most inputs that a row may have in the step with its scored items, for this resolved `config`. 0 if neither
-    backend supports masks, or if the model has local-attention chunks, because a chunk may begin inside an item.
+    """Maximum number of inputs of a row in the step with its scored items, for a resolved `config`. 0: the model cannot
+    score items, because no backend supports masks, or local-attention chunks may begin inside an item.
 
     Otherwise the smallest of: _MAX_MASKED_TOKENS; one chunk of a prompt; half of the tokens that decodes leave in a
     step, because short prompts may take the other half first; the model's smallest window, because the item mask does
@@ -58,7 +58,7 @@ class SchedulerLimits:
     prefill_chunk_size: int
     max_model_len: int
     vocab_size: int
-    """Token ids are below it, and masks have a bit for each."""
+    """Token ids are below `vocab_size`, and a mask has one bit for each id."""
     max_num_queued_requests: int
     max_num_queued_tokens: int
     steps_in_flight: int
@@ -67,13 +67,13 @@ class SchedulerLimits:
     max_prompt_logprobs: int = MAX_PROMPT_LOGPROBS
     """Maximum number of prompt log probabilities that one step computes."""
     max_item_tokens: int = 0
-    """Maximum number of inputs of a row in the step with its scored items, items included. 0 if no row has items."""
+    """Maximum number of inputs of a row in the step with its scored items, including them. 0: items are refused."""
     speculation: SpeculationConfig = NO_SPECULATION
-    """How drafts are made, and the maximum number for one row."""
+    """How drafts are made, and how many at most for one row."""
     num_window_pages: int | None = None
     """Number of usable pages of the window pool, with ids from 1. None without a window pool."""
     window: int = 1
-    """Number of tokens that a query of the window pool's layers sees, including its own."""
+    """Number of tokens that a query sees in the layers of the window pool, including the query's own token."""
 
     def __post_init__(self) -> None:
         if self.num_window_pages is not None and self.num_window_pages < self.max_window_pages_per_row:
@@ -86,7 +86,7 @@ class SchedulerLimits:
 
     @property
     def max_row_tokens(self) -> int:
-        """Maximum tokens of a row in one step. It has the same number of inputs: its last token, and drafts."""
+        """Maximum number of tokens that a row samples in one step, and of its inputs: the last token, and drafts."""
         return 1 + self.speculation.num_drafts
 
     def num_pages_for(self, num_tokens: int) -> int:
@@ -95,20 +95,20 @@ class SchedulerLimits:
 
     @property
     def max_pages_per_row(self) -> int:
-        """Width of a row's page table. The last token of a full context is never an input, so it needs no slot."""
+        """Width of a row's page table. The last token of a full context is never an input, so no page stores its KV."""
         return self.num_pages_for(self.max_model_len - 1)
 
     @property
     def max_window_pages_per_row(self) -> int:
-        """Maximum number of window pages of one row: for its window, and for the tokens that a step adds."""
+        """Maximum number of window pages of one row: those of its window, and those of the tokens that a step adds."""
         # The next step is planned before the accepted drafts are known, and the window advances as if none were
-        # accepted. Drafts made by the ranks come after those of the step, and need slots too.
+        # accepted. Drafts that the ranks make come after the step's own drafts, and need slots too.
         longest = max(self.prefill_chunk_size, (2 + self.speculation.is_by_ranks) * self.max_row_tokens)
         return min(self.num_pages_for(self.window - 1 + longest) + 1, self.num_pages, self.max_pages_per_row)
 
     @property
     def max_num_running(self) -> int:
-        """Maximum number of running requests, since each must have room for its decode in every step."""
+        """Maximum number of running requests. Every step must be able to decode all of them, one token each."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property

@@ -1,7 +1,7 @@
 """Drafts from n-grams: the tokens that followed the request's last tokens when they occurred before.
 
-Each prediction is compared with the token that comes, whether a step verified it or not. So the acceptance rate is
-known before the first draft is paid for, and a request that does not repeat itself has no drafts.
+Each predicted token is compared with the token that comes, whether a step verified the prediction or not. So the
+acceptance rate is known before the first draft is paid for, and a request that does not repeat itself has no drafts.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 
 from worker.protocol import Int32Array
 
-# Largest number of earlier occurrences that are compared, latest first.
+# Maximum number of earlier occurrences that are compared, latest first.
 _MAX_TRIED = 8
 # Weight of a new observation in a rate.
 _WEIGHT = 0.2
 _FIRST_RATES = (0.4, 0.8)
-# Bound of a rate, because at 1 the drafter would never have a reason to draft less.
+# Maximum acceptance rate, because at 1 the drafter would never have a reason to draft less.
 _MOST = 0.98
 
 
 def learned(rate: float, is_right: bool) -> float:
-    """The acceptance rate after one more observation."""
+    """The acceptance rate `rate` after one more draft, which was right or wrong."""
     return min(rate + _WEIGHT * (is_right - rate), _MOST)
 
 
@@ -30,8 +30,8 @@ class NgramHistory:
     """One request's tokens, with an index of its n-grams.
 
     Args:
-        least: smallest number of last tokens that must have occurred before.
-        most: largest number of last tokens that are compared. Of several occurrences, the longest match is used.
+        least: minimum number of last tokens that must have occurred before.
+        most: maximum number of last tokens that are compared. The earlier occurrence with the longest match is used.
     """
 
     __slots__ = ("_before", "_ends", "_is_going", "_least", "_most", "_rates", "_source", "_tokens")
@@ -39,27 +39,27 @@ class NgramHistory:
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
         self._tokens = array("i")
-        self._ends: dict[bytes, int] = {}  # by n-gram of `least` tokens: position of its last occurrence
-        self._before = array("i")  # by position: the previous position with the same n-gram; -1 if there is none
-        self._source = -1  # position of the token that is predicted next
-        self._is_going = False  # whether the token before it came as predicted
-        # Acceptance rates: after a new match, and after a right prediction.
+        self._ends: dict[bytes, int] = {}  # n-gram of `least` tokens -> position where it last ended
+        self._before = array("i")  # for each position: the previous end of the same n-gram; -1 if there is none
+        self._source = -1  # position of the token that is predicted next; -1 without a prediction
+        self._is_going = False  # whether the last token came as predicted
+        # Acceptance rates: of the first token after a new match, and of a token after a right prediction.
         self._rates = list(_FIRST_RATES)
 
     num_drafts = sys.maxsize
-    """Number of tokens that are predicted at a time."""
+    """Number of tokens that can be predicted at a time: no limit."""
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     @property
     def chances(self) -> tuple[float, float] | None:
-        """Two probabilities: that the next token is as predicted, and that each further one is, if those before it
-        were. None if nothing is predicted."""
+        """Two probabilities: that the next token is as predicted, and that each later one is, if the tokens before it
+        were. None without a prediction."""
         return None if self._source < 0 else (self._rates[self._is_going], self._rates[True])
 
     def take(self, tokens: Int32Array, *, is_whole: bool) -> None:
-        """Appends `tokens`.
+        """Appends `tokens`, the request's next ones.
 
         Args:
             is_whole: whether these are all tokens known so far. If False, nothing is predicted yet.
@@ -80,8 +80,8 @@ class NgramHistory:
             self._source, self._is_going = self._find() + 1 or -1, False
 
     def drafts(self, count: int) -> Sequence[int]:
-        """The `count` predicted tokens. If the source reaches the end of the sequence, it continues with the predicted
-        tokens."""
+        """The next `count` predicted tokens. If the predicting part reaches the end of the sequence, the predicted
+        tokens themselves continue it."""
         known, source = self._tokens, self._source
         period = len(known) - source
         return [known[source + index % period] for index in range(count)]
@@ -93,7 +93,7 @@ class NgramHistory:
         self._is_going = is_right
 
     def _find(self) -> int:
-        """The earlier position that the sequence's end matches best. -1 if no match is long enough."""
+        """The earlier position that best matches the end of the sequence. -1 if no match is long enough."""
         known, before, most = self._tokens, self._before, self._most
         end = len(known) - 1
         longest, found, place = 0, -1, before[end] if before else -1

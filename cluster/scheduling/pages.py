@@ -2,13 +2,13 @@
 
 A page is free, then private to a row, then in the prefix cache, then free again. It may enter the cache as soon as the
 step that computes it is launched: ranks run frames in order on one stream, so a later frame reads what an earlier one
-wrote. If a step fails, the generation ends, and the cache drops at least the pages which that step was to compute. The
-caller publishes pages after the frame is built, so no row reads a page that the same frame writes. For the same reason,
-a window page is free as soon as the step that last reads it is launched.
+wrote. If a step fails, the generation ends, and the cache drops at least the pages that the step was to compute. The
+caller publishes pages after the frame is built, so no row reads a page that the same frame writes. A window page is
+free as soon as the step that last reads it is launched, because later frames run later.
 
-If two rows compute the same prefix at once, the first one puts its pages into the cache. The second one uses its
-private copies until it ends (its table stays valid), then frees them. Ownership is stored per page, so a copy is never
-mistaken for the cached page.
+If two rows compute the same prefix at once, the first row puts its pages into the cache. The second row uses its
+private copies until it ends (its table stays valid), then frees them. Each page has its own owner entry, so a private
+copy is never mistaken for the cached page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from worker.protocol import Int32Array
 
 FREE = 0
 CACHED = -1
-"""Owner of the pages in the prefix cache. Other owners are rows, from 1."""
+"""Owner of the pages in the prefix cache. An owner from 1 is the row that uses the page privately."""
 _NO_PAGES = np.empty(0, np.int32)
 _NO_DELTAS = np.empty((0, 3), np.int32)
 _NO_CHANGES = np.empty((0, 2), np.int32)
@@ -50,7 +50,7 @@ class PageAllocator:
         """[num_pages + 1]: FREE, CACHED or a row, by page id. Only this class writes it. Page 0 has no owner."""
 
     def allocate(self, owners: Int32Array | int, count: int) -> Int32Array:
-        """Takes `count` pages for one owner, or for `owners[i]` each. Raises EngineError if fewer are free."""
+        """Takes `count` free pages for one owner, or for `owners[i]` each. Raises EngineError if fewer are free."""
         if count > self.num_free:
             raise EngineError(f"asked for {count} pages, {self.num_free} are free; please report this bug")
         self.num_free -= count
@@ -59,7 +59,7 @@ class PageAllocator:
         return pages
 
     def transfer(self, pages: Int32Array, owners: Int32Array | int) -> None:
-        """Gives owned pages to another owner, or to `owners[i]` each."""
+        """Gives pages that are not free to the owners `owners[i]`, or to the one owner given."""
         self._check_owned(pages)
         self.owners[pages] = owners
 
@@ -71,7 +71,7 @@ class PageAllocator:
         self.num_free += len(pages)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the stack and the owners agree."""
+        """Raises AssertionError unless exactly the pages without an owner are on the stack of free pages."""
         free = np.sort(self._stack[: self.num_free])
         expected = np.flatnonzero(self.owners[1:] == FREE) + 1
         assert np.array_equal(free, expected), "free stack and page owners disagree"
@@ -84,21 +84,20 @@ class PageAllocator:
 
 
 class WindowPages:
-    """The window pages: which pages have one in the pool of the layers with a sliding window.
+    """The window pages, and which pages have one in the window pool.
 
-    Page ids, page tables and the prefix cache are independent of it. A page is *resident* while it has a window page.
-    It must be resident while it is in the window of a row, that is, while a token that the row has yet to compute sees
-    it.
+    Page ids, page tables and the prefix cache do not depend on window pages. A page must have a window page while the
+    page is in the window of a row, that is, while a token that the row has yet to compute sees it.
 
-    A page outside all windows loses its window page: at once if no other row can ever find the page, else when window
-    pages run short, in the order in which the pages left the last window. A cached prefix whose last window is not
-    resident is computed again, into private pages of the row. When such a copy leaves the row's window, its window page
-    goes to the cached page, so that other rows find the prefix again.
+    A page outside all windows loses its window page. It does so at once if no other row can ever find the page.
+    Otherwise it does so when window pages run short, in the order in which the pages left the last window. If the last
+    window of a cached prefix has lost window pages, a row computes that prefix again, into private pages. When such a
+    copy leaves the row's window, its window page goes to the cached page, so that other rows find the prefix again.
 
     Args:
-        limits: with a window.
-        table: [num_rows, max_pages]: pages of every row.
-        owners: [num_pages + 1]: FREE, CACHED or a row, by page.
+        limits: limits with a window pool.
+        table: [num_rows, max_pages]: page ids of every row.
+        owners: [num_pages + 1]: owner of each page: FREE, CACHED or a row.
     """
 
     def __init__(self, limits: SchedulerLimits, table: Int32Array, owners: Int32Array) -> None:
@@ -106,25 +105,25 @@ class WindowPages:
         self._page_size = limits.page_size
         self._window = limits.window
         self.most_row_pages = limits.max_window_pages_per_row
-        """Largest number of window pages that a row uses at any time."""
+        """Maximum number of window pages that a row uses at any time."""
         self._table = table
         self._owners = owners
         self._first = np.zeros(len(table), np.int32)  # index of the first page in each row's window
-        self._allocator = PageAllocator(limits.num_window_pages)  # its owners are page ids
-        self._window_page_of = np.zeros(len(owners), np.int32)  # by page; 0 if not resident
+        self._allocator = PageAllocator(limits.num_window_pages)  # the owner of a window page is the page that has it
+        self._window_page_of = np.zeros(len(owners), np.int32)  # window page of each page; 0 if it has none
         self._num_users = np.zeros(len(owners), np.int32)
-        self._originals = np.zeros(len(owners), np.int32)  # the cached page with the same tokens as a row's copy
-        # Resident pages outside all windows, in the order in which they left
+        self._originals = np.zeros(len(owners), np.int32)  # the cached page with the same tokens as each private copy
+        # Pages with a window page outside all windows, in the order in which they left the last one.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._placed: list[Int32Array] = []
 
     @property
     def num_available(self) -> int:
-        """Window pages that are free or can be taken from pages outside all windows."""
+        """Number of window pages that are free or can be taken from pages outside all windows."""
         return self._allocator.num_free + len(self._idle)
 
     def place(self, pages: Int32Array) -> None:
-        """Gives each of a row's new pages a window page. `num_available` must be at least their number."""
+        """Gives each of a row's new pages a window page. At least `len(pages)` window pages must be available."""
         short = len(pages) - self._allocator.num_free
         if short > 0:
             self._vacate(np.array([self._idle.popitem(last=False)[0] for _ in range(short)], np.int32))
@@ -134,9 +133,9 @@ class WindowPages:
         self._placed.append(pages)
 
     def num_usable(self, num_computed_pages: int, found: Int32Array) -> int:
-        """Number of the cached pages `found` after which a row can continue, because its window is resident there.
+        """Number of the cached pages `found` that a row can use: the window after them must have all window pages.
 
-        The row has computed its own pages and no more, and those in its window are resident.
+        The row has computed exactly its own pages, and those in its window have window pages.
         """
         index = num_computed_pages + np.arange(len(found), dtype=np.int32)
         last_missing = np.maximum.accumulate(np.where(self._window_page_of[found] == 0, index, -1))
@@ -144,8 +143,8 @@ class WindowPages:
         return int(usable[-1]) + 1 if len(usable) else 0
 
     def adopt(self, row: int, num_own: int, num_pages: int) -> None:
-        """Adopts usable cached pages after `num_own` of the row's own, `num_pages` in total. The row continues after
-        them."""
+        """Adds the row's cached pages, from `num_own` to `num_pages` in its table, to its window. The row continues
+        after them."""
         first, pages = int(self._first_seen(num_pages * self._page_size)), self._table[row]
         self._leave(pages[self._first[row] : min(first, num_own)])
         entered = pages[max(first, num_own) : num_pages]
@@ -155,7 +154,7 @@ class WindowPages:
         self._first[row] = first
 
     def advance(self, rows: Int32Array, num_computed: Int32Array) -> None:
-        """Advances the windows of distinct `rows`: the next token of each has at least position `num_computed`."""
+        """Moves the windows of distinct `rows` forward. The next token of each is at `num_computed` or later."""
         first = self._first_seen(num_computed)
         counts = first - self._first[rows]
         moved = counts > 0
@@ -167,12 +166,12 @@ class WindowPages:
         self._leave(self._table[np.repeat(rows, counts), index])
 
     def pair(self, copies: Int32Array, originals: Int32Array) -> None:
-        """Records that a row's private pages `copies` hold the same tokens as the cached pages `originals`. The row
-        keeps the originals locked while it has the copies."""
+        """Records that a row's private pages `copies` hold the same tokens as the cached pages `originals`. The
+        originals stay locked while the row has the copies."""
         self._originals[copies[: len(originals)]] = originals
 
     def release(self, row: int, num_pages: int) -> None:
-        """The row returns its `num_pages` pages."""
+        """Removes all of the row's `num_pages` pages from its window, because the row ends."""
         self._leave(self._table[row, self._first[row] : num_pages])
         self._first[row] = 0
 
@@ -184,7 +183,7 @@ class WindowPages:
         self._vacate(pages)
 
     def take_changes(self) -> Int32Array:
-        """[n, 2] of (page, window page) for pages that became resident since the last call, each page once."""
+        """Returns [n, 2] of (page, window page) for pages that got a window page since the last call, each once."""
         if not self._placed:
             return _NO_CHANGES
         pages = np.unique(np.concatenate(self._placed))
@@ -193,10 +192,10 @@ class WindowPages:
         return np.stack((pages, self._window_page_of[pages]), axis=1)
 
     def check_integrity(self, num_pages: Int32Array) -> None:
-        """Raises AssertionError unless every window page has one page, and windows, users and idle pages agree.
+        """Raises AssertionError if window pages, windows, users and idle pages contradict each other.
 
         Args:
-            num_pages: [num_rows]: pages of each row.
+            num_pages: [num_rows]: number of pages of each row.
         """
         self._allocator.check_integrity()
         resident = np.flatnonzero(self._window_page_of)
@@ -218,7 +217,7 @@ class WindowPages:
         return np.maximum(position - (self._window - 1), 0) // self._page_size
 
     def _leave(self, pages: Int32Array) -> None:
-        """Removes `pages` from one window each."""
+        """Removes each of `pages` from one window. A page may occur several times."""
         np.subtract.at(self._num_users, pages, 1)
         pages = np.unique(pages[self._num_users[pages] == 0])
         is_cached = self._owners[pages] == CACHED
@@ -229,7 +228,7 @@ class WindowPages:
         self._vacate(pages[self._window_page_of[pages] > 0])
 
     def _transfer_window_pages(self, copies: Int32Array) -> None:
-        """Gives the window pages of copies outside all windows to their originals that have none."""
+        """Gives window pages of copies outside all windows to their originals that have none."""
         originals, first = np.unique(self._originals[copies], return_index=True)
         lacks_window_page = (originals > 0) & (self._window_page_of[originals] == 0)
         originals, copies = originals[lacks_window_page], copies[first[lacks_window_page]]
@@ -245,14 +244,14 @@ class WindowPages:
 
 
 class Prefix(NamedTuple):
-    """A path in the prefix cache: the node at its end, and the pages that are new to the row."""
+    """A path in the prefix cache: the node at its end, and the pages that the row does not have yet."""
 
     end: Node
     pages: Int32Array
 
 
 class RowPages:
-    """Gives pages to rows and takes them back. Page deltas are [n, 3] int32 of (row, index in the table, page id)."""
+    """Gives pages to rows and takes them back. Page deltas are [n, 3] int32: row, index in its table, page id."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.begin(limits)
@@ -268,7 +267,7 @@ class RowPages:
         self._num_pages = np.zeros(num_rows, np.int32)
         self._weights_version = 0
         self._num_published = np.zeros(num_rows, np.int32)  # number of the row's leading pages that are in the cache
-        self._nodes = [self.cache.root] * num_rows  # the locked node at the end of those pages
+        self._nodes = [self.cache.root] * num_rows  # locked node at the end of those pages
         self._window: WindowPages | None = None
         if limits.num_window_pages is not None:
             self._window = WindowPages(limits, self._table, self.allocator.owners)
@@ -284,8 +283,8 @@ class RowPages:
         return np.flatnonzero(self.allocator.owners == CACHED).astype(np.int32)
 
     def has_room(self, num_missing: Sequence[int], num_more: int = 0) -> bool:
-        """Whether rows with prompts that lack `num_missing` pages each can get them, in addition to `num_more` pages
-        for others."""
+        """Whether the pools have pages for several rows that lack `num_missing` pages each, and `num_more` pages for
+        other rows."""
         if sum(num_missing) + num_more > self.num_available:
             return False
         if (window := self._window) is None:
@@ -296,12 +295,12 @@ class RowPages:
         return int(self._num_pages[row])
 
     def capacity(self, rows: Int32Array) -> Int32Array:
-        """[len(rows)]: number of tokens for which each row has pages."""
+        """[len(rows)]: number of tokens that fit in each row's pages."""
         return self._num_pages[rows] * np.int32(self._page_size)
 
     def grow_rows(self, rows: Int32Array, num_tokens: Int32Array) -> Int32Array | None:
-        """Gives each of `rows` pages for `num_tokens` tokens in total. Returns the deltas, or None if there are too few
-        pages; then nothing has changed."""
+        """Gives each of `rows` pages for `num_tokens` tokens in total, and returns the page deltas. If too few pages
+        are available, changes nothing and returns None."""
         have = self._num_pages[rows]
         needy = num_tokens > have * self._page_size
         rows, have = rows[needy], have[needy]
@@ -322,12 +321,12 @@ class RowPages:
         return np.stack((rows, have, pages), axis=1, dtype=np.int32)
 
     def grow(self, row: int, num_tokens: int) -> Int32Array | None:
-        """Like `grow_rows`, for one row."""
+        """Calls `grow_rows` for one row."""
         return self.grow_rows(np.array((row,), np.int32), np.array((num_tokens,), np.int32))
 
     def open(self, row: int, salt: bytes) -> None:
-        """Starts a row without pages. It shares pages only with rows of the same salt and weights version. `release`
-        ends it."""
+        """Starts a row without pages, until `release`. The row shares pages only with rows of the same salt and weights
+        version."""
         self._nodes[row] = self.cache.lock_root(
             b"%d:%b" % (self._weights_version, salt) if self._weights_version else salt
         )
@@ -340,7 +339,7 @@ class RowPages:
     def find_prefix(self, row: int, tokens: Int32Array) -> Prefix:
         """Finds cached pages that continue the row's own pages with whole pages of `tokens`. Changes nothing.
 
-        `tokens` follow the row's computed tokens. Nothing is found unless all of the row's pages are in the cache.
+        `tokens` follow the row's computed tokens. Nothing is found if one of the row's pages is not in the cache.
         """
         if not self._caching or self._num_published[row] != self._num_pages[row]:
             return self.no_prefix(row)
@@ -352,11 +351,11 @@ class RowPages:
         return Prefix(end, pages)
 
     def no_prefix(self, row: int) -> Prefix:
-        """The end of the row's own pages in the cache, without further pages."""
+        """The prefix that ends with the row's own pages in the cache, without pages after them."""
         return Prefix(self._nodes[row], _NO_PAGES)
 
     def adopt_prefix(self, row: int, prefix: Prefix) -> Int32Array:
-        """Appends the pages that `find_prefix` has just found to the row, and locks them. Returns the deltas."""
+        """Appends the pages that `find_prefix` has just found to the row, and locks them. Returns the page deltas."""
         if not len(prefix.pages):
             return _NO_DELTAS
         self.cache.lock(prefix.end)
@@ -375,10 +374,10 @@ class RowPages:
         return deltas
 
     def next_page_key(self, row: int, prefix: Prefix, tokens: Int32Array) -> tuple[Node, bytes] | None:
-        """A key that two rows share if everything up to the end of `prefix` and the next page of `tokens` is equal.
-        None if no page after `prefix` could be shared.
+        """A key that two rows share if all tokens up to the end of `prefix` and the page of `tokens` after it are
+        equal. None if no page after `prefix` could be shared.
 
-        `tokens` are those that are not computed once `prefix` is adopted.
+        `tokens` are those to compute once `prefix` is adopted.
         """
         num_pages = int(self._num_pages[row])
         if not self._caching or len(tokens) < self._page_size or self._num_published[row] != num_pages:
@@ -386,8 +385,8 @@ class RowPages:
         return prefix.end, tokens[: self._page_size].tobytes()
 
     def publish(self, row: int, tokens: Int32Array, num_tokens: int) -> None:
-        """Puts the whole pages of the row's first `num_tokens` tokens into the cache. All of these tokens are
-        computed."""
+        """Puts the whole pages of the row's first `num_tokens` tokens into the cache. The step that computes them must
+        be built."""
         first, last = int(self._num_published[row]), num_tokens // self._page_size
         if not self._caching or last <= first:
             return
@@ -400,21 +399,21 @@ class RowPages:
         self._num_published[row] = last
 
     def advance_windows(self, rows: Int32Array, num_computed: Int32Array) -> None:
-        """Advances the windows of distinct `rows`, whose next tokens have at least position `num_computed`. Call this
-        when the step before is built."""
+        """Moves the windows of distinct `rows` forward, once the step before is built. The next token of each row has
+        at least position `num_computed`."""
         if self._window is not None:
             self._window.advance(rows, num_computed)
 
     def add_window_changes(self, builder: FrameBuilder) -> None:
-        """Adds the changes of window pages that ranks do not know yet: [n, 2] of (page, window page)."""
+        """Adds the window pages that the ranks do not know yet to the frame, as [n, 2] of (page, window page)."""
         if self._window is not None and len(changes := self._window.take_changes()):
             builder.add(window_pages=changes)
 
     def release(self, row: int, *, forget: bool = False) -> None:
-        """Takes all pages from the row: private ones become free, and cached ones can be evicted.
+        """Takes all pages from the row. Private pages become free, and cached pages can be evicted.
 
         Args:
-            forget: evict them now, except pages that other rows use or continue.
+            forget: evict the cached pages now, except pages that other rows use or continue.
         """
         if self._window is not None:
             self._window.release(row, int(self._num_pages[row]))
@@ -428,12 +427,12 @@ class RowPages:
         self._num_published[row] = 0
 
     def pages_from(self, row: int, num_tokens: int) -> Int32Array:
-        """The row's pages for tokens after its first `num_tokens`."""
+        """Copies the ids of the row's pages from the one with token `num_tokens` on."""
         return self._table[row, num_tokens // self._page_size : self._num_pages[row]].copy()
 
     def lose(self, runs: Sequence[Int32Array]) -> None:
-        """Frees the pages of all `runs`, which the ranks may not have computed, and cached pages that continue them. No
-        row may hold pages.
+        """Frees the pages of all `runs`, which the ranks may not have computed, and the cached pages after them. No row
+        may have pages.
 
         With a window pool, all pages are freed: a window page may hold what was computed for another page with the same
         tokens.
@@ -448,7 +447,7 @@ class RowPages:
         self._free(self.cache.evict(self.cache.num_evictable_pages))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every page has exactly one owner and every row holds what its table says."""
+        """Raises AssertionError unless every page has one owner, and every row has the pages that its table lists."""
         self.allocator.check_integrity()
         locked: list[Node] = [node for node in self._nodes if node is not self.cache.root]
         cached = self.cache.check_integrity(locked)
@@ -471,7 +470,7 @@ class RowPages:
             )
 
     def _make_room(self, count: int) -> bool:
-        """Evicts pages until `count` are free. Returns False, without evicting, if that is impossible."""
+        """Evicts pages until `count` are free. If that is impossible, evicts nothing and returns False."""
         if count > self.num_available or (self._window is not None and count > self._window.num_available):
             return False
         short = count - self.allocator.num_free
@@ -480,7 +479,7 @@ class RowPages:
         return True
 
     def _free(self, pages: Int32Array) -> None:
-        """Frees pages that the cache has returned."""
+        """Frees pages that were removed from the cache."""
         if self._window is not None:
             self._window.forget(pages)
         self.allocator.free(pages)

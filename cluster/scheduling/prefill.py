@@ -1,14 +1,14 @@
 """Plans the next prefills: chunks of the prompts of admitted requests, and the waiting requests to admit.
 
-Decodes come first and are planned elsewhere. Then come prefills in progress, then the queue in its order (`FairQueue`),
-with two exceptions, so that one huge prompt does not delay all others:
+The scheduler plans decodes first. Then come prefills in progress, then the queue in its order (`FairQueue`). There are
+two exceptions, so that one huge prompt does not delay all other requests:
 - While a prefill is in progress, requests may go first if their whole prompts fit into half of what decodes leave.
-- If the head of the queue lacks pages, the next few requests may overtake it, up to `MAX_OVERTAKEN` times. Then they
-  wait for it. A preempted request is never overtaken.
+- If the head of the queue lacks pages, the next few requests may overtake it, up to `MAX_OVERTAKEN` times. After that
+  they wait until the head is admitted. A preempted request is never overtaken.
 
 Clients share prefills too. While a client's prompt is in progress, another client's shorter prompt may begin with half
 of what decodes leave, even if it does not fit as a whole. Clients with prompts in progress then share each step evenly.
-Among waiting requests, those of clients that hold their share of rows and pages come last (`Shares`).
+Among waiting requests, the requests of clients that hold their share of rows and pages come last (`Shares`).
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _CHUNK = int(RowFlag.HAS_TOKENS)
 _LAST_CHUNK = int(RowFlag.HAS_TOKENS | RowFlag.SAMPLE)
 
 MAX_OVERTAKEN = 16
-# Number of requests after a head that cannot be admitted that are tried in one step.
+# Number of requests behind one that cannot be admitted that a step tries to admit instead.
 _LOOKAHEAD = 4
-# A client with more than half of the rows does not take the last free one if another was active within this time.
+# A client with more than half of the rows leaves the last one free for this long after others were active.
 _LAST_ROW_S = 10.0
 
 
 class _Outcome(Enum):
-    """The outcome of trying to admit a request."""
+    """What happened when the scheduler tried to admit a request."""
 
     ADMITTED = auto()
     LACKS_PAGES = auto()
     WAITS = auto()
-    """Waits for the next step, because another row computes the same part in this one, or because the frame is full."""
+    """The request waits one step, because another row computes the same part now, or this step is full."""
 
 
 class PrefillQueue:
-    """Waiting requests, and rows in prefill, from their admission to the end of their prompts. Writes
+    """Waiting requests, and the rows in prefill: from a request's admission to the end of its prompt. Writes
     `RowTable.num_computed` of these rows."""
 
     def __init__(self, limits: SchedulerLimits, rows: RowTable, pages: RowPages) -> None:
@@ -59,27 +59,27 @@ class PrefillQueue:
         self._rows = rows
         self._pages = pages
         self.chunks = Chunks(limits, rows, pages)
-        """Adds the chunks of rows in prefill to plans."""
+        """Plans the chunks of rows in prefill."""
         self.waiting = FairQueue()
         self.admits_new = True
         """Whether requests may be admitted for the first time."""
         self.rate = RecentRate()
-        """Rate of waiting tokens that were admitted lately."""
+        """Tokens per second of the requests that were admitted lately."""
         self.prefilling: list[int] = []
         """Rows in prefill, in order of admission."""
         self.total_prompt_tokens = 0
-        """Number of tokens of admitted requests."""
-        # Whether the last attempt to admit requests failed for lack of pages, and none were freed since. Another
+        """Number of tokens of all requests when they were admitted. A preempted request counts again."""
+        # Whether the last attempt to admit requests failed for lack of pages, and no pages were freed since. Another
         # attempt would match prompts against the prefix cache in vain.
         self._is_blocked = False
         self._shared_s = -_LAST_ROW_S
-        """Time when requests of more than one client last waited or ran."""
+        """Last time when `is_shared` was True in a plan."""
         self.lacks_pages: Request | None = None
-        """The first request that found too few pages when `plan` last admitted requests. None if all found enough."""
+        """First request that found too few pages when `plan` last admitted requests. None if all found enough."""
 
     @property
     def has_rows(self) -> bool:
-        """Whether a row is free for one more request. Pages are not checked."""
+        """Whether one more request may run. Pages are not checked."""
         return self._rows.num_taken < self._limits.max_num_running
 
     @property
@@ -90,7 +90,7 @@ class PrefillQueue:
 
     @property
     def is_kept_waiting(self) -> bool:
-        """Whether a client may be waiting for rows or pages of another."""
+        """Whether a client may wait for rows or pages that another client holds."""
         return (self.lacks_pages is not None or not self.has_rows) and self.is_shared
 
     def shares(self) -> Shares:
@@ -103,11 +103,11 @@ class PrefillQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the next step may have prompts."""
+        """Whether the next step may contain prompt chunks."""
         return bool(self.prefilling) or (bool(self.waiting) and not self._is_blocked and self.has_rows)
 
     def push(self, request: Request) -> None:
-        """Adds a new or a preempted request to the waiting ones."""
+        """Adds a new or a preempted request to the queue."""
         if request.num_preemptions:
             request.num_overtaken = MAX_OVERTAKEN
         self.waiting.push(request)
@@ -119,13 +119,13 @@ class PrefillQueue:
         self._is_blocked = False
 
     def forget_row(self, row: int) -> None:
-        """Handles that a request's row and pages are free, because it ended or was preempted, in prefill or not."""
+        """Removes a row from the prefills, because its request ended or was preempted. Its pages may be free now."""
         self._is_blocked = False
         if row in self.prefilling:
             self.prefilling.remove(row)
 
     def plan(self, budget: int, now: float) -> PrefillPlan:
-        """Plans chunks of at most `budget` tokens in total, with their pages, and admits requests."""
+        """Plans chunks of at most `budget` tokens in total, takes their pages, and admits requests."""
         plan = PrefillPlan(budget, now)
         if is_shared := self.is_shared:
             self._shared_s = now
@@ -144,8 +144,8 @@ class PrefillQueue:
         return plan
 
     def _in_turns(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Rows in prefill in the order in which they get chunks. Each comes with the number of clients that still share
-        the step's tokens. One row of each client comes first, by fewest tokens left, then the other rows."""
+        """Orders the rows in prefill for their chunks: first one row of each client, by fewest tokens left, then the
+        other rows. Each row comes with the number of clients that share the step's remaining tokens."""
         table = self._rows
         first: dict[str, int] = {}
         for row in rows:
@@ -160,7 +160,7 @@ class PrefillQueue:
         return int(self._rows.num_prefill[row] - self._rows.num_computed[row])
 
     def commit(self, plan: PrefillPlan, frame: FrameBuilder) -> Int32Array:
-        """Adds the plan to the frame, publishes its whole pages, and returns the rows that end their prefill."""
+        """Adds the plan to the frame, publishes its whole pages, and returns the rows whose prefill ends."""
         if not plan.rows:
             return np.empty(0, np.int32)
         table = self._rows
@@ -176,12 +176,12 @@ class PrefillQueue:
                 flags.append(_LAST_CHUNK)
             else:
                 flags.append(_CHUNK)
-            # A prompt with log probabilities reads no cache, so pages that are cached already would be stored twice.
+            # A prompt with log probabilities does not read the cache, which may have its pages already.
             if not table.request(row).wants_prompt_logprobs:
                 self._pages.publish(row, table.tokens[row], min(end, int(table.num_cacheable[row])))
         self.prefilling = [row for row in self.prefilling if row not in ending]
         if ending or self._limits.num_window_pages is not None:
-            # The head of the queue may need their pages, or window pages that any chunk is about to leave.
+            # The head of the queue may need the published pages, or window pages that any chunk is about to leave.
             self._is_blocked = False
         frame.add(
             rows=np.array(plan.rows, np.int32),
@@ -205,7 +205,7 @@ class PrefillQueue:
             frame.add(prompt_runs=np.array(runs, PROMPT_LOGPROBS_DTYPE), prompt_targets=np.concatenate(targets))
 
     def check_integrity(self, running_ids: set[int]) -> set[int]:
-        """Returns the ids of the waiting requests. Raises AssertionError unless queue, prefills and row table agree."""
+        """Returns the ids of the waiting requests. Raises AssertionError if queue, prefills and rows do not match."""
         table = self._rows
         prefilling = np.flatnonzero(table.live & (table.num_computed < table.num_prefill))
         assert sorted(self.prefilling) == prefilling.tolist(), "the list of prefills is wrong"
@@ -216,19 +216,19 @@ class PrefillQueue:
     # Admission
 
     def _admit(self, plan: PrefillPlan, shares: Shares | None, early_budget: int | None = None) -> None:
-        """Admits waiting requests in turn. Requests that cannot be admitted now retain their position.
+        """Admits waiting requests in turn. Requests that cannot be admitted now keep their position in the queue.
 
         Args:
             shares: the shares of the clients. None if there is only one client.
-            early_budget: number of tokens for requests that are admitted ahead of the prompts in progress, in total.
-                Such a request must fit as a whole, unless another client's prompt in progress has more tokens left.
-                None if prompts in progress have had their chunks.
+            early_budget: total number of tokens for requests that are admitted ahead of the prompts in progress. Such a
+                request must fit as a whole, unless another client's prompt in progress has more tokens left. None: the
+                prompts in progress already have their chunks.
         """
         waiting = self.waiting
         if self._is_blocked or not waiting:
             return
         budget = plan.budget if early_budget is None else early_budget
-        num_left: dict[str, int] = {}  # by client: tokens left of its prompt in progress
+        num_left: dict[str, int] = {}  # client -> tokens left of its prompt in progress
         if shares is not None and early_budget is not None:
             num_left = {self._rows.request(row).terms.client: self._num_left(row) for row in self.prefilling}
 
@@ -274,18 +274,18 @@ class PrefillQueue:
         waiting.put_back()
 
     def _may_admit(self, plan: PrefillPlan) -> bool:
-        """Whether one more request may be admitted. Pages are not checked."""
+        """Whether a row is free and the frame has space for another prefix. Pages are not checked."""
         return self.has_rows and plan.num_prefix_deltas < MAX_PREFIX_DELTAS
 
     def _leaves_last_row(self, client: str, now: float) -> bool:
-        """Whether a client leaves the last free row to others. It does if it has more than half of the rows and another
-        client was active lately, so that the other client's next request needs no preemption."""
+        """Whether a client leaves the last free row to other clients. It does if it has more than half of the rows and
+        another client was active lately, so that the other client's next request needs no preemption."""
         table, most = self._rows, self._limits.max_num_running
         is_last = table.num_taken + 1 == most and 2 * table.clients[client] > most
         return is_last and now - self._shared_s < _LAST_ROW_S
 
     def _try_admit(self, request: Request, plan: PrefillPlan) -> _Outcome:
-        """Gives a request a row and its first chunk, or changes nothing."""
+        """Gives a request a row and its first chunk, or changes nothing if that is impossible."""
         limits, pages, num_running = self._limits, self._pages, self._rows.num_taken
         if plan.num_adjustment_bytes + request.num_adjustment_bytes > limits.max_adjustment_bytes:
             return _Outcome.WAITS
@@ -301,8 +301,8 @@ class PrefillQueue:
             self._give_back(row)
             return _Outcome.WAITS
         self.chunks.adopt_prefix(row, prefix, plan)
-        # Counts the pages that rows in prefill still need, and a page for each running request's next tokens. A request
-        # alone always fits: `Request.reason_never_fits`.
+        # The sum counts the pages that rows in prefill still need, and one page for each running request's next tokens.
+        # A request alone always fits: `Request.reason_never_fits`.
         missing = [self.chunks.num_pages_missing(each) for each in (row, *self.prefilling)]
         if num_running > 0 and not pages.has_room(missing, num_running):
             self.chunks.total_prefix_hit_tokens -= request.num_cached_tokens

@@ -14,14 +14,14 @@ PageKey = tuple[Node, bytes]
 
 
 class PromptRun(NamedTuple):
-    """A run of prompt tokens with log probabilities that a step computes."""
+    """A run of prompt tokens in one row. The step computes their log probabilities."""
 
     row: int
     first: int
-    """Position of the first token. The step has the token before it as an input."""
+    """Position of the first token. The token before it is an input of the step."""
     num: int
     k: int
-    """Number of likeliest tokens that are wanted too."""
+    """Number of likeliest tokens that get a log probability too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +29,7 @@ class PrefillPlan:
     """The prefill chunks of one step. Their pages are already taken, so a plan with rows must be launched."""
 
     budget: int
-    """Number of tokens left."""
+    """Number of tokens that may still be added."""
     now: float
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -38,13 +38,13 @@ class PrefillPlan:
     """Page deltas, each [n, 3]."""
     admitted: list[Request] = field(default_factory=list)
     num_adjustment_bytes: int = 0
-    """Bytes of masks and adjustments that the `admitted` rows start with."""
+    """Bytes of the masks and adjustments of the requests in `admitted`."""
     num_prefix_deltas: int = 0
     """Number of page deltas for pages from the prefix cache."""
     prompt_runs: list[PromptRun] = field(default_factory=list)
     num_prompt_logprobs: int = 0
     """Number of prompt tokens in `prompt_runs`."""
     num_items: int = 0
-    """Number of scored items of the rows that end their prefill."""
+    """Number of scored items of the rows whose prompts end in this step."""
     computing: dict[PageKey, int] = field(default_factory=dict)
-    """Index into `rows` of the chunk that begins at this end of a cached prefix with this page."""
+    """Index into `rows` of the first chunk that continues this cached prefix with this page."""

@@ -1,12 +1,12 @@
 """Finds the whole pages that hold the KV of a token prefix: a radix tree with locks and LRU eviction.
 
-It knows page ids and tokens, not rows; `RowPages` decides which row pays for a page. An edge of the tree is a run of
-whole pages, so a node's key is a multiple of the page size, and siblings differ in their first page.
+The cache knows page ids and tokens, not rows; `RowPages` knows which rows use a page. An edge of the tree is a run of
+whole pages, so the tokens of a node fill whole pages, and siblings differ in their first page.
 
 A lock counts on every node up to the root. So an unlocked node only has unlocked nodes below it, and all pages outside
-the locked paths can be evicted, leaf by leaf. Each salt has a separate tree, below a node without pages: two salts
-share nothing. Such a node is removed with its last lock and its last page, so that salts take no more memory than pages
-and running requests.
+the locked paths can be evicted, leaf by leaf. Each salt has a separate tree below a node without pages, so that two
+salts share nothing. Such a node is removed with its last lock and its last page, so that salts take no more memory than
+pages and running requests.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Node:
     def __init__(self, parent: Node | None, tokens: Int32Array, pages: Int32Array, salt: bytes = b"") -> None:
         self.parent = parent
         self.tokens = tokens
-        """[num_pages * page_size]"""
+        """[num_pages * page_size]: token ids."""
         self.pages = pages
-        """[num_pages]"""
+        """[num_pages]: page ids."""
         self.children: dict[bytes, Node] = {}
-        """Children, by the bytes of their first page's tokens."""
+        """Child nodes. A key is the bytes of the tokens in the child's first page."""
         self.salt = salt
         """The salt, if this is the top of a salt's tree (a node without pages). Empty for all other nodes."""
         self.num_locks = 0
@@ -41,7 +41,7 @@ class Node:
 
 
 class PrefixCache:
-    """A radix tree over pages of `page_size` tokens. Deterministic: it measures time by counting its own operations."""
+    """A radix tree over pages of `page_size` tokens. Deterministic: its clock counts its own operations."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -57,7 +57,7 @@ class PrefixCache:
         self._heap_serial = 0
 
     def lock_root(self, salt: bytes) -> Node:
-        """The empty prefix of a salt, locked."""
+        """Locks and returns the node of a salt's empty prefix."""
         if not salt:
             return self.root
         node = self._salted.get(salt)
@@ -68,13 +68,13 @@ class PrefixCache:
 
     @property
     def num_evictable_pages(self) -> int:
-        """Number of pages that `evict` can return now."""
+        """Number of pages that `evict` could remove now."""
         return self.num_pages - self._num_locked_pages
 
     def match(self, node: Node, tokens: Int32Array) -> tuple[Node, Int32Array]:
-        """The longest cached continuation of `node`'s prefix by whole pages of `tokens`: its end node and its pages.
+        """Finds the longest cached continuation of `node`'s prefix by whole pages of `tokens`: its end node and pages.
 
-        If the match ends inside an edge, the edge is split, so that the node stands for exactly the match.
+        If the match ends inside an edge, the edge is split, so that a node ends exactly where the match ends.
         """
         size = self._page_size
         num_left = len(tokens) // size
@@ -96,16 +96,16 @@ class PrefixCache:
 
     def extend(self, node: Node, tokens: Int32Array, pages: Int32Array) -> tuple[Node, int]:
         """Inserts `pages`, which hold `tokens` after `node`'s prefix, and moves the caller's lock to their end. The
-        caller must hold a lock on `node`, unless it is the root.
+        caller must have a lock on `node`, unless `node` is the root.
 
         Returns:
-            The end node, locked for the caller, and the number of leading pages that were in the tree already. Those
-            stay the caller's; the others now belong to the cache.
+            The end node, locked for the caller, and the number of leading pages with tokens that the tree already had.
+            The caller keeps these pages; the pages after them now belong to the cache.
         """
         end, known = self.match(node, tokens)
         num_known = len(known)
         if num_known < len(pages):
-            # Copies, because the row table reuses its buffers.
+            # The arrays are copied, because the row table reuses its buffers.
             new_tokens = tokens[num_known * self._page_size :].copy()
             new_pages = pages[num_known:].copy()
             self.num_pages += len(new_pages)
@@ -122,11 +122,11 @@ class PrefixCache:
         return end, num_known
 
     def lock(self, node: Node) -> None:
-        """Prevents the eviction of `node`'s whole prefix until `unlock`."""
+        """Prevents the eviction of all pages of `node`'s prefix until `unlock`."""
         self._lock_between(node, self.root)
 
     def unlock(self, node: Node) -> None:
-        """Ends one lock of `node`. This counts as a use of its prefix."""
+        """Removes one lock from `node`. This counts as a use of its prefix."""
         self._clock += 1
         leaf = node
         while node is not self.root:
@@ -140,7 +140,7 @@ class PrefixCache:
         self._offer(leaf)
 
     def evict(self, count: int) -> Int32Array:
-        """Removes the `count` least recently used pages and returns them. That many pages must be evictable."""
+        """Removes the `count` least recently used pages and returns them. At least `count` pages must be evictable."""
         assert count <= self.num_evictable_pages, "evicting more pages than are evictable"
         evicted: list[Int32Array] = []
         num_left = count
@@ -148,7 +148,8 @@ class PrefixCache:
             last_use, _, node = heapq.heappop(self._heap)
             node.in_heap = False
             if node.num_locks or node.children or node.parent is None:
-                continue  # It is offered again when its lock or its last child is removed; or it is gone.
+                # Offered again when its lock or its last child is removed; or removed from the tree already.
+                continue
             if last_use < node.last_use:
                 self._offer(node)
                 continue
@@ -167,7 +168,7 @@ class PrefixCache:
         return np.concatenate(evicted) if evicted else _NOTHING
 
     def forget(self, node: Node) -> Int32Array:
-        """Removes the end of `node`'s prefix, as far as nothing locks or continues it, and returns its pages."""
+        """Removes the last nodes of `node`'s prefix until a node is locked or has children. Returns their pages."""
         forgotten: list[Int32Array] = []
         while len(node.pages) and not node.num_locks and not node.children:
             forgotten.append(node.pages)
@@ -176,8 +177,8 @@ class PrefixCache:
         return np.concatenate(forgotten) if forgotten else _NOTHING
 
     def forget_from(self, lost: Int32Array) -> Int32Array:
-        """Removes those of the pages `lost` that are in the tree, and everything that continues them. Nothing may be
-        locked. Returns all removed pages."""
+        """Removes the pages `lost` from the tree, with all pages that continue them, and returns the removed pages.
+        Nothing may be locked. Pages that are not in the tree are ignored."""
         forgotten: list[Int32Array] = []
         stack = [(child, False) for top in (self.root, *self._salted.values()) for child in top.children.values()]
         while stack:
@@ -191,7 +192,7 @@ class PrefixCache:
                 is_cut = True
             stack += [(child, is_cut) for child in node.children.values()]
             if is_cut:
-                node.parent = None  # marks the node as removed for `evict`, which may still find it in the heap
+                node.parent = None  # None marks the node as removed: `evict` may still find it in the heap
                 forgotten.append(node.pages)
         pages = np.concatenate(forgotten) if forgotten else _NOTHING
         self.num_pages -= len(pages)
@@ -207,10 +208,10 @@ class PrefixCache:
         return np.concatenate(runs[::-1]) if runs else _NOTHING
 
     def check_integrity(self, locked: list[Node]) -> Int32Array:
-        """All pages of the tree, ascending. Raises AssertionError unless counts, locks and keys agree.
+        """Returns all pages of the tree, ascending. Raises AssertionError if counts, locks or keys are wrong.
 
         Args:
-            locked: the node of every lock that is held.
+            locked: the locked nodes, one entry per lock.
         """
         expected_locks: dict[int, int] = {}
         for held in locked:
@@ -257,7 +258,7 @@ class PrefixCache:
         return num // self._page_size
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Splits `node` after `num_pages` and returns the new upper part. Locks stay with `node`, the lower part."""
+        """Splits `node` after `num_pages` and returns the new upper node. `node` becomes the lower part."""
         assert node.parent is not None, "the root is never split"
         cut = num_pages * self._page_size
         upper = Node(node.parent, node.tokens[:cut], node.pages[:num_pages])
@@ -289,8 +290,7 @@ class PrefixCache:
         return parent
 
     def _offer(self, node: Node) -> None:
-        """Pushes `node` to the heap if it can be evicted now. Removes the top of a salt's tree at once if it is
-        empty."""
+        """Pushes `node` to the heap if it can be evicted now. Removes the empty top of a salt's tree at once."""
         if node is self.root or node.num_locks or node.children or node.in_heap:
             return
         if node.salt:

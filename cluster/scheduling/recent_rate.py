@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 _RATE_WINDOW_S = 10.0
-# A shorter span is too short for a rate.
+# Time that the counts must span at least. A shorter time gives no usable rate.
 _MIN_SPAN_S = 0.5
 
 
 class RecentRate:
-    """Units a second over the last one to two windows."""
+    """Units per second, averaged over the last one to two windows of `_RATE_WINDOW_S`."""
 
     def __init__(self) -> None:
         self._began: float | None = None  # start of the current window
         self._num = 0
-        self._before_began = 0.0  # start of the window before it
+        self._before_began = 0.0  # start of the previous window
         self._num_before = 0
 
     def add(self, num: int, now: float) -> None:
-        """Counts `num` units at the time `now`, which never goes back."""
+        """Counts `num` units at the time `now`, in seconds. `now` never decreases from call to call."""
         if self._began is None or now - self._began >= 2 * _RATE_WINDOW_S:
             # After a whole window without units, older counts do not predict the next ones.
             self._began = self._before_began = now
@@ -28,7 +28,7 @@ class RecentRate:
         self._num += num
 
     def per_second(self, now: float) -> float | None:
-        """The rate at `now`. None if the span is too short."""
+        """The rate at the time `now`. None if the counts span less than `_MIN_SPAN_S`."""
         span = now - self._before_began
         if self._began is None or span < _MIN_SPAN_S:
             return None

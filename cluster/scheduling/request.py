@@ -29,23 +29,23 @@ from worker.protocol import (
 
 
 class Guide(Protocol):
-    """Makes one request's answer follow a grammar: it receives tokens and returns masks. Used by one thread. No method
-    blocks.
+    """Makes one request's answer follow a grammar: it receives the sampled tokens and returns masks. One thread calls
+    all methods, and no method blocks.
 
-    Implementations compute masks on their own threads, and wake the coordinator when one is done (`Coordinator.wake`).
-    The scheduler polls before each step, and continues with other requests meanwhile.
+    Implementations compute masks on their own threads, and wake the coordinator when a mask is done
+    (`Coordinator.wake`). The scheduler polls each guide before a step, and runs other requests while a mask is missing.
     """
 
     def accept(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
-        """Receives the tokens sampled since the last call. For a resumed request, these are its whole answer so far.
+        """Receives the tokens sampled since the last call. After a preemption, they are the whole answer so far.
 
         Args:
-            drafts: drafts of the next tokens, for which masks are wanted too.
+            drafts: drafts of the tokens after `tokens`. The guide computes masks for them too (`ahead`).
         """
 
     def poll(self) -> UInt32Array | None:
-        """The mask of the next token [mask_words(vocab_size)], or None if it is not computed yet. May be called again
-        for the same mask.
+        """Returns the mask of the next token [mask_words(vocab_size)], or None if the mask is not computed yet.
+        Repeated calls return the same mask.
 
         Raises:
             GuideError: the request must end with this error.
@@ -54,12 +54,12 @@ class Guide(Protocol):
 
     @property
     def ahead(self) -> Sequence[UInt32Array]:
-        """Once `poll` has returned a mask: the masks after the first draft, the first two drafts and so on, while the
-        drafts are allowed and something may follow them."""
+        """Masks after the first draft, after the first two drafts and so on, once `poll` has returned a mask. The list
+        ends before the first draft that the grammar forbids or after which no token may follow."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer with all accepted tokens is complete: only end of sequence may follow."""
+        """Whether the accepted tokens complete the answer, so that only end of sequence may follow."""
 
     def close(self) -> None:
         """Releases the guide, because the request has ended. Called once, possibly while a mask is computed."""
@@ -68,27 +68,27 @@ class Guide(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class Adjustments:
     """What a row needs for sampling besides its PARAMS_DTYPE record: changes to its logits, and the tokens with
-    requested log probabilities. Computed once, when the request arrives. The records have
-    no row yet; they are copied to a frame whenever the request gets a row."""
+    requested log probabilities. The records are made when the request arrives, without a row. Whenever the request gets
+    a row, they are copied to the frame with that row."""
 
     biases: npt.NDArray[np.void]
     """BIAS_DTYPE records."""
     requested: npt.NDArray[np.void]
     """REQUESTED_DTYPE records."""
     allowed: UInt32Array | None
-    """Mask of `allowed_token_ids`, or None."""
+    """Mask of `allowed_token_ids`. None if the request allows every token."""
     counts_prompt: bool
-    """Whether there is a repetition penalty, for which the prompt's tokens are counted too."""
+    """Whether the ranks count the prompt's tokens, which a repetition penalty needs."""
     counts_answer: bool
-    """Whether there is any penalty."""
+    """Whether the ranks count the answer's tokens, which every penalty needs."""
 
     @classmethod
     def create(cls, sampling: SamplingParams, num_prompt_tokens: int, limits: SchedulerLimits) -> Adjustments | None:
         """The adjustments that `sampling` needs, or None if it needs none.
 
         Raises:
-            RequestError: a token id is outside the vocabulary, or there are more entries than a row can have.
-            GuideError: no token may be sampled.
+            RequestError: a token id is outside the vocabulary, or a list has more entries than a row can have.
+            GuideError: the request's ids leave no token that may be sampled.
         """
         bans = _bans(sampling, num_prompt_tokens, limits)
         counts_prompt = sampling.repetition_penalty != 1.0
@@ -124,7 +124,7 @@ class Adjustments:
         """`mask` restricted to `allowed_token_ids`.
 
         Args:
-            position: of the token to be sampled.
+            position: position in the sequence of the token that the mask is for.
 
         Raises:
             GuideError: no token may be sampled.
@@ -150,7 +150,7 @@ class Request:
 
     id: int
     tokens: Int32Array
-    """The prompt, and the tokens emitted before the last preemption. While the request runs, the row table has more."""
+    """The prompt, followed after a preemption by the tokens emitted before it. The row table has the newer tokens."""
     num_prompt_tokens: int
     max_total_tokens: int
     """The request ends with LENGTH when prompt and answer have this many tokens."""
@@ -158,27 +158,27 @@ class Request:
     stop_token_ids: frozenset[int]
     terms: Terms
     place: int = 0
-    """Order among the waiting requests of its client, level and priority. FairQueue writes it."""
+    """Sort key among the waiting requests of its client, level and priority, lowest first. FairQueue writes it."""
     adjustments: Adjustments | None = None
     guide: Guide | None = None
     history: NgramHistory | DraftHistory | None = None
-    """The request's draft history, or None if it has no drafts."""
+    """What predicts the request's drafts and measures how many are right. None if it has no drafts."""
     mask: UInt32Array | None = None
-    """Mask for the first token after admission. A request with a guide has it before it is queued."""
+    """Mask for the first token after admission. A request with a guide gets this mask before it is queued."""
     arrival_s: float = 0.0
     """Time of arrival, on the scheduler's clock."""
     waits_since_s: float = 0.0
-    """When the request arrived, or was last preempted."""
+    """Time when the request arrived or was last preempted, on the scheduler's clock."""
     admission_s: float | None = None
-    """Time of the first admission. None if it has only waited so far."""
+    """Time of the first admission. None while the request has never run."""
     row: int = 0
     """0 while the request waits."""
     num_cached_tokens: int = 0
-    """Number of tokens from the prefix cache since the last admission."""
+    """Number of tokens that the request took from the prefix cache since its last admission."""
     has_emitted: bool = False
     next_prompt_logprob: int = 0
-    """Position of the first prompt token with a wanted log probability that was not sent. Beyond the prompt if there is
-    none."""
+    """Position of the next prompt token that needs a log probability. `num_prompt_tokens` or more if no such token is
+    left."""
     num_item_tokens: int = 0
     num_preemptions: int = 0
     num_overtaken: int = 0
@@ -186,12 +186,12 @@ class Request:
 
     @property
     def has_timed_biases(self) -> bool:
-        """Whether one of its biases ends at some position."""
+        """Whether some bias of the request ends at a position, such as the ban on EOS before `min_tokens`."""
         return self.adjustments is not None and bool((self.adjustments.biases["until"] < ALWAYS).any())
 
     @classmethod
     def create(cls, request: GenerateRequest, limits: SchedulerLimits, now: float = 0.0) -> Request:
-        """Creates a request from the message. Raises RequestError for parameters that no row can have."""
+        """Creates a request from the message. Raises RequestError for sampling parameters that are out of range."""
         prompt = np.frombuffer(request.prompt, np.int32)
         adjustments = Adjustments.create(request.sampling, len(prompt), limits)
         return cls(
@@ -212,13 +212,13 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log probabilities of its prompt are missing. Then it must compute tokens that the prefix cache may
-        have."""
+        """Whether log probabilities of the prompt are still missing. The ranks must then compute these tokens even if
+        the prefix cache has their pages."""
         return self.next_prompt_logprob < self.num_prompt_tokens
 
     @property
     def num_adjustment_bytes(self) -> int:
-        """Upper bound of the bytes that its mask and adjustments take in the frame that gives the request a row."""
+        """Upper bound of the bytes that the request's mask and adjustments take in the frame that gives it a row."""
         num_bytes = 0
         if self.mask is not None:
             num_bytes += StepFrame.section_bytes(mask=1, mask_word=len(self.mask))
@@ -228,7 +228,7 @@ class Request:
         return num_bytes
 
     def reason_never_fits(self, limits: SchedulerLimits) -> str | None:
-        """The reason why this request could not run even alone, or None."""
+        """The reason why the request could not run even if no other request ran. None if it could."""
         num_prompt_tokens = len(self.tokens)
         if num_prompt_tokens == 0:
             return "the prompt is empty; send at least one token"
@@ -259,7 +259,7 @@ class Request:
 
 
 def check_allows_a_token(mask: UInt32Array) -> None:
-    """Raises GuideError for a mask without a bit."""
+    """Raises GuideError if no bit of `mask` is set."""
     if not mask.any():
         raise GuideError(
             "the grammar, with the other parameters of the request, allows no further token; relax one of them"
@@ -267,7 +267,7 @@ def check_allows_a_token(mask: UInt32Array) -> None:
 
 
 def _bans(sampling: SamplingParams, num_prompt_tokens: int, limits: SchedulerLimits) -> dict[int, int]:
-    """Token ids that must not be sampled, with the first position at which they may be."""
+    """Banned token ids, each with the first position at which it may be sampled."""
     bans: dict[int, int] = {}
     if sampling.min_tokens > 0:
         ends = {*limits.eos_token_ids, *sampling.stop_token_ids}
@@ -278,7 +278,7 @@ def _bans(sampling: SamplingParams, num_prompt_tokens: int, limits: SchedulerLim
 
 
 def mask_of(ids: Sequence[int], vocab_size: int) -> UInt32Array:
-    """[mask_words(vocab_size)] with the bits of `ids` set."""
+    """Returns a mask [mask_words(vocab_size)] in which only the bits of `ids` are set."""
     bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
     bits[np.array(ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)

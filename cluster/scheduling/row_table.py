@@ -1,7 +1,7 @@
 """The numbers of every running request: one array per number, indexed by row, so that a step needs no Python loop over
 requests. `RowPages` holds the pages.
 
-`RowTable` itself writes all columns of a row in `take`, and `live` and `ready` in `end`. These write the others:
+`RowTable` writes every column of a row in `take`, and `live` and `ready` in `end`. Other classes write these columns:
 
     column          written by
     num_computed    Launcher and PrefillQueue when a step is launched, Chunks for cached pages, StepTokens for drafts
@@ -37,48 +37,48 @@ class RowTable:
         self.ids = np.zeros(num_rows, np.int64)
         """Request id."""
         self.live = np.zeros(num_rows, np.bool_)
-        """Whether the request has neither ended nor been preempted. A row may be taken but not live, while steps in
-        flight name it."""
+        """Whether the row's request runs. False after its end or preemption, when steps in flight may still name the
+        row."""
         self.clients: Counter[str] = Counter()
-        """Number of live rows of each client that has any."""
+        """Number of live rows of each client. Clients without live rows have no entry."""
         self.ready = np.zeros(num_rows, np.bool_)
         """Whether the next step may decode the row."""
         self.num_known = np.zeros(num_rows, np.int32)
-        """Number of tokens that the coordinator knows: the valid columns of `tokens`."""
+        """Number of tokens whose ids the coordinator knows: the valid columns of `tokens`."""
         self.num_computed = np.zeros(num_rows, np.int32)
-        """Number of tokens whose KV exists once every launched step has run, which is the position of the next input
-        token. A lower bound: it assumes that no draft in flight is right."""
+        """Number of tokens whose KV exists once all launched steps have run, and so the position of the next input. It
+        is a lower bound, since it counts drafts in flight as rejected."""
         self.num_unverified = np.zeros(num_rows, np.int32)
-        """Number of drafts in flight that are not verified yet. The row's true position is between `num_computed` and
-        `num_computed + num_unverified`."""
+        """Number of drafts in flight that are not verified yet. The position of the row's next input is between
+        `num_computed` and `num_computed + num_unverified`."""
         self.num_drafts = np.zeros(num_rows, np.int32)
-        """Number of drafts that the ranks make for the row in the last step that names it."""
+        """Number of drafts that the ranks make for the row in the last launched step that names it."""
         self.drafts_on_device = np.zeros(num_rows, np.bool_)
-        """Whether the ranks track the row's position and drafts themselves, and need nothing else that depends on its
-        tokens."""
+        """Whether the ranks track the row's position and drafts themselves. Such a row can decode again before its
+        result comes. False if its masks or biases depend on its tokens."""
         self.num_prefill = np.zeros(num_rows, np.int32)
-        """Number of tokens to prefill: those known at admission."""
+        """Number of tokens to prefill: the tokens that the request had at its admission."""
         self.num_cacheable = np.zeros(num_rows, np.int32)
         """Number of leading tokens whose pages may enter the prefix cache. Scored items are excluded, because they do
         not see all tokens before them. 0: none of the row's pages may stay in the cache."""
         self.max_total = np.zeros(num_rows, np.int32)
         """`Request.max_total_tokens`."""
         self.in_flight = np.zeros(num_rows, np.int32)
-        """Number of steps in flight that name the row."""
+        """Number of steps in flight that compute the row."""
         self.admission = np.zeros(num_rows, np.int64)
-        """Order of admission, from 1. 0 if the row is free."""
+        """Serial number of the admission that took the row, from 1. 0 if the row is free."""
         self.ends_on_eos = np.zeros(num_rows, np.bool_)
         self.has_stop_ids = np.zeros(num_rows, np.bool_)
         self.guided = np.zeros(num_rows, np.bool_)
-        """Whether the request has a guide. The row is then not ready until the guide has made a mask for the next
-        token."""
+        """Whether the request has a guide. After a step, such a row is not ready until its guide has made the next
+        mask."""
         self.predicted = np.zeros(num_rows, np.bool_)
         """Whether the request's history predicts its next token."""
         self.num_guided = 0
         """Number of rows of requests with a guide."""
-        # Memory is committed only when touched, so this takes the size of the longest sequence of each row so far.
+        # The system commits memory only when it is written, so a row takes the memory of its longest sequence so far.
         self.tokens = np.zeros((num_rows, limits.max_model_len), np.int32)
-        """Token ids by position. Prefill reads them, and the prefix cache reads them at the end."""
+        """Token ids by position. Prefill reads them as inputs, and the prefix cache reads them to store pages."""
         self._free_rows = list(range(limits.max_num_seqs, 0, -1))
         self._num_admissions = 0
 
@@ -115,7 +115,7 @@ class RowTable:
         return row
 
     def may_end(self, rows: Int32Array) -> npt.NDArray[np.bool_]:
-        """Whether the steps in flight may use up the maximum length of each of `rows`."""
+        """Whether the steps in flight may bring each of `rows` to its maximum length."""
         most: npt.NDArray[np.bool_] = self.num_computed[rows] + self.num_unverified[rows] + 1 >= self.max_total[rows]
         return most
 
@@ -128,7 +128,7 @@ class RowTable:
             del self.clients[request.terms.client]
 
     def give_back(self, row: int) -> None:
-        """Frees the row. Raises EngineError while a step in flight names it."""
+        """Frees the row for another request. Raises EngineError if it is free already or a step in flight names it."""
         request = self.requests[row]
         if request is None or self.in_flight[row]:
             raise EngineError(
@@ -150,7 +150,7 @@ class RowTable:
         return request
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless free rows, requests and flags agree."""
+        """Raises AssertionError if the columns, the free rows and the requests contradict each other."""
         taken = [row for row, request in enumerate(self.requests) if request is not None]
         assert sorted([*taken, *self._free_rows]) == list(range(1, len(self.requests))), "a row is lost or free twice"
         for row in taken:

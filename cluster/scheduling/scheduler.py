@@ -3,9 +3,9 @@
 The scheduler owns the order of requests and, through `RowTable` and `RowPages`, the rows and pages. It uses no device
 and no network: `next_step` returns frames, and `retire` takes results. The same calls give the same frames.
 
-Everything about a step is decided at its launch. Ends by length are known then, and so is everything that `retire`
-needs, which the step's snapshot stores. An end by token (EOS, stop id) is seen in `retire`, when one more step may be
-in flight; that step's token is dropped. A row and its pages are reused once the last step that names the row has
+Everything about a step is decided at its launch. The launch knows which requests end by length, and stores all that
+`retire` needs in a snapshot. `retire` sees an end by token (EOS, stop id) when one more step may be in flight, and the
+ended row's token in that step is dropped. A row and its pages are reused once the last step that names the row has
 retired.
 """
 
@@ -34,7 +34,7 @@ from cluster.scheduling.step_results import Launched, StepTokens, prompt_logprob
 from configs.errors import EngineError
 from worker.protocol import Int32Array, StepFrame, StepResult
 
-# Seconds after which a waiting client gets a row from a client with more than its share.
+# Seconds that a client below its share waits before another client over its share loses a row.
 _PATIENCE_S = 0.02
 # Smallest interval between two checks of the shares, which iterate over the rows.
 _LOOK_EVERY_S = 0.01
@@ -45,14 +45,14 @@ def _no_guide(request: GenerateRequest) -> None:
 
 
 class Scheduler:
-    """Continuous batching for one engine. Used by one thread. No method blocks.
+    """Continuous batching for one engine. One thread calls all methods, and no method blocks.
 
     Args:
-        make_guide: creates a guide for a request that needs one. Its GuideError refuses the request.
+        make_guide: creates a guide for a request that needs one. If it raises RequestError, the request is refused.
         clock: returns monotonic seconds. The same calls at the same times give the same frames.
 
     Raises:
-        EngineError: from `add` if an id is in use; from `retire` if a result is not that of the oldest step in flight.
+        EngineError: from `add` if an id is in use; from `retire` if the result is not of the oldest step in flight.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Scheduler:
         self._max_step_tokens = limits.max_num_batched_tokens
         self._total_preemptions = 0
         self.num_answer_tokens = 0
-        """Number of tokens sampled since the start."""
+        """Number of answer tokens since the start, without dropped ones."""
         self._next_look_s = 0.0
         self._reset()
 
@@ -91,16 +91,16 @@ class Scheduler:
     # Requests in and out
 
     def add(self, requests: Sequence[GenerateRequest]) -> list[Finished]:
-        """Queues the requests of one submission. If the queue has no room for all of them, it refuses all. Requests
-        that can never run are refused one by one.
+        """Queues the requests of one submission, or refuses all of them if the queue is full. A request that can never
+        run is refused alone.
 
         Returns:
-            The refusals.
+            A `Finished` for each refused request.
         """
         return self._life.add(requests, self._clock())
 
     def abort(self, ids: Iterable[int]) -> None:
-        """Ends requests: no token after this call, and one Finished each in a later output. Unknown ids are ignored."""
+        """Ends requests: they get no more tokens, and one `Finished` each in a later output. Ignores unknown ids."""
         for request_id in ids:
             if (request := self._life.live.get(request_id)) is not None:
                 self._life.finish(request, FinishReason.ABORT)
@@ -110,14 +110,14 @@ class Scheduler:
         self._pages.flush()
 
     def drain_finished(self) -> StepOutput | None:
-        """Returns each Finished that is ready to be sent. None if there are none."""
+        """Returns each `Finished` that is ready to be sent. None if no `Finished` waits."""
         return StepOutput(finished=self._life.take_pending()) if self._life.is_pending else None
 
     def fail_all(self, error: str, public_message: str | None = None) -> StepOutput:
         """Ends every request with ERROR, and drops steps in flight, rows, pages and the prefix cache.
 
         Args:
-            public_message: see Finished.
+            public_message: `Finished.public_message` of each request.
         """
         finished = self._life.take_pending()
         for request in self._life.live.values():
@@ -136,15 +136,14 @@ class Scheduler:
         return StepOutput(finished=finished)
 
     def requeue_all(self, generation: int, *, keeps_kv: bool = False) -> frozenset[tuple[int, int]]:
-        """Starts `generation`, whose ranks know nothing of the one before. Every running request returns to the front
-        of the queue, in order, with the tokens that were sent to the client. Tokens of steps in flight are sampled
-        again.
+        """Starts `generation`, whose ranks know nothing of earlier steps. Every running request returns to the front of
+        the queue, in order, with the tokens that were sent to the client. Tokens of steps in flight are sampled again.
 
         Args:
-            keeps_kv: whether these ranks have the KV of all retired steps. Then the prefix cache is retained.
+            keeps_kv: whether the new ranks have the KV of all retired steps. If so, the prefix cache is kept.
 
         Returns:
-            What the steps in flight were computing: (request id, number of its tokens).
+            Each request in the lost steps: (request id, number of its known tokens).
         """
         table = self._rows
         named = np.flatnonzero(table.live & (table.in_flight > 0))
@@ -158,7 +157,7 @@ class Scheduler:
         table.in_flight[:] = 0
         self._life.release_drained(np.flatnonzero(table.admission > 0).astype(np.int32))
         rows = np.flatnonzero(table.live)
-        # The last one moved to the front is the first in the queue
+        # Each request is pushed to the front of the queue, so the one admitted last is pushed first.
         for row in rows[np.argsort(-table.admission[rows])].tolist():
             self._life.requeue(row, self._clock(), is_lost=True)
         if keeps_kv:
@@ -169,16 +168,16 @@ class Scheduler:
         return lost
 
     def pause_admission(self) -> None:
-        """Admits no new requests until `change_weights` or `resume_admission`."""
+        """Admits no new requests, only preempted ones, until `change_weights` or `resume_admission`."""
         self._queue.admits_new = False
 
     def change_weights(self, *, recompute: bool) -> None:
-        """Switches to other weights on the ranks, while no step is in flight. New requests share no pages from before,
-        and are admitted again.
+        """Follows a change of the ranks' weights, while no step is in flight. Requests admitted from now on share no
+        pages computed with the old weights. Also ends `pause_admission`.
 
         Args:
-            recompute: whether running requests compute their tokens again with the new weights. They keep the tokens
-                that were sent.
+            recompute: whether running requests compute their tokens again with the new weights. The tokens that were
+                sent stay.
         """
         assert not self._in_flight, "weights may only be changed when no step is in flight"
         if recompute:
@@ -191,8 +190,8 @@ class Scheduler:
         self._queue.admits_new = True
 
     def set_num_pages(self, num_pages: int, num_window_pages: int | None) -> None:
-        """Sets the sizes of the pools of this generation's ranks, before its first step. They must have room for
-        `max_model_len`. See SchedulerLimits."""
+        """Sets the pool sizes of this generation's ranks, before its first step. The KV pool must hold `max_model_len`
+        tokens. Raises ConfigError if the window pool is too small for one row."""
         if (num_pages, num_window_pages) == (self._limits.num_pages, self._limits.num_window_pages):
             return
         self._limits = replace(self._limits, num_pages=num_pages, num_window_pages=num_window_pages)
@@ -201,7 +200,7 @@ class Scheduler:
     # Steps
 
     def next_step(self) -> StepFrame | None:
-        """The next step to launch. None if nothing can be launched before the next `add`, `retire` or mask. Ends
+        """Builds the next step to launch. None if nothing can be launched before the next `add`, `retire` or mask. Ends
         requests whose deadline has passed."""
         now = self._clock()
         self._life.end_expired(now)
@@ -221,7 +220,8 @@ class Scheduler:
         return frame
 
     def halve_steps(self) -> int:
-        """Halves the token budget of steps, but not below what the rows may need at once. Returns the new budget."""
+        """Halves the token budget of steps, but leaves enough for all decodes and one row's items. Returns the
+        budget."""
         limits = self._limits
         least = limits.max_num_seqs + limits.max_item_tokens
         self._max_step_tokens = min(self._max_step_tokens, max(self._max_step_tokens // 2, least))
@@ -240,7 +240,7 @@ class Scheduler:
         return bool(self._guided.num_awaiting)
 
     def retire(self, result: StepResult) -> StepOutput:
-        """Takes the oldest step's result, and returns its tokens and ended requests."""
+        """Takes the result of the oldest step in flight, and returns the tokens and ends of its requests."""
         if not self._in_flight:
             raise EngineError(f"result of step {result.step}, but no step is in flight; please report this bug")
         self._in_flight[0].check(result, self.generation)
@@ -255,7 +255,7 @@ class Scheduler:
             token_logprobs(table, new.rows, valid, launched.item_rows, result) if len(result.logprob_rows) else []
         )
         if np.count_nonzero(valid) != len(valid):
-            # These rows ended after the launch, or with the token before, so their tokens are dropped.
+            # Rows of these tokens ended after the launch, or with the token before: the tokens are dropped.
             new = new.where(valid)
         new.write(table, launched)
         if self._drafter is not None:
@@ -299,7 +299,7 @@ class Scheduler:
 
     @property
     def is_awaiting_masks(self) -> bool:
-        """Whether some request waits for a mask, in its row or before it gets one."""
+        """Whether some request waits for a mask, with or without a row."""
         return bool(self._guided.num_awaiting or self._guided.num_held)
 
     @property
@@ -340,7 +340,7 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless pages, rows, queue and steps in flight agree. Iterates over everything."""
+        """Raises AssertionError if pages, rows, queue and steps in flight do not match. Iterates over everything."""
         self._pages.check_integrity()
         table = self._rows
         table.check_integrity()
@@ -361,9 +361,9 @@ class Scheduler:
     # Building a step
 
     def _plan_decodes(self, now: float) -> Decodes | None:
-        """The rows that decode, with their pages; possibly none. Preempts requests if pages have run out. None if
+        """Plans the rows that decode, possibly none, with their pages. Preempts requests if pages have run out. None if
         nothing may be launched before a step in flight retires."""
-        # Steps with prompts verify no drafts: they are long already, and may fit no graph that was captured for drafts.
+        # A step with prompts verifies no drafts: it is long already, and may fit no CUDA graph captured for drafts.
         drafter = None if self._queue.is_busy else self._drafter
         while True:
             rows = np.flatnonzero(self._rows.ready).astype(np.int32)
@@ -378,7 +378,7 @@ class Scheduler:
                 self._preempt_one(now)
 
     def _take_pages(self, decodes: Decodes) -> bool:
-        """Takes the pages that the rows' inputs need. Returns False if there are too few; then nothing has changed."""
+        """Takes the pages that the rows' inputs need. If pages are lacking, changes nothing and returns False."""
         table, rows = self._rows, decodes.rows
         ends = table.num_computed[rows] + table.num_unverified[rows] + decodes.num_samples
         if decodes.num_wanted > 1:  # the ranks continue from their drafts
@@ -387,8 +387,8 @@ class Scheduler:
         return decodes.deltas is not None
 
     def _plan_prefills(self, decodes: Decodes, now: float) -> PrefillPlan:
-        """The prompt chunks of a step besides `decodes`, with their pages. Preempts a request if all running requests
-        are prefills that lack pages."""
+        """Plans a step's prompt chunks, with their pages, for the tokens that `decodes` leaves. Preempts a request if
+        all running requests are prefills that lack pages."""
         budget = self._max_step_tokens - decodes.num_tokens
         plan = self._queue.plan(budget, now)
         while not (plan.rows or len(decodes.rows) or self._in_flight or self._guided.num_awaiting):
@@ -409,8 +409,8 @@ class Scheduler:
     def _yield_row(self, now: float) -> None:
         """Preempts a request of a client over its share, if another client has waited for `_PATIENCE_S`.
 
-        It preempts one request at a time, because answers end and free rows meanwhile. The row is free once the steps
-        in flight have retired.
+        Only one request is preempted at a time, because answers end and free rows meanwhile. The preempted request's
+        row is free once the steps in flight have retired.
         """
         if now < self._next_look_s or not self._queue.is_kept_waiting or self._life.num_draining:
             return
@@ -426,7 +426,7 @@ class Scheduler:
             self._total_preemptions += 1
 
     def _end_broken(self, rows: list[int]) -> None:
-        """Ends the requests of `rows` and removes their pages from the prefix cache."""
+        """Ends the requests of `rows`, which had a NaN, and removes their pages from the prefix cache."""
         for row in rows:
             num_tokens = int(self._rows.num_known[row])
             error = (

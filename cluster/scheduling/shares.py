@@ -1,7 +1,7 @@
 """Each client's share of rows and KV pages, and which request is preempted first.
 
-Every client with a running or waiting request has an equal share. A client may hold more while no other client waits
-for it. A client may always have one row, even if there are more clients than rows.
+Every client with a running or waiting request has an equal share. A client may hold more than its share while no other
+client waits. A client may always have one row, even if there are more clients than rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Shares:
     """The rows and pages that each client holds.
 
     Args:
-        running: the requests with rows, the one admitted last first, with the number of pages of each.
+        running: each request with a row, and its number of pages. The request admitted last comes first.
         waiting: clients of waiting requests.
     """
 
@@ -37,17 +37,17 @@ class Shares:
         self._pages[client] += num_pages
 
     def has_its_share(self, client: str) -> bool:
-        """Whether one more row exceeds the client's share."""
+        """Whether the client has a row, and one more would exceed its share."""
         return self._rows[client] > 0 and self._usage(client, num_more=1) > self._share
 
     def victim(self, *, level: int | None = None) -> Request | None:
-        """The request to preempt: at the last level, of the client that holds most, of its last priority, the newest
-        one. None if no request has to yield.
+        """The request to preempt, or None if no request has to yield. It is chosen by the last level, then the client
+        that holds most, then the last priority, then the latest admission.
 
         Args:
-            level: level of a request that waits for a row or pages. Only a client over its share yields to it, with a
-                request at this level or after it, and keeps at least one row. If None, pages have run out and any
-                running request may have to yield.
+            level: level of a request that waits for a row or pages. Only a client over its share yields to that
+                request: it gives up a request at this level or after it, and keeps at least one row. None: pages have
+                run out, and any running request may have to yield.
         """
         requests = self._running
         if level is not None:

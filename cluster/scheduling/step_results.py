@@ -1,4 +1,4 @@
-"""Reads a step's result: which rows end, and the log probabilities for each request that wants them."""
+"""Reads a step's result: its tokens, the ends of rows, and the log probabilities that requests want."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from worker.protocol import Int32Array, StepResult
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """The snapshot of a step at its launch, for `retire`."""
+    """What `retire` needs to know about a step, stored at its launch."""
 
     step: int
     rows: Int32Array
     """All rows that the frame names."""
     starts: Int32Array
-    """[num_rows]: number of tokens that each row had computed before, at least. Rows with unverified drafts may have
-    computed more."""
+    """[num_rows]: lower bound of the number of tokens that each row had computed before. A row with unverified drafts
+    may have computed more."""
     sampled: Int32Array
-    """[num_sampled_rows]: rows that get tokens."""
+    """[num_sampled_rows]: rows for which the step samples tokens."""
     num_samples: Int32Array
-    """[num_sampled_rows]: largest number of tokens that each may get. Empty if it is 1 for all."""
+    """[num_sampled_rows]: maximum number of tokens sampled for each row. Empty if it is 1 for all rows."""
     prefilled: list[int]
-    """Rows among `sampled` that end their prefill here."""
+    """Rows whose prompts end in this step."""
     prompt_runs: list[PromptRun]
     item_rows: Int32Array
     """[num_items]: row of each scored item."""
     launched_s: float | None = None
-    """Time of the launch, for a step of decodes while drafts are chosen by step times. None otherwise."""
+    """Time of the launch. None if the step has prompts or nothing drafts, because then its time is not measured."""
 
     @property
     def num_inputs(self) -> int:
-        """Number of input tokens, for a step of decodes."""
+        """Number of input tokens. Only for a step without prompts."""
         return int(self.num_samples.sum()) if len(self.num_samples) else len(self.sampled)
 
     def check(self, result: StepResult, generation: int) -> None:
-        """Raises EngineError unless `result` is this step's."""
+        """Raises EngineError if `result` belongs to another step or has a wrong number of tokens."""
         num_prompt_logprobs, counts = sum(run.num for run in self.prompt_runs), result.num_tokens
         num_tokens = int(counts.sum()) if len(counts) else len(self.sampled)
         got = (
@@ -67,19 +67,19 @@ class Launched:
 
 
 class StepTokens(NamedTuple):
-    """A result's tokens. Tokens count if their row is live and no earlier token ended it."""
+    """A result's tokens. A token counts if its row is live and no earlier token of the step ended the row."""
 
     rows: Int32Array
-    """[num_tokens], like the other arrays. The tokens of a row are consecutive."""
+    """[num_tokens], like all arrays here. The tokens of a row are consecutive."""
     positions: Int32Array
     tokens: Int32Array
     stopped: npt.NDArray[np.bool_]
-    """Whether the token ends its row."""
+    """Whether the token ends its row: EOS or a stop id."""
     is_last: npt.NDArray[np.bool_]
-    """Whether the token uses up the request's length."""
+    """Whether the request reaches its maximum length with the token."""
 
     def where(self, valid: npt.NDArray[np.bool_]) -> StepTokens:
-        """The tokens that are valid."""
+        """The tokens for which `valid` is True."""
         rows, positions, tokens, stopped, is_last = self
         return StepTokens(rows[valid], positions[valid], tokens[valid], stopped[valid], is_last[valid])
 
@@ -87,7 +87,7 @@ class StepTokens(NamedTuple):
     def of(
         cls, table: RowTable, launched: Launched, result: StepResult, eos_token_ids: tuple[int, ...]
     ) -> tuple[StepTokens, npt.NDArray[np.bool_]]:
-        """All tokens of a result, with which of them count."""
+        """All tokens of a result, and for each token whether it counts."""
         rows, tokens, counts = launched.sampled, result.tokens, result.num_tokens
         positions = table.num_known[rows]
         if len(counts):
@@ -98,14 +98,14 @@ class StepTokens(NamedTuple):
         valid = table.live[rows]
         if len(counts):
             ends = stopped | is_last | (tokens < 0)
-            num_ended: npt.NDArray[np.int64] = np.cumsum(ends) - ends  # offset of each row's first token
+            num_ended: npt.NDArray[np.int64] = np.cumsum(ends) - ends  # number of ends before each token
             valid &= num_ended == np.repeat(num_ended[firsts], counts)
         return cls(rows, positions, tokens, stopped, is_last), valid
 
     def broken(
         self, table: RowTable, launched: Launched, result: StepResult, valid: npt.NDArray[np.bool_]
     ) -> list[int]:
-        """The live rows with a NaN in place of a token that counts, or among their requested log probabilities."""
+        """The live rows with a NaN: with a negative id for a token that counts, or NaN as log probability."""
         found: list[npt.NDArray[np.integer]] = []
         if len(self.tokens) and self.tokens.min() < 0:
             found.append(self.rows[valid & (self.tokens < 0)])
@@ -119,8 +119,8 @@ class StepTokens(NamedTuple):
         return [row for row in np.unique(np.concatenate(found)).tolist() if table.live[row]] if found else []
 
     def write(self, table: RowTable, launched: Launched) -> None:
-        """Writes the tokens, which all count, to the table. For rows with verified drafts, corrects `num_computed` and
-        `num_unverified` and makes the rows ready."""
+        """Writes the tokens, which all count, to the table. For rows with verified drafts, also corrects `num_computed`
+        and `num_unverified` and makes the rows ready."""
         rows, positions = self.rows, self.positions
         num_kept = np.bincount(rows, minlength=len(table.live)) if len(launched.num_samples) else None
         table.tokens[rows, positions] = self.tokens
@@ -141,7 +141,7 @@ class StepTokens(NamedTuple):
 def find_stopped(
     table: RowTable, rows: Int32Array, tokens: Int32Array, eos_token_ids: tuple[int, ...]
 ) -> npt.NDArray[np.bool_]:
-    """Whether each of `tokens` ends its row."""
+    """For each of `tokens`, whether it is an EOS or stop id that ends its row."""
     stopped = np.zeros(len(rows), np.bool_)
     for eos in eos_token_ids:
         stopped |= tokens == eos
@@ -155,8 +155,8 @@ def find_stopped(
 
 
 def take_prefilled(table: RowTable, rows: list[int], now: float) -> list[Prefilled]:
-    """A `Prefilled` for each of `rows` with a request that got its first token, at time `now`. Marks these requests, so
-    that each is returned once."""
+    """Returns a `Prefilled` for each of `rows` with a request that got its first token at time `now`. Marks these
+    requests, so that each is returned once."""
     prefilled: list[Prefilled] = []
     for row in rows:
         if table.live[row] and not (request := table.request(row)).has_emitted:
@@ -171,8 +171,8 @@ def take_prefilled(table: RowTable, rows: list[int], now: float) -> list[Prefill
 def token_logprobs(
     table: RowTable, rows: Int32Array, valid: npt.NDArray[np.bool_], item_rows: Int32Array, result: StepResult
 ) -> list[TokenLogprobs]:
-    """Log probabilities of the tokens that count, for `rows` that requested them, and for scored items the log
-    probabilities after each item."""
+    """Log probabilities of the tokens that count, for the requests that want them. For a scoring request, they are
+    those of `logprob_token_ids` after each item."""
     logprobs: list[TokenLogprobs] = []
     for place, (index, logprob) in enumerate(zip(result.logprob_rows.tolist(), result.logprobs.tolist(), strict=True)):
         if not valid[index]:
@@ -193,7 +193,7 @@ def token_logprobs(
 
 
 def prompt_logprobs(table: RowTable, runs: list[PromptRun], result: StepResult) -> list[PromptLogprobs]:
-    """Prompt log probabilities for the live rows of `runs`. Each request's next ones come after these."""
+    """Prompt log probabilities for the live rows of `runs`. Each request's next run begins after them."""
     taken: list[PromptLogprobs] = []
     offset = 0
     for row, first, num, k in runs:

@@ -1,7 +1,7 @@
 """The Ray Serve application: `import_path: cluster.app:build_app`.
 
-One replica is one tensor-parallel group. The replica itself is the HTTP ingress (one hop). Its coordinator and ranks
-are actors in the same placement group.
+One replica serves one tensor-parallel group. The replica itself is the HTTP ingress (one hop). Its coordinator and
+ranks are actors in the same placement group.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEPLOYMENT = "Engine"
-"""Name of the application's one deployment, as in the file's `deployments:`."""
+"""Name of the application's only deployment, as the config file's `deployments:` must name it."""
 
-# Serve's own limit must exceed what the engine runs and queues, because the engine's refusals say which limit is full.
+# Serve's own limit must exceed what the engine runs and queues, because only the engine's refusals name the full limit.
 _ONGOING_PER_SEQ = 4
 _HEALTH_CHECK_PERIOD_S = 2.0
 _HEALTH_CHECK_TIMEOUT_S = 10.0
 _WATCH_S = 0.05
-# Time after which Serve kills a stopping replica. The replica needs it to detect the stop and notify its clients.
+# Seconds that Serve gives a stopping replica beyond its timeout, to detect the stop and notify clients.
 _LAST_WORDS_S = 10.0
 
 
@@ -82,7 +82,7 @@ class Engine:
         self._telemetry = replica_telemetry(spec.config, context, life)
         starting = asyncio.create_task(RunningEngine.start(spec, placement_group, name, self._telemetry))
         try:
-            # Runs long before the weights are loaded, so errors of the tokenizer are reported at once.
+            # The tokenizer is read long before the weights are loaded, so that its errors are reported at once.
             tokenizer = await asyncio.to_thread(read_tokenizer, spec.config, spec.model, spec.tokenizer_path)
         except BaseException:
             starting.cancel()
@@ -93,19 +93,19 @@ class Engine:
         await self._engine.become_like_others()
         await self._model.grammars.start()
         self._watching = asyncio.gather(self._stop_watch.run(), self._end_with_engine())
-        # The start's objects stay, so collections can skip them. They would otherwise delay every stream.
+        # The start's objects stay, so collections may skip them. Scanning them would delay every stream.
         gc.collect()
         gc.freeze()
 
     def __serve_build_asgi_app__(self) -> Guard:
-        # Built here and not at import, because an app object that holds the engine cannot be pickled.
+        # The app is built here and not at import, because an app object that refers to the engine cannot be pickled.
         from cluster.serve.ingress import create_app
 
-        # Serve adds a request id to every response, and to every request without one.
+        # Serve adds a request id to every response, and to every request without an id.
         return create_app(self._model, self._requests, self._keys, names_responses=False)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Resizes the group to the size in `user_config`. Ray Serve calls it after the start and after each change."""
+        """Resizes the group to the size in `user_config`. Ray Serve calls this at the start and after each change."""
         try:
             await self._engine.resize(live_size(user_config, self._engine.spec.config.tensor_parallel_size))
         except LockstepError as error:
@@ -113,12 +113,12 @@ class Engine:
             logger.error("user_config was not applied, and the replica is unchanged; correct it: %s", error)
 
     async def check_health(self) -> None:
-        """Records that Serve checks the health, so it is not stopping this replica."""
+        """Records that Serve checks the health, which shows that it is not stopping this replica."""
         self._stop_watch.asked()
 
     async def _end_with_engine(self) -> None:
-        """Ends this process once the engine has failed and every request has its error. Serve then replaces the replica
-        with its group. HAProxy goes to another replica, because nothing answers here any more."""
+        """Ends this process once the engine has failed and every request has got its error. Serve then replaces the
+        replica and its group. HAProxy uses another replica, because no process answers here any more."""
         while True:
             await asyncio.sleep(_WATCH_S)
             if (failure := self._engine.failure) is not None:
@@ -128,7 +128,7 @@ class Engine:
                 os._exit(1)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Figures for `autoscaling_config.policy`. Ray Serve calls this if there is one."""
+        """Figures for `autoscaling_config.policy`. Ray Serve calls this if the setting exists."""
         board, stats = self._telemetry.board, self._telemetry.board.latest
         if stats is None:
             return {}
@@ -149,10 +149,10 @@ class Engine:
 
 
 def live_size(user_config: Mapping[str, Any], started: int) -> int:
-    """The `tensor_parallel_size` of a `user_config`. If it has none, `started`, the size in `args`.
+    """The `tensor_parallel_size` in a `user_config`, or `started`, the size in `args`, if it has none.
 
     Raises:
-        ConfigError: it has another key or an invalid value.
+        ConfigError: `user_config` has another key or an invalid value.
     """
     size = user_config.get("tensor_parallel_size", started)
     if set(user_config) - {"tensor_parallel_size"} or type(size) is not int or size < 1:
@@ -163,13 +163,13 @@ def live_size(user_config: Mapping[str, Any], started: int) -> int:
 
 
 def build_app(args: dict[str, Any]) -> serve.Application:
-    """The application for one `EngineConfig`. Detects all errors that can be known before placement.
+    """The application for one `EngineConfig`. Finds all errors that can be known before placement.
 
     Args:
         args: `applications[].args` of the config file.
 
     Raises:
-        ConfigError: a setting is wrong, the checkpoint does not fit, or no node can hold a group.
+        ConfigError: a setting is wrong, the checkpoint does not fit, or no node is large enough for a group.
     """
     return engine_app(parse_engine_config(args), {})
 
@@ -177,18 +177,18 @@ def build_app(args: dict[str, Any]) -> serve.Application:
 def engine_app(
     config: EngineConfig, options: Mapping[str, Any], environment: Mapping[str, str] = MappingProxyType({})
 ) -> serve.Application:
-    """The application, with `options` of its deployment replacing ours.
+    """The application. `options` replace our own options of its deployment.
 
     Args:
-        options: an entry of the file's `deployments:`, without its name. Ray Serve applies it only if it gets the file,
-            not if it gets an application.
+        options: an entry of the file's `deployments:`, without its name. Ray Serve applies the entry itself if it gets
+            the file, but not if it gets an application.
         environment: variables that every process of the cluster starts with, as far as known.
 
     Raises:
-        ConfigError: as in build_app, or if Ray Serve does not accept the options.
+        ConfigError: the error is one of `build_app`, or Ray Serve does not accept the options.
     """
     if config.server.api_keys and Path(config.server.api_keys).expanduser().exists():
-        open_keys(config.server)  # without the file, this node may not be one that serves
+        open_keys(config.server)  # if the file is missing, this may be a node that does not serve
     check_serve_host(config)
     nodes = NodeResources.from_ray(ray.nodes())
     gpus = uses_gpus(config, nodes)
@@ -206,7 +206,7 @@ def engine_app(
         placement_group_strategy=config.placement.strategy,
         ray_actor_options={"num_cpus": bundles[0]["CPU"], **environment_options(REPLICA_SETTINGS, environment)},
         max_ongoing_requests=ongoing,
-        # Requests that Ray Serve holds while no replica takes them, as while one is replaced, need a bound.
+        # While no replica takes requests, as during a replacement, Ray Serve holds them. Their number needs a limit.
         max_queued_requests=ongoing,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,

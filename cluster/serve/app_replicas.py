@@ -1,4 +1,4 @@
-"""All replicas of one app, by their coordinators. Changes by operators must reach every replica."""
+"""All replicas of one app, found by their coordinators. Changes by operators must reach every replica."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from configs.errors import EngineError, LockstepError
 
 
 def coordinators(app: str) -> dict[str, Any]:
-    """Handles of the coordinators of an app's replicas, by name, without those that have just ended."""
+    """Handles of the coordinators of an app's replicas, by name. Coordinators that have just ended are left out."""
     found: dict[str, Any] = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):
         name = actor["name"]
@@ -25,15 +25,15 @@ def coordinators(app: str) -> dict[str, Any]:
 
 
 async def replicas_beside(name: str, coordinator: Any) -> dict[str, Any]:
-    """Coordinators of all replicas of the app of `name`, by name: `coordinator` itself first. A name without an app,
-    as of an engine without Ray Serve, stands alone."""
+    """Coordinators of all replicas in the app of `name`, by name, with `coordinator` first. If the name belongs to no
+    app, as for an engine without Ray Serve, only `coordinator`."""
     app, is_of_app, _ = name.rpartition(":")
     others = await asyncio.to_thread(coordinators, app) if is_of_app else {}
     return {name: coordinator, **{other: it for other, it in others.items() if other != name}}
 
 
 async def call_each(replicas: dict[str, Any], call: Callable[[Any], Any]) -> dict[str, Any]:
-    """What `call` returns for each coordinator, or its LockstepError, by name, without coordinators that have ended.
+    """Calls each coordinator. Returns each result or LockstepError by name, without coordinators that have ended.
 
     Args:
         call: starts a remote call of a coordinator.
@@ -54,7 +54,7 @@ async def call_each(replicas: dict[str, Any], call: Callable[[Any], Any]) -> dic
 
 
 def call_error(error: BaseException) -> LockstepError:
-    """The error that a coordinator's call raised, or one that says that its process died."""
+    """The error that a coordinator's call raised, or an EngineError if the coordinator's process died."""
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
         return cause if isinstance(cause, LockstepError) else EngineError(f"the coordinator failed: {cause!r}")

@@ -1,6 +1,6 @@
 """Deploys an application to Ray Serve: declaratively if the cluster has a dashboard, else from this process.
 
-If it is declared, a second run that changes only `deployments:` restarts nothing. Other applications are not changed.
+With a declaration, a second run that changes only `deployments:` restarts nothing. Other applications stay unchanged.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from configs.load import AppConfig, is_loopback
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-_INSTALL_TIMEOUT_S = 60.0  # a node may have to fetch this checkout first
+_INSTALL_TIMEOUT_S = 60.0  # includes the time in which a node fetches this checkout
 
 
 @dataclass(frozen=True, eq=False)
 class Deployment:
-    """One application, checked against the cluster and ready for Ray Serve."""
+    """One application that is checked against the cluster and ready for Ray Serve."""
 
     config: AppConfig
     declaration: dict[str, Any]
     application: serve.Application
     client: ServeSubmissionClient | None
-    """None if this process deploys the app itself."""
+    """Declares the app to Ray Serve. None if this process deploys the app without a declaration."""
     environment: Mapping[str, str]
 
     @classmethod
@@ -75,7 +75,7 @@ class Deployment:
             starting = pool.submit(_start_serve, self.declaration, self.environment)
             while not starting.done() and not serve_is_running():
                 time.sleep(_POLL_S)
-            # The controller accepts the app and starts the replicas while its proxies start.
+            # The controller accepts the app and starts the replicas while Serve's proxies still start.
             try:
                 if not starting.done() or starting.exception() is None:
                     self._deploy()
@@ -91,7 +91,7 @@ class Deployment:
         return overview.status, "\n".join([overview.message, *details]).strip()
 
     def delete(self) -> None:
-        """Requests that Ray Serve ends the app. Returns at once."""
+        """Asks Ray Serve to end the app. Returns at once."""
         serve.delete(self.config.name, _blocking=False)
 
     def _deploy(self) -> None:
@@ -115,12 +115,12 @@ class Deployment:
 
 
 def serve_is_running() -> bool:
-    """Whether the cluster has a Serve controller. Serve's own API would start one."""
+    """Whether the cluster has a Serve controller. Serve's own API would start one to find out."""
     return any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True))
 
 
 def _start_serve(declaration: dict[str, Any], environment: Mapping[str, str]) -> None:
-    """Starts Ray Serve like the dashboard, but from this process, which can enable HAProxy.
+    """Starts Ray Serve as the dashboard would, but from this process, which can enable HAProxy.
 
     Args:
         environment: variables that every process of the cluster starts with, as far as known.
@@ -136,7 +136,8 @@ def _start_serve(declaration: dict[str, Any], environment: Mapping[str, str]) ->
     settings = {name: os.environ.get(name, value) for name, value in SETTINGS.items()}
     if is_loopback(schema.http_options.host) and sum(bool(node["Alive"]) for node in ray.nodes()) > 1:
         logger.warning("HAProxy is replaced by Ray's own proxy (host=%s, several nodes)", schema.http_options.host)
-        settings["RAY_SERVE_ENABLE_HA_PROXY"] = "0"  # replicas listen on the same address, which HAProxy must reach
+        # Replicas listen on the same address, at which HAProxy must reach them
+        settings["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
     if settings["RAY_SERVE_ENABLE_HA_PROXY"] == "1" and PROGRAM not in os.environ:
         settings |= _install_on_nodes()
     env_vars = {**settings, **(given or {}).get("env_vars", {})}
@@ -170,7 +171,7 @@ def _install_on_nodes() -> dict[str, str]:
 
 
 def _declaration(config: AppConfig, session: Session) -> dict[str, Any]:
-    """The config file with overrides, our defaults, and the location of this code for the nodes."""
+    """The config file with overrides, our defaults, and the location from which nodes fetch this code."""
     application = {**config.document["applications"][0], "name": config.name, "route_prefix": config.route_prefix}
     runtime_env = dict(application.get("runtime_env") or {})
     if session.working_dir is not None:
@@ -182,10 +183,10 @@ def _declaration(config: AppConfig, session: Session) -> dict[str, Any]:
 
 
 def _engine_options(application: dict[str, Any]) -> dict[str, Any]:
-    """The entry of `deployments:`, without its name.
+    """The file's entry in `deployments:`, without its name.
 
     Raises:
-        ConfigError: it is for a deployment that does not exist, or contradicts `args`.
+        ConfigError: the entry is for a deployment that does not exist, or contradicts `args`.
     """
     given = application.get("deployments") or []
     names = [entry.get("name") for entry in given]
@@ -204,7 +205,7 @@ def _engine_options(application: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_dashboard(url: str | None) -> tuple[ServeSubmissionClient | None, dict[str, Any]]:
-    """A client that declares applications, and its details of Ray Serve. None and {} if no dashboard is at `url`.
+    """A client that declares applications, and the details of Ray Serve. None and {} if no dashboard is at `url`.
 
     A head node without `ray[default]` reports a dashboard that is not up. Another may be unreachable from this node.
     """
@@ -213,7 +214,7 @@ def find_dashboard(url: str | None) -> tuple[ServeSubmissionClient | None, dict[
     try:
         client = ServeSubmissionClient(url)
         return client, client.get_serve_details()
-    except (OSError, RuntimeError, ValueError, KeyError) as error:  # the server there may be any program
+    except (OSError, RuntimeError, ValueError, KeyError) as error:  # any program may answer at the URL
         reason = str(error).strip().split("\n")[0][:200]
         logger.warning(
             "the dashboard at %s is not up (%s: %s); deploying without it", url, type(error).__name__, reason
@@ -222,13 +223,13 @@ def find_dashboard(url: str | None) -> tuple[ServeSubmissionClient | None, dict[
 
 
 def _others(details: dict[str, Any], name: str) -> list[str]:
-    """Other declared apps. A declaration without them would delete them."""
+    """Names of the other declared apps. A declaration without them would delete them."""
     applications: dict[str, Any] = details.get("applications") or {}
     return [other for other, app in applications.items() if other != name and app.get("source") == "declarative"]
 
 
 def _check_http_options(config: AppConfig, running: dict[str, Any]) -> None:
-    """Raises ConfigError for a port that is in use, or is not the one on which Ray Serve already listens."""
+    """Raises ConfigError if the port is in use, or Ray Serve already listens on another port or host."""
     if not serve_is_running():
         check_port_free(config.host, config.port)
         return

@@ -1,7 +1,7 @@
 """Detects that Ray Serve is stopping this replica, in time to notify clients with unfinished answers.
 
-Serve lets a stopping replica's requests run, and kills it after `graceful_shutdown_timeout_s`. It does not notify the
-replica of either. It only stops checking its health. If this happens, the replica reads the app's status from Serve.
+Serve lets the requests of a stopping replica run, and kills the replica after `graceful_shutdown_timeout_s`. It
+announces neither, and only stops its health checks. When these stop, the replica reads the app's status from Serve.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cluster.http.active import ActiveRequests
 
 logger = logging.getLogger(__name__)
 
-# A check that is late by less means nothing, because the controller checks every period only if it is not busy.
+# Health checks count as stopped after this many periods without one, because a busy controller may check late.
 _SILENT_PERIODS = 2.5
 
 
@@ -27,7 +27,7 @@ class StopWatch:
 
     Args:
         requests: requests of this replica.
-        is_stopping: queries Ray Serve, and may block.
+        is_stopping: asks Ray Serve whether it is stopping replicas of the app. May block.
         period_s: seconds between Serve's health checks of a replica that it does not stop.
         shutdown_timeout_s: `server.shutdown_timeout_s`.
     """
@@ -43,7 +43,7 @@ class StopWatch:
         self._began = False
 
     def asked(self) -> None:
-        """Must be called at each of Serve's health checks, which show that Serve is not stopping this replica."""
+        """Records one of Serve's health checks, which show that Serve is not stopping this replica."""
         self._asked = time.monotonic()
         if self._began and self._requests.stopping:
             logger.warning("Ray Serve did not stop this replica; it accepts requests again")
@@ -58,7 +58,7 @@ class StopWatch:
             if silent_s < _SILENT_PERIODS * self._period_s or not await asyncio.to_thread(self._is_stopping):
                 continue
             self._began = True
-            # Serve may have begun to stop it right after the last check.
+            # Serve may have begun to stop the replica right after its last check.
             left_s = self._shutdown_timeout_s - (time.monotonic() - self._asked)
             logger.info("Ray Serve is stopping this replica: %d requests have %.1f s left", len(self._requests), left_s)
             await self._requests.drain(max(left_s, 0.0))

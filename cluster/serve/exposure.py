@@ -1,4 +1,4 @@
-"""Checks of what other machines can reach in a replica. Refuses an endpoint that is open to everybody by mistake, and
+"""Checks what other machines can reach in a replica. Refuses an endpoint that is open to everybody by mistake, and
 closes a port at which Ray Serve accepts pickles from any caller."""
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def check_serve_host(config: EngineConfig) -> None:
 
 
 def keep_grpc_local() -> None:
-    """Makes the gRPC server by which deployments call each other listen on loopback in this replica's process. Call
-    before Ray Serve starts that server, which is after the replica's constructor.
+    """Makes the gRPC server by which deployments call each other listen only on loopback in this replica's process.
+    Call this before Ray Serve starts that server, which is after the replica's constructor.
 
-    Ray Serve starts it in every replica at every address, without Ray's token. This application has one deployment, so
-    no other deployment calls it.
+    Ray Serve starts that server in every replica at every address, without Ray's token. This application has one
+    deployment, so no other deployment calls it.
 
     Raises:
-        EngineError: this version of Ray Serve starts it in another way.
+        EngineError: this version of Ray Serve starts the server in another way.
     """
     add_port = getattr(ray_replica, "add_port_to_grpc_server", None)
     if add_port is None:

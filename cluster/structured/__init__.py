@@ -1,2 +1,2 @@
-"""Answers that match a grammar: checked at the ingress, in a process that may die of it, and followed by threads of the
-coordinator."""
+"""Answers that match a grammar. The replica checks grammars in a process that may die of one, and threads of the
+coordinator compute masks."""

@@ -1,6 +1,6 @@
-"""Words of several tokens that must not occur in an answer: their last token is banned after the others.
+"""Words of several tokens that must not occur in an answer: a word's last token is banned after its other tokens.
 
-A word of one token is a bias that always applies, and needs no guide.
+A word of one token needs no guide, because a bias bans it everywhere.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class BadWordsGuide:
 
     def __init__(self, words: Sequence[Sequence[int]], every: UInt32Array) -> None:
         """Args:
-        words: at least two token ids each, all in the vocabulary.
+        words: the token ids of each word, at least two, all in the vocabulary.
         every: the mask that allows the whole vocabulary.
         """
         self._words = [(list(word[:-1]), word[-1]) for word in words]
         self._num_kept = max(len(before) for before, _ in self._words)
-        self._last: list[int] = []  # number of last tokens to remember: the longest word without its last token
+        self._last: list[int] = []  # the answer's last tokens, as many as any word has before its last token
         self._every = every
         self._drafts: list[int] = []
 
@@ -56,7 +56,7 @@ class BadWordsGuide:
 
 
 class BothGuides:
-    """A guide that allows what both of two guides allow."""
+    """A guide that allows the tokens that two other guides both allow."""
 
     def __init__(self, first: Guide, second: Guide) -> None:
         self._both = (first, second)

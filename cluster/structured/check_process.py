@@ -1,8 +1,8 @@
 """The program that checks grammars: `python -m cluster.structured.check_process`, with a socket as standard input.
 
 The first process reads the tokenizer and checks nothing itself. It forks a child for the checks. A grammar that takes
-too much CPU time or memory, or breaks the compiler, may end the child; the next one is forked in milliseconds. Forking
-is safe here: there is a single thread, and only the tokenizer was read.
+too much CPU time or memory, or breaks the compiler, may end the child; the first process then forks another one in
+milliseconds. Forking is safe here: there is a single thread, which has only read the tokenizer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cluster.structured.spec import GrammarSpec
 from configs.errors import RequestError
 from parallel.sockets import receive_frame
 
-# Lower CPU priority: without free cores, a new request's grammar waits instead of running answers.
+# Lower CPU priority, so that without free cores a new request's grammar waits instead of running answers.
 _NICENESS = 5
 
 
@@ -35,13 +35,13 @@ class _Checks:
     """Compiles grammars for one model and computes their first masks."""
 
     def __init__(self, setup: Setup) -> None:
-        """Raises ValueError for a tokenizer that cannot be used."""
+        """Raises ValueError if llguidance cannot use the tokenizer."""
         self._matchers = Matchers(setup)
         added = msgspec.json.decode(setup.tokenizer).get("added_tokens", [])
         self._compiler = GrammarCompiler({token["content"]: token["id"] for token in added if token.get("special")})
 
     def reply(self, spec: GrammarSpec) -> Reply:
-        """Checks `spec`. The process may die of it."""
+        """Checks `spec` and returns the result. A bad grammar may end the process."""
         try:
             grammar = self._compiler.compile(spec)
             try:
@@ -68,7 +68,7 @@ def main() -> None:
         checks = f"Structured output is not available with this model's tokenizer: {error}"
     gc.collect()
     gc.freeze()  # a garbage collection would touch, and so copy, every page with an object
-    checking = mmap.mmap(-1, 1)  # shared with the child: whether it has to send a reply
+    checking = mmap.mmap(-1, 1)  # shared with the child: 1 while a check has no reply yet
     while True:
         if (pid := os.fork()) == 0:
             _serve(sock, checks, checking)
@@ -76,7 +76,7 @@ def main() -> None:
         if code == 0:
             return
         if not checking[0]:
-            continue  # a reply without a question would be taken for the next grammar's
+            continue  # nobody waits for a reply, and it would be taken for the next grammar's
         checking[0] = False
         reason = "takes too much time" if code == -signal.SIGPROF else "takes too much memory, or breaks the compiler"
         try:
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def _serve(sock: socket.socket, checks: _Checks | str, checking: mmap.mmap) -> NoReturn:
-    """Runs in the child: answers until the other end closes. `checks` is an error if the tokenizer cannot be used."""
+    """Checks grammars in the child until the other end closes. `checks` is an error if the tokenizer cannot be used."""
     status = 1
     try:
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + CHECK_MEMORY_BYTES,) * 2)
@@ -98,8 +98,8 @@ def _serve(sock: socket.socket, checks: _Checks | str, checking: mmap.mmap) -> N
             else:
                 signal.setitimer(signal.ITIMER_PROF, CHECK_CPU_S)
                 reply = checks.reply(spec)
-                # The limit is lifted while writing, because half a reply would be taken for the beginning of another
-                # one.
+                # The time limit ends before the reply is written, because half a reply would be taken for the beginning
+                # of another.
                 signal.setitimer(signal.ITIMER_PROF, 0)
             checking[0] = False
             sock.sendall(pack(reply))
@@ -113,7 +113,7 @@ def _serve(sock: socket.socket, checks: _Checks | str, checking: mmap.mmap) -> N
 
 
 def _address_space() -> int:
-    """Bytes of memory of this process."""
+    """Bytes of address space of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

@@ -1,4 +1,4 @@
-"""Checks grammars before a request is queued: each grammar once, in a process that may be killed by a hostile one."""
+"""Checks grammars before a request is queued: each grammar once, in a process that a hostile grammar may end."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ _TOO_MANY = "Too many grammars wait to be checked; try again later."
 class GrammarChecker:
     """Turns a `GrammarSpec` into the value of `SamplingParams.grammar`, or raises RequestError.
 
-    It owns one process, a thread that talks to it (both started by `start` or the first check), and a cache of checked
-    grammars. Used on one event loop, which it never blocks.
+    The checker owns one process, a thread that talks to the process, and a cache of checked grammars. `start` or the
+    first check starts both. Used on one event loop, which the checker never blocks.
     """
 
     def __init__(self, make_setup: Callable[[], Setup]) -> None:
-        """`make_setup`: called by the thread when the process starts."""
+        """`make_setup` is called by the thread when the process starts."""
         self._make_setup = make_setup
         self._cache: OrderedDict[bytes, Checked | Refused] = OrderedDict()
         self._cache_bytes = 0
         self._checking: dict[bytes, asyncio.Task[Checked | Refused]] = {}
-        # The newest goes first, so that a flood of grammars only delays itself, until its time is up.
+        # The newest grammar goes first, so that a flood of grammars only delays its own requests, until they time out.
         self._work: queue.LifoQueue[tuple[GrammarSpec | None, Future[Reply | None]] | None] = queue.LifoQueue()
         self._thread: threading.Thread | None = None
-        # used by the thread only
+        # only the thread uses these
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
     async def start(self) -> None:
-        """Starts the process unless it runs, so that the first check need not wait for it. Raises OverloadedError if it
-        cannot be started now; the next call tries again."""
+        """Starts the process unless it runs, so that the first check need not wait for the start. Raises
+        OverloadedError if it cannot be started now; the next call tries again."""
         await self._ask(None)
 
     async def check(self, spec: GrammarSpec) -> str:
-        """The checked grammar.
+        """Checks a grammar and returns it for `SamplingParams.grammar`.
 
         Raises:
             RequestError: the grammar is wrong or too complex.
@@ -78,14 +78,14 @@ class GrammarChecker:
                     raise OverloadedError(_TOO_MANY)
                 task = self._checking[key] = asyncio.create_task(self._check(key, spec))
                 task.add_done_callback(lambda _: self._checking.pop(key, None))
-            # A caller that leaves must not cancel the check for the others.
+            # A caller that leaves must not cancel the check for other callers.
             known = await asyncio.shield(task)
         if isinstance(known, Refused):
             raise RequestError(known.message, code=known.code, param=known.param)
         return known.grammar
 
     async def close(self) -> None:
-        """Ends process and thread. Running checks end with OverloadedError."""
+        """Ends the process and the thread. Running checks end with OverloadedError."""
         for task in list(self._checking.values()):
             task.cancel()
         await asyncio.gather(*self._checking.values(), return_exceptions=True)
@@ -106,7 +106,7 @@ class GrammarChecker:
         return reply
 
     async def _ask(self, spec: GrammarSpec | None) -> Reply | None:
-        """The reply to `spec`, once the process runs. Raises OverloadedError if its turn does not come in time."""
+        """The reply to `spec`, or None for no spec once the process runs. Raises OverloadedError after some time."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammar-checker", daemon=True)
             self._thread.start()
@@ -114,7 +114,7 @@ class GrammarChecker:
         self._work.put((spec, future))
         reply = asyncio.wrap_future(future)
         await asyncio.wait([reply], timeout=_MAX_WAIT_S)
-        if not reply.done() and future.cancel():  # impossible once it has begun
+        if not reply.done() and future.cancel():  # fails once the thread has begun
             raise OverloadedError(_TOO_MANY)
         return await reply
 
@@ -145,7 +145,7 @@ class GrammarChecker:
 
     def _start_process(self) -> None:
         setup = pack(self._make_setup())
-        # Isolated from the environment's imports, but able to import this code.
+        # The process is isolated from the environment's imports, but can import this code.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(_ROOT), *filter(None, sys.path)))}
         command = [sys.executable, "-m", "cluster.structured.check_process"]
         self._socket, theirs = socket.socketpair()

@@ -1,5 +1,5 @@
-"""Messages to the process that checks grammars: msgpack frames over one socket. The first is a `Setup`. Then each
-`GrammarSpec` is answered by a `Reply`."""
+"""Messages to the process that checks grammars: msgpack frames over one socket. The first message is a `Setup`.
+Afterwards, the process answers each `GrammarSpec` with a `Reply`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class Setup(msgspec.Struct, frozen=True):
     """What a grammar check needs to know about the model."""
 
     tokenizer: str
-    """A tokenizer.json."""
+    """The text of a tokenizer.json."""
     vocab_size: int
-    """Number of token ids of the model. Only ids that the tokenizer has too are ever allowed."""
+    """Number of token ids of the model. Masks only allow ids that the tokenizer has too."""
     eos_token_ids: list[int]
 
 
 class Checked(msgspec.Struct, tag="checked", frozen=True):
-    """llguidance's JSON of the grammar."""
+    """The grammar can be used. It is given as llguidance's JSON."""
 
     grammar: str
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The grammar cannot be used."""
+    """The grammar cannot be used, for a reason that the client is told."""
 
     message: str
     code: str
@@ -34,15 +34,15 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class Died(msgspec.Struct, tag="died", frozen=True):
-    """The grammar exceeded a limit."""
+    """The grammar exceeded a limit and ended the process."""
 
     reason: str
-    """Completes a sentence that begins with the grammar."""
+    """The end of a sentence that begins with "the grammar"."""
 
 
 Reply = Checked | Refused | Died
 
 
 def pack(message: Setup | GrammarSpec | Reply) -> bytes:
-    """One frame: msgpack with a length prefix."""
+    """One frame: the message as msgpack, with a length prefix."""
     return pack_frame(msgspec.msgpack.encode(message))

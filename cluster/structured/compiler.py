@@ -1,4 +1,4 @@
-"""Turns a `GrammarSpec` into llguidance's JSON of a grammar. It runs in a process that may be killed: see
+"""Turns a `GrammarSpec` into llguidance's JSON of a grammar. This runs in a process that a grammar may end: see
 `check_process`."""
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _MAX_MESSAGE_CHARS = 300
 
 
 class GrammarCompiler:
-    """Compiles for one model. Its special tokens may occur in texts around JSON."""
+    """Compiles grammars for one model, because the model's special tokens may occur in texts around JSON."""
 
     def __init__(self, special_tokens: dict[str, int]) -> None:
-        """`special_tokens`: id by text."""
+        """`special_tokens` has the id of each special token's text."""
         self._text = LarkText(special_tokens)
 
     def compile(self, spec: GrammarSpec) -> str:
-        """The grammar, which may still be too much for llguidance. Raises RequestError if it cannot be compiled, with
-        the field and, if possible, the position in it."""
+        """The grammar, which may still be too complex for llguidance. Raises RequestError if it cannot be compiled. The
+        error has the field and, if possible, the position in it."""
         match spec.kind:
             case GrammarKind.JSON_SCHEMA:
                 return _grammars([{"json_schema": _schema(_json(spec), spec, spec.param)}])
@@ -47,7 +47,7 @@ class GrammarCompiler:
                 return spec.body.decode()
 
     def _structural_tag(self, tag: StructuralTag, spec: GrammarSpec) -> str:
-        # Text after the last tag is free.
+        # Free text may follow the last tag.
         by_trigger: list[list[int]] = [[] for _ in tag.triggers]
         grammars: list[dict[str, Any]] = []
         tags = []

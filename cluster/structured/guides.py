@@ -1,5 +1,5 @@
-"""The guides of a coordinator's requests: tokens in, masks out. Threads compute the masks and hold the GIL only for
-microseconds.
+"""The guides of a coordinator's requests: they receive tokens and return masks. Threads compute the masks and hold the
+GIL only for microseconds.
 
 The step loop never waits: it gives tokens to a guide and is woken when the mask is done. The grammars were checked
 before (`checker`), so neither compiles nor masks take long.
@@ -29,7 +29,7 @@ from worker.protocol import UInt32Array
 
 logger = logging.getLogger(__name__)
 
-# Two threads: while one compiles the grammar of a new answer, for up to 40 ms, the other one computes masks.
+# With two threads, one computes masks while the other compiles the grammar of a new answer, for up to 40 ms.
 _NUM_THREADS = 2
 _MAX_TEMPLATES = 16
 _Work = queue.SimpleQueue["GrammarGuide | None"]
@@ -39,22 +39,22 @@ class GrammarGuide:
     """A `cluster.scheduling.request.Guide` for one answer, created by `RequestGuides.open`."""
 
     def __init__(self, grammar: str, matchers: Matchers, copy: Callable[[str], LLMatcher], work: _Work) -> None:
-        """`copy`: makes the matcher of a new answer to a grammar."""
+        """`copy` makes the matcher of a new answer to a grammar."""
         self._grammar = grammar
         self._matchers = matchers
         self._copy = copy
         self._work = work
         # written by the step loop
         self._tokens: list[int] = []
-        self._drafts: tuple[int, Sequence[int]] = (0, ())  # with the number of tokens before them
+        self._drafts: tuple[int, Sequence[int]] = (0, ())  # number of tokens before the drafts, and the drafts
         self._is_closed = False
         # Written by the thread that holds the lock. The step loop reads each in one operation.
         self._lock = threading.Lock()
         self._matcher: LLMatcher | None = None
-        self._shares_lexer = True  # the lexer has states of other answers, and may be full because of them
+        self._shares_lexer = True  # whether the lexer has states of other answers, which may have filled it
         self._num_taken = 0
         self._seconds_left = MASK_CPU_S
-        # With the number of tokens before it, and the masks after drafts.
+        # Number of tokens before the mask, the mask, and the masks after drafts.
         self._mask: tuple[int, UInt32Array, Sequence[UInt32Array]] | None = None
         self.is_finished = False
         self._error: GuideError | None = None
@@ -79,7 +79,7 @@ class GrammarGuide:
         self._is_closed = True
 
     def advance(self) -> None:
-        """Computes the mask after the current tokens. Called by the threads of `RequestGuides`."""
+        """Computes the mask after the tokens so far. Called by the threads of `RequestGuides`."""
         with self._lock:
             if self._is_closed or self.is_finished or self._error is not None:
                 return
@@ -107,7 +107,7 @@ class GrammarGuide:
             self.is_finished = True
         else:
             num_tokens, drafts = self._drafts
-            # Time for looking ahead does not count as the answer's.
+            # The time for masks after drafts is not taken from the answer's.
             self._mask = self._num_taken, mask, self._foresee(mask, drafts) if num_tokens == self._num_taken else ()
 
     def _next_mask(self) -> UInt32Array | None:
@@ -117,14 +117,14 @@ class GrammarGuide:
         except MatchError:
             if not self._shares_lexer:
                 raise
-        # Other answers may have filled the lexer with states, so it gets a lexer of its own now.
+        # Other answers may have filled the lexer with states, so this answer gets a lexer of its own now.
         self._shares_lexer = False
         self._matcher = self._matchers.build(self._grammar)
         self._matcher.consume_tokens(self._tokens[: self._num_taken])
         return self._matchers.mask(self._matcher)
 
     def _foresee(self, mask: UInt32Array | None, drafts: Sequence[int]) -> list[UInt32Array]:
-        """The masks after `drafts`, as for `ahead`. `mask` is that of the first draft."""
+        """The masks after `drafts`, for `ahead`. `mask` is the mask of the first draft."""
         masks: list[UInt32Array] = []
         if not drafts or self._matcher is None:
             return masks
@@ -137,7 +137,7 @@ class GrammarGuide:
                 if (mask := self._matchers.mask(matcher)) is not None:
                     masks.append(mask)
         except MatchError:
-            pass  # whether the answer continues is decided when the token is there
+            pass  # whether the answer continues is decided when the token comes
         return masks
 
     def _end(self, reason: str) -> None:
@@ -149,13 +149,13 @@ class RequestGuides:
     """Creates the guides of a coordinator's requests, and owns the threads that compute masks of grammars."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], wake: Callable[[], None]) -> None:
-        """`wake`: called from a thread when a guide has a mask or an error."""
+        """`wake` is called from a thread when a guide has a mask or an error."""
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._wake = wake
         self._every = mask_of(range(vocab_size), vocab_size)
         self.matchers: Matchers | None = None
-        """None until there is a tokenizer that grammars can use."""
+        """None without a tokenizer that grammars can use."""
         self._work: _Work = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._templates: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -163,7 +163,7 @@ class RequestGuides:
         self._enough_bytes = 0
 
     def set_tokenizer(self, tokenizer: str) -> None:
-        """Enables grammars. Holds the GIL while it reads the tokenizer, so call it before there are requests.
+        """Enables grammars. Holds the GIL while it reads the tokenizer, so call this before any request arrives.
 
         Args:
             tokenizer: text of a tokenizer.json.
@@ -181,10 +181,10 @@ class RequestGuides:
             self._threads[-1].start()
 
     def make(self, request: GenerateRequest) -> Guide | None:
-        """A guide for `request`, for its grammar, its bad words or both. None if it needs none.
+        """A guide for the grammar of `request`, its bad words or both. None if it has neither.
 
         Raises:
-            GuideError: there is no tokenizer, or a bad word has an id outside the vocabulary.
+            GuideError: there is no tokenizer for the grammar, or a bad word has an id outside the vocabulary.
         """
         words = [word for word in request.sampling.bad_words if len(word) > 1]
         if any(not 0 <= token < self._vocab_size for word in words for token in word):
@@ -196,7 +196,7 @@ class RequestGuides:
         return guide if bad_words is None else BothGuides(guide, bad_words)
 
     def open(self, grammar: str) -> GrammarGuide:
-        """A guide for one answer to a checked grammar. Its first mask is being computed. Raises GuideError."""
+        """A guide for one answer to a checked grammar. A thread computes its first mask. Raises GuideError."""
         if self.matchers is None:
             raise GuideError("the engine has no tokenizer that grammars can use; try again later, or see its log")
         guide = GrammarGuide(grammar, self.matchers, self._copy, self._work)
@@ -204,7 +204,7 @@ class RequestGuides:
         return guide
 
     def close(self) -> None:
-        """Ends the threads. Guides that wait for a mask never get one."""
+        """Ends the threads. Guides that wait for a mask get none."""
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
@@ -219,7 +219,7 @@ class RequestGuides:
             template = self._templates.pop(grammar, None)
         if template is None:
             template = self.matchers.build(grammar)
-        # Compiled and warm, so another request with the same grammar copies it in microseconds.
+        # The template is compiled and warm, so another request with this grammar copies it in microseconds.
         with self._lock:
             self._templates[grammar] = template
             if len(self._templates) > _MAX_TEMPLATES:
@@ -229,7 +229,7 @@ class RequestGuides:
     def _run(self) -> None:
         while (guide := self._work.get()) is not None:
             guide.advance()
-            if self._work.empty():  # so that the next step can take the rows of all these masks
+            if self._work.empty():  # the next step can then take the rows of all these masks
                 self._wake()
 
 

@@ -1,4 +1,4 @@
-"""llguidance for one model: grammars to matchers, and matchers to masks over the model's token ids."""
+"""llguidance for one model: turns grammars into matchers, and matchers into masks over the model's token ids."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from worker.protocol import UInt32Array
 
 
 class MatchError(Exception):
-    """llguidance gave up on a grammar, or on an answer to it. The message says why."""
+    """llguidance gave up on a grammar, or on an answer to one. The message says why."""
 
 
 class Matchers:
-    """Creates matchers and masks. Both release the GIL, and any thread may call them."""
+    """Creates matchers and masks. Both operations release the GIL, and any thread may call them."""
 
     def __init__(self, setup: Setup) -> None:
-        """Holds the GIL for 0.3 s for 49k tokens. Raises ValueError for a tokenizer that llguidance cannot use."""
+        """Holds the GIL for 0.3 s for 49k tokens. Raises ValueError if llguidance cannot use the tokenizer."""
         eos = setup.eos_token_ids or None
         try:
             self._tokenizer = LLTokenizer(setup.tokenizer, n_vocab=setup.vocab_size, eos_token=eos)

@@ -14,7 +14,7 @@ _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependen
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 _MAX_PARAM_CHARS = 200
-# Next to these keywords, several schemas together decide whether an object is open.
+# With these keywords, several schemas together decide whether an object is open, so no object is closed.
 _ENTANGLING = {"not", "if", "dependentSchemas", "unevaluatedProperties"}
 _OF_OBJECTS = {"properties", "patternProperties", "additionalProperties", "required", "$ref", "allOf", "anyOf", "oneOf"}
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
@@ -22,15 +22,15 @@ _LARGEST_BOUND = 2**63 - 1024  # the largest double that fits in an int64; llgui
 
 
 def prepare_schema(schema: object, param: str, *, strict: bool = True) -> dict[str, Any]:
-    """The checked schema to compile. `schema` is changed in place.
+    """Checks `schema`, changes it in place and returns the schema to compile.
 
-    Objects that do not say whether they are open are closed, because an object that only names its properties would
-    otherwise be followed by any number of invented ones. The closed schema allows less: everything that matches it
-    matches `schema`. Number bounds that llguidance cannot represent are removed. Without `strict`, so are patterns and
-    minimum numbers of properties that it cannot enforce.
+    An object that does not say whether it is open is closed. Otherwise an object that only names its properties would
+    be followed by any number of invented ones. The closed schema allows less: everything that matches it matches
+    `schema`. Number bounds that llguidance cannot represent are replaced. Without `strict`, patterns and minimum
+    numbers of properties that it cannot enforce are removed.
 
     Raises:
-        RequestError: this is no schema, it is nested too deep, has too many enum values, or has no finite match.
+        RequestError: `schema` is no schema, is nested too deep, has too many enum values, or has no finite match.
     """
     if not isinstance(schema, dict | bool):
         raise RequestError(f"{param} must be a JSON schema.", code="invalid_type", param=param)
@@ -65,7 +65,7 @@ def prepare_schema(schema: object, param: str, *, strict: bool = True) -> dict[s
 
 
 def _schemas(schema: object, param: str) -> Iterator[tuple[object, str, int]]:
-    """Every schema in `schema` with its path and depth. Data (enum, const, default) is skipped."""
+    """Yields every schema inside `schema` with its path and depth. Data (enum, const, default) is skipped."""
     stack: list[tuple[object, str, int]] = [(schema, param, 0)]
     while stack:
         node, path, depth = stack.pop()
@@ -90,8 +90,8 @@ def _merges(node: dict[str, Any]) -> bool:
 
 
 def _bound(node: dict[str, Any]) -> None:
-    """Replaces bounds as wide as an int64, a float32 or a double by the widest that llguidance supports, which allow
-    less."""
+    """Replaces bounds as wide as an int64, a float32 or a double by the widest bounds that llguidance supports, which
+    allow less."""
     for sign, keys in ((-1, ("minimum", "exclusiveMinimum")), (1, ("maximum", "exclusiveMaximum"))):
         for key in keys:
             bound = node.get(key)
@@ -113,8 +113,8 @@ def _close(node: dict[str, Any]) -> None:
 
 
 def _forgive(node: dict[str, Any]) -> None:
-    """Removes a pattern with lookarounds, which llguidance lacks, and a minimum number of properties if some may be
-    missing, because llguidance only counts unnamed ones."""
+    """Removes a pattern with lookarounds, which llguidance cannot enforce. Also removes a minimum number of properties
+    if some may be missing, because llguidance only counts unnamed ones."""
     pattern = node.get("pattern")
     if isinstance(pattern, str) and _LOOK_AROUND.search(pattern):
         del node["pattern"]
@@ -126,14 +126,14 @@ def _forgive(node: dict[str, Any]) -> None:
 
 
 class _Finite:
-    """Decides whether a schema has a finite match: the least fixed point over its local references."""
+    """Decides whether a schema has a finite match: computes the least fixed point over its local references."""
 
     def __init__(self, root: object) -> None:
         self._root = root
-        self._ends: dict[str, bool] = {}  # by reference; False until proven otherwise
+        self._ends: dict[str, bool] = {}  # reference -> whether it has a finite match; False until proven
 
     def ends(self) -> bool:
-        """Whether the root has a finite match. The compiler refuses references that lead nowhere."""
+        """Whether the root schema has a finite match. The compiler refuses references that lead nowhere."""
         while True:
             known = dict(self._ends)
             result = self._node(self._root)
@@ -174,7 +174,7 @@ def _required(node: dict[str, Any], kind: object) -> list[object]:
 
 
 def _names(node: dict[str, Any]) -> list[str]:
-    """The properties that an object must have."""
+    """Names of the properties that an object must have."""
     return [name for name in _list(node.get("required")) if isinstance(name, str)]
 
 
@@ -183,7 +183,7 @@ def _list(value: object) -> list[Any]:
 
 
 def _resolve(root: object, reference: str) -> object:
-    """The schema at a local reference (`#`, `#/$defs/a`). True for any other reference."""
+    """The schema at a local reference (`#`, `#/$defs/a`). True, which any value matches, for every other reference."""
     if not reference.startswith("#"):
         return True
     node = root

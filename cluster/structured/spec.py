@@ -17,7 +17,7 @@ from cluster.structured.grammar_limits import MAX_GRAMMAR_BYTES
 from configs.errors import RequestError
 
 GRAMMAR_FIELDS = ("response_format", "structured_outputs", "regex", "ebnf", "json_schema")
-"""OpenAI's, vLLM's and three of SGLang's fields. `json_schema` is a schema or its JSON text."""
+"""The fields of OpenAI, of vLLM, and three of SGLang. `json_schema` is a schema or its JSON text."""
 
 
 class GrammarKind(StrEnum):
@@ -34,7 +34,7 @@ class GrammarKind(StrEnum):
     STRUCTURAL_TAG = "structural_tag"
     """JSON of a `StructuralTag`."""
     COMPILED = "compiled"
-    """llguidance's JSON of a grammar: the result of a check, which this server has put into a larger grammar."""
+    """llguidance's JSON of a grammar: a checked grammar that this server has put into a larger one."""
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,15 +43,15 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     kind: GrammarKind
     body: bytes
     param: str
-    """Path of its field, for errors."""
+    """Path of the grammar's field, for errors."""
     strict: bool = True
     """Whether a schema keyword that cannot be enforced is refused. If False, it is ignored."""
     compact: bool = False
-    """Whether the JSON has no whitespace. If False, at most one space after each comma and colon."""
+    """Whether the JSON has no whitespace. If False, it may have one space after each comma and colon."""
 
 
 class Tag(msgspec.Struct, frozen=True):
-    """Text with JSON of a schema in its middle."""
+    """Text that contains JSON of a schema between `begin` and `end`."""
 
     begin: str
     schema: dict[str, Any] | bool
@@ -59,37 +59,37 @@ class Tag(msgspec.Struct, frozen=True):
 
 
 class StructuralTag(msgspec.Struct, frozen=True):
-    """Free text in which each trigger must continue as one of the tags that begin with it."""
+    """Free text. Where a trigger occurs, the text must continue as one of the tags that begin with the trigger."""
 
     structures: list[Tag]
     triggers: list[str]
 
 
 def schema_grammar(schema: object, param: str, *, strict: bool = True) -> GrammarSpec:
-    """JSON of a schema, which may be given as text. Raises RequestError if it is too long."""
+    """A grammar for JSON of a schema, which may be given as text. Raises RequestError if the schema is too long."""
     body = schema.encode() if isinstance(schema, str) else msgspec.json.encode(schema)
     return _spec(GrammarKind.JSON_SCHEMA, body, param, strict=strict)
 
 
 def object_grammar(param: str) -> GrammarSpec:
-    """Any JSON object."""
+    """A grammar for any JSON object."""
     return _spec(GrammarKind.JSON_SCHEMA, b'{"type":"object"}', param)
 
 
 def text_grammar(kind: GrammarKind, text: str, param: str) -> GrammarSpec:
-    """A grammar of a `kind` that is text. Raises RequestError if it is too long."""
+    """A grammar with `text` as its body. Raises RequestError if the text is too long."""
     return _spec(kind, text.encode(), param)
 
 
 def read_grammar(own: GrammarSpec | None = None, **fields: Any) -> GrammarSpec | None:
-    """The grammar from the fields of a request, each one of `GRAMMAR_FIELDS` with the types of `SamplingFields`. None
-    for any text.
+    """The grammar from the fields of a request. Each of `GRAMMAR_FIELDS` has its type in `SamplingFields`. None for any
+    text.
 
     Args:
-        own: the grammar of another field, in place of `response_format`.
+        own: the grammar of another field, which replaces `response_format`.
 
     Raises:
-        RequestError: two fields ask for a grammar, one is too long, or `structured_outputs` does not have exactly one
+        RequestError: two fields have a grammar, one is too long, or `structured_outputs` does not have exactly one
             form.
     """
     if own is not None:

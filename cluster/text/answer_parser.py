@@ -1,7 +1,7 @@
 """Parses an answer's text into events: reasoning, content and tool calls.
 
-One parser reads one answer. However its text is cut into pieces, the events spell the same answer, so a stream and a
-whole answer cannot differ.
+One parser reads one answer. The events spell the same answer for any pieces into which the text is cut, so a stream and
+a whole answer cannot differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from cluster.text.tools.sink import Sink
 from cluster.text.tools.styles import CallStyle, read_content
 from cluster.text.tools.text_stream import Reading, TextStream
 
-_PIECE = 4096  # characters per piece; looking ahead within one piece keeps parsing of whole answers linear
+# Characters per piece; the parser looks ahead only within a piece, so that it stays linear for whole answers
+_PIECE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,19 +26,19 @@ class AnswerFormat:
     """How the answers to one request are parsed."""
 
     reasoning: ReasoningStyle | None = None
-    """If None, reasoning tags are text."""
+    """The tags around the reasoning. If None, such tags are ordinary text."""
     starts_in_reasoning: bool = False
-    """Whether the prompt has opened the reasoning."""
+    """Whether the prompt ends inside the reasoning, after its opening tag."""
     starts_after_reasoning: bool = False
-    """Whether the prompt has closed the reasoning."""
+    """Whether the prompt ends after the reasoning, with its closing tag."""
     calls: CallStyle | None = None
-    """If None, calls are text."""
+    """The format of tool calls. If None, calls are ordinary text."""
     tools: Mapping[str, Mapping[str, Any]]
-    """The tools that may be called: JSON schema of the arguments, by name."""
+    """The tools that may be called: name -> JSON schema of the arguments."""
     max_calls: int | None = None
-    """Further calls are dropped."""
+    """Maximum number of calls; further ones are dropped. None: no limit."""
     calls_only: bool = False
-    """Whether a grammar allows only calls. Then text that is no call is the beginning of a call that was cut off."""
+    """Whether a grammar allows only calls. Text that is no call is then the beginning of a call that was cut off."""
     call_is_named: bool = False
     """Whether the request names the function to call."""
 
@@ -48,7 +49,7 @@ class AnswerFormat:
 
     @property
     def tags(self) -> frozenset[str]:
-        """Special tokens that must be part of the text."""
+        """Special tokens that the detokenizer must show in the text, because the parser needs them."""
         return frozenset((*(self.reasoning.tags if self.reasoning else ()), *(self.calls.tags if self.calls else ())))
 
 
@@ -60,7 +61,7 @@ class AnswerReader:
     def __init__(self, form: AnswerFormat) -> None:
         self.num_reasoning_tokens = 0
         self._starts: list[int] | None = None if form.reasoning is None else []
-        # Number of characters up to the end of the reasoning, tags included. None until it is known.
+        # Number of characters up to the end of the reasoning, including tags. None until the end is known.
         self._thinking_end: int | None = None
         self._text = TextStream()
         new_id = form.calls.new_id if form.calls else str
@@ -74,8 +75,8 @@ class AnswerReader:
 
         Args:
             starts: number of characters of the answer before each new token. The tokens may be ahead of the text.
-            ended: nothing follows.
-            cut: the answer ended at a limit or a stop, and the model would have continued.
+            ended: whether the answer ends with `text`.
+            cut: whether the answer ended at a limit or a stop, where the model would have continued.
         """
         if self._reading is None:
             return [Content(text)] if text else []
@@ -96,7 +97,7 @@ class AnswerReader:
 
     @property
     def cuts_call(self) -> bool:
-        """Whether the answer, once ended, has a call that is not complete."""
+        """Whether the answer, once it has ended, contains an incomplete call."""
         return self._sink.cuts_call
 
     def _read(self, form: AnswerFormat) -> Reading[None]:

@@ -1,6 +1,6 @@
 """The model's chat template: Jinja in a sandbox, with limits of time and size that a request cannot change.
 
-This module owns what a template may do and which variables it reads. `conversation` makes the messages.
+This module decides what a template may do, and finds out which variables it reads. `conversation` makes the messages.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _TICKS = 64  # calls between two reads of the clock
 _OURS = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
-"""Variables that requests set by separate fields, or not at all."""
+"""Variables that requests set by separate fields, or cannot set."""
 
 
 def template_sources(path: Path) -> str | dict[str, str] | None:
-    """The chat template, or several by name, in a model's or tokenizer's directory. None if there is none. The
-    tokenizer's own loader finds the same; this function needs no tokenizer.
+    """The chat template, or several by name, from the directory of a model or tokenizer. None if the directory has
+    none. The tokenizer's own loader finds the same templates, but this function needs no tokenizer.
 
     Raises:
         CheckpointError: a file has the wrong form.
@@ -56,7 +56,7 @@ def template_sources(path: Path) -> str | dict[str, str] | None:
 
 
 def read_template(path: str) -> str:
-    """The text of `server.chat_template`. Raises ConfigError if it cannot be read, or is not Jinja."""
+    """Reads the file `server.chat_template`. Raises ConfigError if it cannot be read, or is not Jinja."""
     try:
         source = Path(path).expanduser().read_text("utf-8")
         ChatTemplate(source, {})
@@ -68,7 +68,7 @@ def read_template(path: str) -> str:
 
 
 class TemplateLimitError(TemplateError):
-    """A template took too long or wrote too much."""
+    """A template took too long or wrote too many characters."""
 
 
 class ChatTemplate:
@@ -84,7 +84,7 @@ class ChatTemplate:
         """
         named = {"default": sources} if isinstance(sources, str) else dict(sources)
         self.source = "\n".join(named.values())
-        """The text of all templates, to detect which formats they show."""
+        """The text of all templates, in which `formats` looks for the formats of calls and reasoning."""
         self._environment = _Sandbox()
         self._templates = {name: self._environment.from_string(source) for name, source in named.items()}
         self._special_tokens = dict(special_tokens)
@@ -93,7 +93,7 @@ class ChatTemplate:
         ) - frozenset(self._environment.globals)
 
     def reads(self, name: str) -> bool:
-        """Whether a variable of this name may change the result."""
+        """Whether the template reads a variable of this name, which may then change the prompt."""
         return name in self._reads
 
     def takes(self, name: str) -> bool:
@@ -102,7 +102,7 @@ class ChatTemplate:
         return self.reads(name) and name not in _OURS and name not in self._special_tokens
 
     def shows_system(self) -> bool:
-        """Whether the template shows a system message. Some templates refuse it, others drop it."""
+        """Whether the template shows a system message. Some templates refuse it, and others drop it."""
         mark = secrets.token_hex(16)
         try:
             text = self.render([{"role": "system", "content": mark}, {"role": "user", "content": "x"}])
@@ -127,7 +127,7 @@ class ChatTemplate:
             continue_final_message: cut the text after the last message's content.
 
         Raises:
-            jinja2.TemplateError: the template refuses the messages (its `raise_exception`), or exceeds a limit.
+            jinja2.TemplateError: the template refuses the messages (with `raise_exception`), or exceeds a limit.
             TypeError, ValueError, LookupError, AttributeError: the template cannot handle such messages.
         """
         mark = ""
@@ -166,7 +166,7 @@ class ChatTemplate:
 
 
 class _Clock(threading.local):
-    """The clock of the template that this thread renders."""
+    """The time limit of the template that this thread renders."""
 
     ticks = 0
     timeout_s = math.inf
@@ -174,11 +174,11 @@ class _Clock(threading.local):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a clock, which is read whenever a template calls, reads an attribute or writes."""
+    """Jinja's sandbox with a clock. It is checked whenever a template calls, reads an attribute or writes."""
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        # Jinja's own filter escapes for HTML, but a model reads plain JSON.
+        # Jinja's own filter escapes for HTML, but models are trained on plain JSON.
         self.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         self.globals |= {
             "raise_exception": _raise_exception,
@@ -187,7 +187,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self._clock = _Clock()
 
     def start_clock(self, timeout_s: float) -> None:
-        """Gives this thread's template `timeout_s` seconds from now on."""
+        """Gives the template of this thread `timeout_s` seconds from now on."""
         self._clock.ticks = 0
         self._clock.timeout_s = timeout_s
         self._clock.deadline = time.monotonic() + timeout_s
@@ -213,7 +213,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model is trained to write. It has no effect here."""
+    """Parses `{% generation %}`, with which templates mark what a model is trained to write. It has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it as a mutable set
 

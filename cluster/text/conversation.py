@@ -1,6 +1,6 @@
 """A conversation that the model continues, independent of the API: turns, tools and options.
 
-Parts that may turn out to be wrong later carry their path in the request, for the error message.
+Parts that are checked later contain their path in the request, for error messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Call:
 
     name: str
     arguments: Mapping[str, Any] | str
-    """An object, or text if it is not JSON, as after an answer that a limit cut off."""
+    """An object, or text if the arguments are not JSON, as after a limit cut off an answer."""
     id: str | None = None
 
 
@@ -35,26 +35,26 @@ class Turn:
 
     role: Role
     text: str = ""
-    """Empty for an answer with calls only, because templates would write `None` as a word."""
+    """The message's text. Empty for an answer with calls only, because templates would write None as a word."""
     thinking: str = ""
     calls: tuple[Call, ...] = ()
     call_id: str | None = None
-    """Id of the call that this is the result of."""
+    """For a result: id of the call that it belongs to."""
     name: str | None = None
     """Name of the speaker, or of the tool."""
     path: str = ""
-    """Path of its calls, or of the field that makes it a result. Not every model can be shown these."""
+    """Path of the turn's calls, or of the field that makes it a result. Some models cannot be shown either."""
 
     @property
     def speaks_of_tools(self) -> bool:
-        """Whether it has calls or is a result."""
+        """Whether the turn contains calls or is the result of one."""
         return bool(self.calls) or self.role == "tool"
 
     def message(
         self, shape: Callable[[Any], object] = as_given, shown_id: Callable[[str], str] = str
     ) -> dict[str, Any]:
-        """The turn as chat templates read it. `shape` converts the arguments of calls for the template, and `shown_id`
-        their ids."""
+        """The turn as chat templates read it. `shape` converts the arguments of calls, and `shown_id` the ids of
+        calls."""
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
@@ -67,7 +67,7 @@ class Turn:
                 for call in self.calls
             ]
         if self.thinking:
-            # three names of the same field, for different templates
+            # these are three names of one field, for different templates
             message |= {"reasoning_content": self.thinking, "reasoning": self.thinking}
             if not (self.calls and self.text):  # gpt-oss's template refuses to show both before a call
                 message["thinking"] = self.thinking
@@ -85,26 +85,26 @@ class TemplateOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """The parts of a prompt."""
+    """What a chat prompt is made of."""
 
     turns: Sequence[Turn]
-    """At least one."""
+    """At least one turn."""
     param: str = "messages"
-    """The request's field that holds them."""
+    """Name of the request's field with the turns."""
     tools: ToolUse | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
-    """For templates that read documents."""
+    """Documents for templates that read them."""
     options: Sequence[TemplateOption] = ()
-    """If two options have one name, the first counts."""
+    """Template variables. If two options have one name, the first one counts."""
     continue_final: bool = False
     """Whether the answer continues the last turn."""
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
-    """Templates write special tokens themselves; adding them again would double the first one."""
+    """Whether the tokenizer adds special tokens. Templates write them, so adding would double the first one."""
 
     @property
     def speaks_of_tools(self) -> bool:
-        """Whether tools are offered, or a turn has calls or results."""
+        """Whether tools are offered, or a turn contains calls or results."""
         return offers_tools(self.tools) or any(turn.speaks_of_tools for turn in self.turns)
 
     def variables(self, template: ChatTemplate) -> dict[str, Any]:

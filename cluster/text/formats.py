@@ -1,8 +1,8 @@
-"""How a model writes tool calls and reasoning, and the consequences for a request: what its template is shown, how
-answers are parsed, and which grammar they must match.
+"""How a model writes tool calls and reasoning, and what follows from that: what its template is shown, how answers are
+parsed, and which grammar answers must match.
 
-Nothing is guessed: a format that the chat template does not show is not parsed, unless a setting names it. If the
-template would drop tools, or calls could not be parsed, the generic form is used (`tools.generic`).
+Nothing is guessed: a format that the chat template does not show is not parsed, unless a setting names the format. If
+the template would drop tools, or calls could not be parsed, the generic form is used (`tools.generic`).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class ModelFormats:
     """The formats of one served model."""
 
     calls: CallStyle | None = None
-    """If None, text that looks like a call is text."""
+    """The format of calls. If None, calls are ordinary text."""
     reasoning: ReasoningStyle | None = None
-    """If None, reasoning tags are text."""
+    """The tags around reasoning. If None, such tags are ordinary text."""
     calls_are_off: bool = False
-    """Whether calls are text because of a setting, not because their format is unknown."""
+    """Whether calls are ordinary text because of a setting, not because their format is unknown."""
     takes_tools: bool = False
     """Whether the chat template shows tools to the model."""
     takes_calls: bool = False
     """Whether the chat template shows earlier calls and their results."""
     generic: GenericTools | None = None
-    """Replaces what the template shows of tools, calls and results. If None, the template shows them."""
+    """Shows tools, calls and results to the model in place of the template. If None, the template shows them."""
 
     @classmethod
     def of(cls, template: ChatTemplate | None, server: ServerConfig) -> ModelFormats:
-        """The formats from the model's template and the settings."""
+        """Decides the formats by the model's template and the settings."""
         source = "" if template is None else template.source
         thinking_name = _decide("reasoning_parser", server.reasoning_parser, detect_reasoning(source))
         call_name = _decide("tool_call_parser", server.tool_call_parser, detect_calls(source))
@@ -71,13 +71,13 @@ class ModelFormats:
 
     @property
     def tool_template(self) -> ToolTemplate:
-        """How tools are shown to the model: by its template, in the generic form, or not at all."""
+        """How the model is shown tools: by its own template, in the generic form, or not at all."""
         if self.generic is not None:
             return "generic"
         return "own" if self.takes_tools else "none"
 
     def shown_tools(self, use: ToolUse | None) -> list[Mapping[str, Any]] | None:
-        """The `tools` for the template. None if there are none, or the `generic` form shows them.
+        """The `tools` for the template. None if no tools are offered, or the `generic` form shows them.
 
         Raises:
             RequestError: the model would not see the tools, or its calls could not be distinguished from text.
@@ -99,7 +99,7 @@ class ModelFormats:
         return [tool.shown for tool in use.tools] if self.takes_tools else None
 
     def answer_format(self, use: ToolUse | None, prompt: str, continued: str = "") -> AnswerFormat:
-        """How an answer is parsed. `prompt` and `continued` are those of `ReasoningStyle.is_open`."""
+        """How an answer is parsed. `ReasoningStyle.is_open` has the arguments `prompt` and `continued`."""
         reasoning = self.reasoning
         form = AnswerFormat(
             reasoning=reasoning,
@@ -122,10 +122,10 @@ class ModelFormats:
     def call_grammar(
         self, use: ToolUse, arguments: Sequence[str], special_id: SpecialId, answer: str | None = None
     ) -> str:
-        """The grammar for answers with calls, if `needs_grammar`.
+        """The grammar for answers with calls, if `needs_grammar` returned True.
 
         Args:
-            arguments: the checked grammar of the arguments of each tool that may be called.
+            arguments: a checked grammar for the arguments of each tool that may be called.
             answer: the grammar of an answer without calls. None for any text.
         """
         style = self._forced_style if use.is_forced else self.calls
@@ -137,7 +137,7 @@ class ModelFormats:
 
     def needs_grammar(self, use: ToolUse | None, *, has_grammar: bool) -> bool:
         """Whether the tools of a request need a grammar: if a call is required, if a tool is strict, or if the request
-        `has_grammar`, which would not allow calls.
+        has a grammar (`has_grammar`) that would forbid calls.
 
         Raises:
             RequestError: an answer with a grammar cannot be distinguished from calls in this model's format.
@@ -160,12 +160,12 @@ class ModelFormats:
 
     @property
     def _forced_style(self) -> CallStyle:
-        """The model's own format, if a grammar can write it."""
+        """The model's own format if a grammar can write it, else JSON."""
         return STYLES["json"] if self.calls is None or self.calls.layout is None else self.calls
 
 
 def _generic_style(server: ServerConfig, calls: CallStyle | None) -> CallStyle:
-    """The format in which the generic form asks for calls: the one that a setting names, if text can show it."""
+    """The format in which the generic form asks for calls: the one that the setting names, if a text can explain it."""
     if server.tool_call_parser in ("auto", "none") or calls is None:
         return STYLES["hermes"]
     if calls.layout is not None and not calls.layout.head:
@@ -179,7 +179,7 @@ def _generic_style(server: ServerConfig, calls: CallStyle | None) -> CallStyle:
 
 
 def _decide(setting: str, given: str, detected: Any) -> Any:
-    """The name of a format, or None. A setting overrides what was detected."""
+    """The name of a format, or None for none. The setting's value `given` overrides what was detected."""
     if given == "auto":
         logger.info("server.%s: auto -> %s (by the chat template)", setting, detected or "none")
         return detected

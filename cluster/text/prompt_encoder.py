@@ -16,19 +16,19 @@ from cluster.text.special_tokens import Marks, SpecialTokens
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import ContextLengthError, RequestError
 
-# Characters per token, for sizing the part of a long text that is encoded first. Texts have 3 to 5; code and tables
-# have more.
+# Assumed characters per token, for the size of a long text's part that is encoded first. Texts have 3 to 5; code and
+# tables have more.
 _CHARS_PER_TOKEN = 8
 _LEAST_PART = 4096
-_COUNTED = 8  # in contexts; longer texts are not counted
+_COUNTED = 8  # number of contexts up to which the tokens of a text are counted
 Use = Literal["run", "end", "count"]
 """How a text's tokens are used: run all of them, run the last ones that fit, or count them."""
-# Errors that a template raises, or makes Python raise, for messages that it cannot handle.
+# Errors that a template raises, or makes Python raise, if it cannot handle the messages.
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class PromptEncoder:
-    """Encodes for one model. All methods block, and any thread may call them."""
+    """Encodes texts and chats for one model. All methods block, and any thread may call them."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class PromptEncoder:
         *,
         special_tokens_in_text: bool = False,
     ) -> None:
-        """`special_tokens_in_text`: see `server.special_tokens_in_text`."""
+        """`special_tokens_in_text` is the setting `server.special_tokens_in_text`."""
         self._special = None if special_tokens_in_text else SpecialTokens(tokenizer, formats)
         self._tokenizer = tokenizer
         self._formats = formats
         self._max_model_len = max_model_len
 
     def prepare(self) -> None:
-        """Prepares what would delay the first chat. Takes up to a second."""
+        """Creates in advance what the first chat would have to wait for. Takes up to a second."""
         if self._special is not None:
             self._special.prepare()
 
@@ -55,7 +55,7 @@ class PromptEncoder:
         """Token ids of `text`. Takes 1 to 2 ms for 4 kB.
 
         Args:
-            param: the request's field with the text.
+            param: name of the request's field with the text, for errors.
 
         Raises:
             ContextLengthError: the text does not fit, judged by its length or by a part of it.
@@ -65,11 +65,11 @@ class PromptEncoder:
         return self._with_one_bos(ids) if add_special_tokens else ids
 
     def encode_chat(self, conversation: Conversation, use: Use = "run") -> list[int]:
-        """Token ids of the chat template's text, with a single BOS.
+        """Token ids of the text that the chat template makes, with a single BOS.
 
         Raises:
-            RequestError: there is no template, it cannot show all of this, or it refuses these messages.
-            ContextLengthError: see `encode`.
+            RequestError: the model has no template, or its template cannot show the conversation or refuses it.
+            ContextLengthError: the text does not fit, as in `encode`.
         """
         template, formats = self._tokenizer.template, self._formats
         check(conversation, template, formats)
@@ -91,11 +91,11 @@ class PromptEncoder:
         limit, longest = self._max_model_len * (_COUNTED if use == "count" else 1), self._tokenizer.longest_token
         size = _CHARS_PER_TOKEN * limit + _LEAST_PART
         if use == "end":
-            # Eight times the expected length of the last tokens: a cut so far before them changes none of them.
+            # The last tokens should have an eighth of these characters, so the cut is too far away to change their ids.
             return encode(text[-8 * size :])
         num_tokens = -(-len(text) // longest) if longest else 0
         while num_tokens <= limit and size < len(text):
-            # Near its end, the ids of a part may differ from those of the whole text, but never a third of them.
+            # Near its end, a part's ids may differ from the ids of the whole text, but never a third of them.
             num_tokens = len(encode(text[:size])) * 2 // 3
             size *= 2
         if num_tokens > limit:
@@ -105,13 +105,13 @@ class PromptEncoder:
         return encode(text)
 
     def _with_one_bos(self, ids: list[int]) -> list[int]:
-        """A second BOS makes answers worse without a visible sign, so a text that begins with one gets no other."""
+        """Drops a second BOS at the beginning, because with two of them answers get worse without a visible sign."""
         bos = self._tokenizer.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
 
 def check(conversation: Conversation, template: ChatTemplate | None, formats: ModelFormats) -> None:
-    """Raises RequestError, with the field's path, for what the model cannot be shown."""
+    """Raises RequestError, with the field's path, if the model cannot be shown a part of the conversation."""
     if formats.generic is None and not formats.takes_calls:
         for turn in conversation.turns:
             if turn.speaks_of_tools:
@@ -133,8 +133,8 @@ def check(conversation: Conversation, template: ChatTemplate | None, formats: Mo
 def render(conversation: Conversation, template: ChatTemplate | None, formats: ModelFormats) -> str:
     """The text of a conversation that passed `check`. Blocks for as long as the template takes.
 
-    The arguments of calls are given in the first form that the template accepts. DeepSeek's template joins them to
-    text. All others write objects as JSON, and some accept nothing else, also for a call that was cut off.
+    The arguments of calls are given in the first form that the template accepts. DeepSeek's template joins arguments to
+    text. All other templates write objects as JSON, and some accept nothing else, even for a call that was cut off.
 
     Raises:
         RequestError: the model has no chat template, or its template refuses these messages.
@@ -164,7 +164,7 @@ def render(conversation: Conversation, template: ChatTemplate | None, formats: M
             failure = error
             if not isinstance(error, TypeError) or not any(turn.calls for turn in turns):
                 break
-    # `raise_exception` in a template has a message for the caller.
+    # With `raise_exception`, a template writes a message for the caller.
     reason = str(failure) if isinstance(failure, TemplateError) else type(failure).__name__
     raise RequestError(
         f"The chat template refuses these messages; change them: {reason}", param=conversation.param

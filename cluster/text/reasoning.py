@@ -1,7 +1,7 @@
 """Separates the model's reasoning from its answer, by the tags around the reasoning.
 
 Only text at the beginning of an answer, or after a tag that the prompt has opened, is reasoning. A tag anywhere else is
-text.
+ordinary text.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class ReasoningStyle:
     begin: str
     end: str
     then: str = ""
-    """Text between the reasoning and the answer. If empty, whitespace."""
+    """Text between the reasoning and the answer. If empty, only whitespace."""
     answer: str = ""
     """Text with which the answer begins, unless it is a call."""
     read_rest: Callable[[TextStream, Sink], Reading[None]] | None = None
-    """Parses everything after the reasoning, including calls. If None, that is text, with calls in a separate
+    """Parses everything after the reasoning, including calls. If None, the rest is text, with calls in a separate
     format."""
     special: tuple[str, ...] = ()
-    """See `tags`. If empty, begin and end."""
+    """Value of `tags`. If empty, `begin` and `end` are used."""
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -43,17 +43,17 @@ class ReasoningStyle:
         """Whether an answer begins inside the reasoning.
 
         Args:
-            prompt: the prompt, or its end.
-            continued: the beginning of the answer at the prompt's end, if the request continues one.
+            prompt: the prompt, or its last part.
+            continued: the beginning of the answer at the prompt's end, if the request continues an answer. Else empty.
         """
         if continued:
             return continued.rfind(self.begin) > continued.rfind(self.end)
         return prompt.rstrip(SPACE).endswith(self.begin)
 
     def is_over(self, prompt: str, continued: str = "") -> bool:
-        """Whether an answer begins after the reasoning. Arguments as for `is_open`."""
+        """Whether an answer begins after the reasoning. Has the arguments of `is_open`."""
         if continued and self.answer:
-            return True  # a template writes it before the answer's text
+            return True  # a template writes `answer` before the text
         return self.end in continued if continued else prompt.rstrip(SPACE).endswith(self.end)
 
 
@@ -76,7 +76,7 @@ REASONING_STYLES: Mapping[ReasoningName, ReasoningStyle] = {
 
 
 def detect_reasoning(template: str) -> ReasoningName | None:
-    """The tags in a chat template. None if it has no known ones."""
+    """The name of the reasoning tags in a chat template. None if it has no known tags."""
     for style in REASONING_STYLES.values():
         if style.begin in template or (style.end in template and not style.special):
             return style.name
@@ -85,10 +85,10 @@ def detect_reasoning(template: str) -> ReasoningName | None:
 
 def read_reasoning(text: TextStream, sink: Sink, style: ReasoningStyle, *, is_open: bool) -> Reading[bool]:
     """Reads the reasoning at the beginning of an answer, with its tags and the whitespace around them. Returns whether
-    there was any.
+    the answer begins with reasoning.
 
     Args:
-        is_open: whether the opening tag is in the prompt.
+        is_open: whether the prompt contains the opening tag.
     """
     space = yield from text.skip_space()
     # A model may repeat the tag that its template has already written.

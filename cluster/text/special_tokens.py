@@ -2,9 +2,9 @@
 
 A chat template writes tokens such as `<|im_end|>` around each turn. A tokenizer makes the same token from the same
 characters in a user's text, which could then end the turn and begin a system turn. Two steps prevent that. Before
-rendering, such characters are replaced by marks. Then a second tokenizer, the twin, encodes the rendered text. It knows
-the special tokens only by secret names, which replace those that the template wrote. Where the marks were, it finds the
-user's characters, which are plain text to it.
+rendering, such characters are replaced by marks. Then a second tokenizer, the twin, encodes the rendered text. The twin
+knows the special tokens only by secret names, which replace the names that the template wrote. Where the marks were,
+the twin finds the user's characters, which are plain text for it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SEARCHED_CHARS = 1 << 20  # characters searched at once: a search holds the GIL
 
 
 class Marks:
-    """The marks of one conversation. They are digits, which templates and JSON do not change, and random, so that no
-    client's text contains one."""
+    """The marks of one conversation. A mark is made of digits, which templates and JSON do not change, and is random,
+    so that no client's text contains it."""
 
     def __init__(self) -> None:
         self._stem = _new_stem()
@@ -40,18 +40,18 @@ class Marks:
         return f"{self._stem}{self._texts.setdefault(text, len(self._texts)):06d}"
 
     def restored(self, marked: str) -> str:
-        """`marked` with the original text in place of each mark."""
+        """Returns `marked` with the original text in place of each mark."""
         texts = list(self._texts)
         return marked if not texts else re.sub(rf"{self._stem}(\d{{6}})", lambda found: texts[int(found[1])], marked)
 
 
 class _Finder:
-    """Finds the characters of tokens in texts. A part of a token at the end of a text counts too, because the other
-    part may be next to it in the template or in another text."""
+    """Finds the characters of tokens in texts. It also finds a part of a token at the start or end of a text, because
+    the other part may be next to it in the template or in another text."""
 
     def __init__(self, tokens: Collection[str], between: Collection[str] = ()) -> None:
-        """`between`: tags at which templates may cut a text, or which they may remove from it. Each counts as an
-        end."""
+        """`between` has tags at which templates may cut a text, or which they may remove. The text ends at each of
+        them."""
         self._between = re.compile(f"({_pattern(between)})") if between else None
         self._tokens = re.compile(_pattern(tokens)) if tokens else None
         self._longest = max(map(len, tokens), default=0)
@@ -60,7 +60,7 @@ class _Finder:
         self._first, self._last = ({token[at] for token in tokens} for at in (0, -1))
 
     def marked(self, text: str, mark: Callable[[str], str]) -> str:
-        """`text` with a mark in place of everything found."""
+        """Returns `text` with a mark in place of everything that is found."""
         if self._tokens is None:
             return text
         if self._between is not None and len(pieces := self._between.split(text)) > 1:
@@ -91,25 +91,25 @@ class _Finder:
         return next((head[:size] for size in range(len(head), 0, -1) if head[:size] in self._ends), "")
 
     def replaced(self, text: str, names: Mapping[str, str]) -> str:
-        """`text` with each token replaced by its secret name."""
+        """Returns `text` with each token replaced by its secret name."""
         return text if self._tokens is None else self._tokens.sub(lambda found: names[found[0]], text)
 
 
 class SpecialTokens:
-    """The tokens that only the chat template of one model may write. Any thread may use it."""
+    """The tokens that only the chat template of one model may write. Any thread may use this object."""
 
     def __init__(self, tokenizer: Tokenizer, formats: ModelFormats) -> None:
         self._tokenizer = tokenizer
         source = "" if tokenizer.template is None else tokenizer.template.source
         added = tokenizer.added_tokens()
-        # Some tokenizers do not flag the tokens of turns. A token that the template names counts too.
+        # Some tokenizers do not flag the tokens of turns as special. A token that the template names counts too.
         names = {
             name for name, special in added.items() if name.strip() and (special or (_is_tag(name) and name in source))
         }
-        # An answer that a client sends back contains the tags of the model's reasoning and calls.
+        # An answer that a client sends back contains the tags of the model's reasoning and calls, so these stay.
         calls = () if formats.calls is None else formats.calls.tags
         own = {name for name in calls if not added.get(name)}
-        # The special ones among them end whole messages
+        # Special tags do not stay, because they end whole messages.
         if formats.reasoning is not None and not formats.reasoning.special:
             own |= {formats.reasoning.begin, formats.reasoning.end}
         self._names = tuple(sorted(names))
@@ -117,12 +117,12 @@ class SpecialTokens:
         self._in_answers = _Finder(names - own, own)
 
     def prepare(self) -> None:
-        """Creates the twin now instead of at the first `encode`. It holds the GIL for some tenths of a second."""
+        """Creates the twin before the first `encode` needs it. This holds the GIL for some tenths of a second."""
         _twin(self._tokenizer, self._names)
 
     def marked(self, conversation: Conversation, marks: Marks) -> Conversation:
-        """`conversation` with marks in place of special tokens' characters in its texts. Raises RecursionError for JSON
-        that is nested too deep."""
+        """Returns `conversation` with marks in place of special tokens' characters in its texts. Raises RecursionError
+        for JSON that is nested too deep."""
         tools = conversation.tools
         if tools is not None:
             shown = tuple(replace(tool, shown=self._value(tool.shown, marks)) for tool in tools.tools)
@@ -163,7 +163,7 @@ class SpecialTokens:
         )
 
     def _value(self, value: Any, marks: Marks, finder: _Finder | None = None) -> Any:
-        """A JSON `value` with marks in its texts."""
+        """Returns a JSON `value` with marks in its texts."""
         finder = finder or self._everywhere
         if isinstance(value, str):
             return finder.marked(value, marks.mark)
@@ -176,8 +176,8 @@ class SpecialTokens:
 
 @lru_cache(maxsize=4)
 def _twin(tokenizer: Tokenizer, special: tuple[str, ...]) -> tuple[RustTokenizer, dict[str, str]]:
-    """A copy of a tokenizer in which the `special` tokens have secret names, and these names. The real names are plain
-    text to it.
+    """A copy of a tokenizer in which the `special` tokens have secret names, and these names by real name. Real names
+    are plain text to the copy.
 
     Raises:
         CheckpointError: a token has another id under its secret name.
@@ -210,13 +210,13 @@ def _new_stem() -> str:
 
 
 def _is_tag(name: str) -> bool:
-    """Whether an unflagged token looks like a token of turns, and not like whitespace, digits or a word."""
+    """Whether an unflagged token looks like a tag of turns, and not like whitespace, digits or a word."""
     return len(name) > 2 and not any(end.isalnum() or end.isspace() for end in (name[0], name[-1]))
 
 
 def _pattern(tokens: Collection[str]) -> str:
-    """A regular expression for any of `tokens`, longest first. It tries each character once, even if a thousand tokens
-    begin alike."""
+    """A regular expression for any of `tokens`, longest first. It tests each character once, even if a thousand tokens
+    have the same beginning."""
     branches: dict[str, list[str]] = {}
     for token in tokens:
         if token:

@@ -1,4 +1,4 @@
-"""Regular expressions that end a text, by RE2 (linear time), over a window of bounded length."""
+"""Regular expressions that end a text. RE2 searches them in linear time, over a window of bounded length."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re2
 from configs.errors import RequestError
 
 _WINDOW_CHARS = 256
-"""Longest match that is found. Searching it takes 3 us, and 40 us for the worst accepted pattern."""
+"""Maximum length of a match that is found. Searching a window takes 3 us, and 40 us for the worst accepted pattern."""
 _MAX_CHARS = 256
 _MAX_PROGRAM_SIZE = 1000
 _ASSERTIONS = frozenset("AzZbBG")
 
 
 class StopRegex:
-    """One checked pattern, without the state of a text."""
+    """One checked pattern. It has no state of a text."""
 
     __slots__ = ("_at_end", "_pattern", "source")
 
@@ -42,10 +42,10 @@ class StopRegex:
             raise RequestError(f"{param} matches the empty text; let it match at least one character.", param=param)
 
     def first_end(self, before: str, text: str) -> int | None:
-        """Number of characters of `text` up to the end of the first match that ends in it. None without a match.
+        """Number of characters of `text` up to the end of the first match that ends in `text`. None without a match.
 
         Args:
-            before: the text before it, at least the last characters that a match may include.
+            before: text before `text`, at least as much of it as a match may include.
         """
         before = before[-_WINDOW_CHARS:]
         if self._pattern.search(before + text) is None:
@@ -57,7 +57,7 @@ class StopRegex:
 
     @staticmethod
     def window(before: str, text: str) -> str:
-        """The part of `before` and `text` that the next call needs."""
+        """The last characters of `before` and `text`, which the next call needs."""
         return (before + text)[-_WINDOW_CHARS:]
 
 

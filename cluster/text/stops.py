@@ -1,6 +1,6 @@
 """Stop strings and stop patterns, which end a text.
 
-It owns the state between two pieces of one text. The result does not depend on how the text is cut into pieces.
+`TextEnd` has the state between two pieces of one text. The result does not depend on how the text is cut into pieces.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ class TextOptions:
     """How tokens become the text of an answer, and what ends it."""
 
     stops: Sequence[str] = ()
-    """None of them is empty."""
+    """The stop strings. No string is empty."""
     patterns: Sequence[StopRegex] = ()
     include_stop: bool = False
     """Whether a stop string, and the text of a stop token, stay in the answer. What a pattern matches always stays."""
     skip_special_tokens: bool = True
     prompt_only: bool = False
-    """Whether the one generated token is not part of the answer, because the request is about the prompt."""
+    """Whether the one generated token is left out of the answer, because the request is only about the prompt."""
 
 
 class TextEnd:
     """Finds the end of one text that comes in pieces, and holds back only what may become a stop string.
 
-    For each stop string it stores the length of the prefix with which the text ends (Knuth-Morris-Pratt). So the result
-    does not depend on the pieces, and a character costs the same for strings of any length. The match that ends first
-    wins. Of two strings that end together, the longer one wins, and a string wins over a pattern. What a pattern
-    matches stays in the text, so nothing is held back for it.
+    For each stop string, this object stores the length of the prefix with which the text ends (Knuth-Morris-Pratt). So
+    the result does not depend on the pieces, and a character costs the same for strings of any length. The match that
+    ends first wins. If two strings end together, the longer one wins, and a string wins over a pattern. What a pattern
+    matches stays in the text, so nothing is held back for patterns.
     """
 
     __slots__ = ("_failures", "_held", "_options", "_states", "_stops", "_tail")
@@ -42,14 +42,14 @@ class TextEnd:
         self._failures = [_failure_links(stop) for stop in self._stops]
         self._states = [0] * len(self._stops)
         self._held = ""
-        self._tail = ""  # the end of the text so far, for patterns
+        self._tail = ""  # end of the text so far, in which patterns may begin
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
-        """Returns the text that is certain, and the stop string or pattern that was found, or None. Text after a match
+        """Returns the text that is certain, and the stop string or pattern that ended it, or None. Text after a match
         is dropped.
 
         Args:
-            may_end: if False, a match that ends in `text` does not count.
+            may_end: whether a match that ends in `text` counts.
         """
         end, source = len(text), None
         if self._options.patterns:
@@ -64,7 +64,7 @@ class TextEnd:
         return certain, stop
 
     def flush(self) -> str:
-        """The text held back, for a sequence that ended in another way."""
+        """The text that was held back, for a sequence that ended without a stop string."""
         held, self._held = self._held, ""
         return held
 

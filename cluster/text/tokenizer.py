@@ -1,7 +1,7 @@
 """The tokenizer of a model's directory: text to ids, ids to bytes, and the model's chat template.
 
 transformers reads the directory. Encoding and decoding use the Rust tokenizer directly, which is thread-safe. Only its
-batch calls release the GIL, so single texts are batches of one.
+batch calls release the GIL, so a single text is encoded as a batch of one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from configs.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Batches of one need no thread pool, which the Rust tokenizer would start, and about which it would warn in each fork.
+# The Rust tokenizer would start a thread pool, which batches of one do not need, and would warn about it in each fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -33,21 +33,21 @@ class Tokenizer:
     """One model's tokenizer. Any thread may call all methods."""
 
     def __init__(self, fast: PreTrainedTokenizerFast, *, chat_template: str | None = None) -> None:
-        """`chat_template` replaces the model's own. `fast` belongs to this object from now on."""
+        """`chat_template` replaces the model's own. `fast` belongs to this object from now on, and may be changed."""
         self._fast = fast
         self._rust: RustTokenizer = fast.backend_tokenizer
-        # A tokenizer.json may contain the truncation and padding of its training.
+        # A tokenizer.json may contain the truncation and padding of the training.
         self._rust.no_truncation()
         self._rust.no_padding()
         self.vocab_size = max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        """The largest id plus one, added tokens included."""
+        """The largest token id plus one, including added tokens."""
         added = self._rust.get_added_tokens_decoder()
         self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._byte_level = isinstance(self._rust.decoder, decoders.ByteLevel)
         source = fast.chat_template if chat_template is None else chat_template
         self.template = None if source is None else ChatTemplate(source, fast.special_tokens_map)
         """The chat template. None if the model has none."""
-        self._bytes: dict[int, bytes] = {}  # bytes of the tokens seen so far, at most the vocabulary
+        self._bytes: dict[int, bytes] = {}  # bytes of the tokens seen so far, at most of the whole vocabulary
         self._texts: dict[int, str] = {}
 
     @classmethod
@@ -73,12 +73,12 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Most characters of a text per token. 0 if it is unknown, because the tokenizer drops or shortens characters
-        before it splits a text."""
+        """Maximum number of characters that one token stands for. 0 if that is unknown, because the tokenizer drops or
+        shortens characters before it splits a text."""
         strips = any(token.lstrip or token.rstrip for token in self._rust.get_added_tokens_decoder().values())
         if strips or not self._byte_level or self._rust.normalizer is not None:
             return 0
-        # A piece has one character for each byte of its text.
+        # In a byte-level vocabulary, a piece has one character for each byte of its text.
         return max(map(len, self._rust.get_vocab(with_added_tokens=True)))
 
     @property
@@ -94,34 +94,34 @@ class Tokenizer:
         return str(self._rust.to_str())
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of `text`, which must not contain lone surrogates. Releases the GIL; 1-2 ms for 4 kB."""
+        """Ids of `text`, which must not contain lone surrogates. Releases the GIL. Takes 1 to 2 ms for 4 kB."""
         [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids` without context. Releases the GIL."""
+        """Text of `ids`, decoded without context. Releases the GIL."""
         [text] = self._rust.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def added_tokens(self) -> dict[str, bool]:
-        """The texts that always are one token, and whether each is flagged as special."""
+        """The texts that always become one token, and whether each token is flagged as special."""
         return {token.content: token.special for token in self._rust.get_added_tokens_decoder().values()}
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is written as `text`."""
+        """Id of the token that is written as `text`. None if no token is."""
         id_: int | None = self._rust.token_to_id(text)
         return id_
 
     def special_id(self, text: str) -> int | None:
-        """The id of the special token that is written as `text`. None if there is no such special token."""
+        """Id of the special token that is written as `text`. None if no special token is."""
         id_ = self._rust.token_to_id(text)
         return id_ if id_ in self._special_ids else None
 
     def detokenizer(
         self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()
     ) -> Detokenizer:
-        """A decoder for the tokens after `prompt_ids`. It skips special tokens except `shown`."""
+        """A decoder for the tokens after `prompt_ids`. It leaves out special tokens, except `shown` ones."""
         hidden: frozenset[int] = frozenset()
         if skip_special_tokens:
             hidden = self._special_ids.difference(map(self.special_id, shown)) if shown else self._special_ids
@@ -149,7 +149,7 @@ class Tokenizer:
             return b""
         if self._byte_level:
             table = _byte_of_char()
-            # The Rust decoder's rule: a piece with any character outside the table is plain text.
+            # The Rust decoder does the same: a piece with any character outside the table is plain text.
             if all(char in table for char in piece):
                 return bytes(table[char] for char in piece)
             return str(piece).encode()
@@ -160,7 +160,7 @@ class Tokenizer:
 
 @cache
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the other 68 for U+0100 onwards."""
+    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, and the other 68 for U+0100 onwards."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -171,8 +171,7 @@ def _load_directory(directory: Path) -> PreTrainedTokenizerFast:
         raise CheckpointError(f"no tokenizer, because {directory} is no directory; set `tokenizer` to one")
     try:
         if (directory / "tokenizer.json").is_file():
-            # Not AutoTokenizer, because it imports torch (2.7 s against 0.6 s), and tokenizer.json has all it would
-            # find out.
+            # AutoTokenizer would import torch (2.7 s instead of 0.6 s), and find out only what tokenizer.json has.
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
@@ -184,6 +183,6 @@ def _load_directory(directory: Path) -> PreTrainedTokenizerFast:
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(f"the tokenizer in {directory} has no tokenizer.json; save it once as a fast tokenizer")
     if not tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).ids:
-        # With config.json alone, transformers would make a family's tokenizer without a vocabulary.
+        # With only a config.json, transformers would make a family's tokenizer without a vocabulary.
         raise CheckpointError(f"{directory} holds no tokenizer; set `tokenizer` to a directory with one")
     return cast("PreTrainedTokenizerFast", tokenizer)  # is_fast means this type

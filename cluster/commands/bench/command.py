@@ -1,4 +1,4 @@
-"""`python -m cluster bench`: a load test of an endpoint, as a table and as JSON."""
+"""`python -m cluster bench`: runs a load test of an endpoint, and writes the results as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def run_bench(
     output_tokens: int,
     json_path: Path | None,
 ) -> bool:
-    """Measures and prints each level of `clients`, then a table of all. Returns whether every request succeeded.
+    """Measures and prints each level of `clients`, then a table of all levels. Returns whether every request succeeded.
     `requests` is the number of requests in each level. If None, two for each client, at least 8. Writes `json_path`
-    after every level, so that an interrupted run retains its results. Raises ConfigError if `url` is not a URL or
+    after every level, so that an interrupted run keeps its results. Raises ConfigError if `url` is not a URL or
     `json_path` cannot be written, EngineError if the endpoint does not answer."""
     if json_path is not None:
         try:
@@ -75,6 +75,6 @@ def run_bench(
     for row in rows:
         table.add_row(*row)
     console.print("\ntimes are median/p99", markup=False)
-    # A row that is cut off is useless, so it is printed in full, and a narrow terminal wraps it.
+    # A row that is cut off is useless, so the table has a minimum width, and a narrow terminal wraps it.
     Console(highlight=False, width=max(console.width, _TABLE_WIDTH)).print(table)
     return not any(level["errors"] for level in levels)

@@ -1,11 +1,11 @@
 """A load test of any OpenAI endpoint: time to first token, time per token and throughput by number of clients.
 
 Each client streams a completion of a fixed number of tokens (ignore_eos) and then requests the next. Prompts are random
-and never repeated: token ids if the server accepts them, else words. Clients are spread over processes, so that none of
-them becomes the bottleneck. The report includes how busy they were.
+and never repeated: token ids if the server accepts them, else words. Clients are spread over processes, so that no
+process becomes the bottleneck. The report includes how busy the processes were.
   TTFT  from sending a request to its first event with a choice
-  TPOT  from there to the last such event, over the tokens after the first
-  ITL   between one piece of text and the next; a piece may hold several tokens
+  TPOT  from its first to its last event with a choice, divided by the number of tokens after the first
+  ITL   between one piece of text and the next; a piece may contain several tokens
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cluster.commands.bench.stream_client import Sample, Share, run_share
 from cluster.commands.endpoint_client import EndpointClient
 from configs.errors import EngineError
 
-_IDS = (100, 10_000)  # for random prompts: text in every vocabulary, and no special tokens in most
+_IDS = (100, 10_000)  # ids of random prompts: ordinary text in every vocabulary, and no special tokens in most
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
 _CLIENTS_PER_PROCESS = 32
 _START_DELAY_S = 0.2
@@ -36,21 +36,21 @@ _MIN_REQUESTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The requests of every client."""
+    """What every client requests."""
 
     url: str
-    """Base URL of the server, `/v1` included."""
+    """Base URL of the server, including `/v1`."""
     model: str
     input_tokens: int
     output_tokens: int
     as_ids: bool
-    """Whether prompts are token ids. Otherwise they are words of about one token each."""
+    """Whether prompts are token ids. If False, they are words of about one token each."""
     seed: str
-    """Each run has different prompts, because a server may still have an earlier run's prompts in its cache."""
+    """Makes the prompts of each run different, because a server may still have earlier prompts in its cache."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def bodies(self, level: str, count: int) -> list[bytes]:
-        """JSON of `count` requests. Their prompts differ from all other levels' prompts."""
+        """JSON of `count` requests. Their prompts differ from the prompts of every other level."""
         generator = random.Random(f"{self.seed}/{level}")
         common = {
             "model": self.model,
@@ -70,7 +70,7 @@ class Traffic:
 
 
 def takes_ids(endpoint: EndpointClient, model: str) -> bool:
-    """Whether the server accepts token ids as a prompt. Raises EngineError if it does not accept text either."""
+    """Whether the server accepts token ids as a prompt. Raises EngineError if it accepts no text either."""
     for prompt in ([_IDS[0], _IDS[1] - 1], "Hello"):
         if endpoint.accepts("completions", {"model": model, "max_tokens": 1, "prompt": prompt}):
             return isinstance(prompt, list)
@@ -78,8 +78,8 @@ def takes_ids(endpoint: EndpointClient, model: str) -> bool:
 
 
 def run_levels(traffic: Traffic, levels: Sequence[int], requests: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yields the figures for each number of clients. Each level follows a warm-up with one request for each client.
-    `requests` is the number of requests in each level. If None, two for each client, at least 8."""
+    """Yields the figures for each number of clients in `levels`. A warm-up with one request per client precedes each
+    level. `requests` is the number of requests in each level. If None, two for each client, at least 8."""
     with contextlib.ExitStack() as stack:
         most = -(-max(levels) // _CLIENTS_PER_PROCESS)
         spawn = multiprocessing.get_context("spawn")
@@ -97,8 +97,8 @@ def run_levels(traffic: Traffic, levels: Sequence[int], requests: int | None = N
 def measure_level(
     lanes: Sequence[Executor], traffic: Traffic, level: str, clients: int, requests: int
 ) -> dict[str, Any]:
-    """The figures of `clients` clients that share `requests` requests. Uses as many `lanes`, executors of one process
-    each, as needed. `level` seeds the prompts, and must be unique within a run."""
+    """The figures of `clients` clients that share `requests` requests. Uses as many `lanes` (executors of one process
+    each) as needed. `level` seeds the prompts, and must be unique within a run."""
     processes = min(len(lanes), -(-clients // _CLIENTS_PER_PROCESS))
     bodies = traffic.bodies(level, requests)
     begin = time.perf_counter() + _START_DELAY_S
@@ -117,7 +117,7 @@ def measure_level(
 
 
 def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The figures of one level. Failed requests are counted, and are part of no other figure."""
+    """The figures of one level. Failed requests are counted, but do not affect any other figure."""
     good = [sample for sample in samples if sample.error is None and sample.first is not None]
     errors = [sample.error for sample in samples if sample.error is not None]
     summary: dict[str, Any] = {"requests": len(samples), "errors": len(samples) - len(good)}
@@ -146,7 +146,7 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def table_of(levels: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Titles and cells for the results of `run_levels`. Times are median/p99."""
+    """Titles and cells of a table of `run_levels`' results. Times are median/p99."""
     titles = ["clients", "requests", "errors", "TTFT ms", "TPOT ms", "ITL ms", "out tok/s"]
     rows = []
     for level in levels:
@@ -157,7 +157,7 @@ def table_of(levels: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
 
 
 def level_line(level: Mapping[str, Any]) -> str:
-    """One level as a line."""
+    """A line with the figures of one level."""
     line = f"{level['clients']} clients, {level['requests']} requests, {level['errors']} errors"
     if "output_tok_s" in level:
         line += (

@@ -1,6 +1,6 @@
 """The clients of a load test. They stream completions from an OpenAI endpoint and record when tokens arrive.
 
-This module runs one process's part of the load. It parses only what it needs: with hundreds of streams, a client
+This module runs one process's part of the load. It parses only what is measured: with hundreds of streams, a client
 library's objects for every event would dominate the measurement.
 """
 
@@ -42,7 +42,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 @dataclass(slots=True)
 class Sample:
-    """One request as its client saw it. Times are seconds of the machine's monotonic clock."""
+    """One request as its client measured it. Times are seconds on the machine's monotonic clock."""
 
     sent: float
     first: float | None = None
@@ -66,7 +66,7 @@ class StreamReader:
         self._last_text: float | None = None
 
     def feed(self, received: bytes, now: float) -> None:
-        """Takes the next bytes, which arrived at `now`. They may begin and end anywhere."""
+        """Takes the bytes that arrived at `now`. They may begin and end at any point of an event."""
         *events, self._unread = (self._unread + received.replace(b"\r", b"")).split(b"\n\n")
         for event in events:
             if event.startswith(b"data: {"):
@@ -93,7 +93,7 @@ class StreamReader:
 
 @dataclass(frozen=True)
 class Share:
-    """One process's part of a level."""
+    """The part of a level that one process runs."""
 
     url: str
     bodies: tuple[bytes, ...]
@@ -103,11 +103,11 @@ class Share:
     begin: float
     """Time when the first requests are sent, on the monotonic clock."""
     headers: dict[str, str] = field(default_factory=dict)
-    """Sent with every request, e.g. its authorization."""
+    """Headers of every request, such as its authorization."""
 
 
 def run_share(share: Share) -> tuple[list[Sample], float]:
-    """A sample of each request, and this process's CPU seconds per second. Runs in a separate process."""
+    """A sample of each request, and the CPU seconds per second that this process used. Runs in a separate process."""
     cpu, began = time.process_time(), time.perf_counter()
     samples = asyncio.run(_run_clients(share))
     return samples, (time.process_time() - cpu) / (time.perf_counter() - began)
@@ -120,7 +120,7 @@ async def _run_clients(share: Share) -> list[Sample]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
 
         async def client() -> None:
-            for body in bodies:  # shared by all clients: the next free one takes the next request
+            for body in bodies:  # the clients share the iterator: the next free one sends the next request
                 samples.append(await _stream(session, share, body))
 
         await asyncio.sleep(max(0.0, share.begin - time.perf_counter()))

@@ -1,6 +1,6 @@
 """Objects that /v1/responses sends: the response object, its output items, and the events of a stream.
 
-Names and order of the fields are OpenAI's. Every struct is plain data, filled by `response_writer`.
+Names and order of the fields are OpenAI's. Every struct is plain data, which `response_writer` fills.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
     text: str = ""
     annotations: list[Any] = []
-    """Always empty, because this server does not cite."""
+    """Always empty, because this server cites nothing."""
     logprobs: list[TokenLogprob] = []
-    """One for each token of the text, if `include` asks for them."""
+    """Log probabilities of each token of the text, if `include` asks for them."""
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
-    """The model's answer."""
+    """A message with the model's answer."""
 
     id: str
     content: list[OutputText] = []
@@ -37,7 +37,7 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """A part of a reasoning item."""
+    """A piece of the text in a reasoning item."""
 
     text: str = ""
 
@@ -53,14 +53,14 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 
 class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A call of a function."""
+    """A call that the model makes to a function."""
 
     id: str
     call_id: str
-    """The id that the caller's `function_call_output` names."""
+    """The id with which the caller's `function_call_output` names this call."""
     name: str
     arguments: str = ""
-    """JSON, as text."""
+    """The arguments as JSON text."""
     status: ItemStatus = "in_progress"
 
 
@@ -103,7 +103,7 @@ class ReasoningSettings(msgspec.Struct):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """One response, whole or in progress."""
+    """One response, which is complete or in progress."""
 
     id: str
     object: Literal["response"] = "response"
@@ -137,7 +137,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class DeletedResponse(msgspec.Struct):
-    """The answer to a DELETE."""
+    """The answer to a DELETE of a response."""
 
     id: str
     object: Literal["response"] = "response"
@@ -145,7 +145,7 @@ class DeletedResponse(msgspec.Struct):
 
 
 class InputTokens(msgspec.Struct):
-    """The answer of /v1/responses/input_tokens."""
+    """The answer to /v1/responses/input_tokens."""
 
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
@@ -156,7 +156,7 @@ class InputTokens(msgspec.Struct):
 
 class _Event(msgspec.Struct, tag_field="type", kw_only=True):
     sequence_number: int
-    """Counts the events of one stream, from 0."""
+    """Number of earlier events in the stream."""
 
 
 class _Lifecycle(_Event, kw_only=True):
@@ -176,7 +176,7 @@ class ResponseCompleted(_Lifecycle, tag="response.completed"):
 
 
 class ResponseIncomplete(_Lifecycle, tag="response.incomplete"):
-    """The last event of a response that `max_output_tokens` or a cancel has cut."""
+    """The last event of a response that `max_output_tokens` or a cancel cut off."""
 
 
 class ResponseFailed(_Lifecycle, tag="response.failed"):

@@ -1,6 +1,6 @@
-"""Stores responses in memory for later requests: limited in number, bytes and age, separately for each client.
+"""Stores responses in memory for later requests. Their number, bytes and age are limited, for each client by itself.
 
-A response belongs to the replica that made it, and is lost with it.
+A response is stored on the replica that made it, and lost with that replica.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from configs.errors import OverloadedError, RequestError
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StoredResponse:
-    """A response, and what is needed to continue it."""
+    """A response, and what a later request needs to continue it."""
 
     builder: ResponseBuilder
     items: list[dict[str, Any]]
-    """The conversation that it answers, including earlier turns."""
+    """The conversation that the response answers, including earlier turns."""
     run: Run | None
-    """Whether it is in progress."""
+    """The run of a response in progress. None once it has ended."""
     num_bytes: int
-    """Approximate bytes of its conversation."""
+    """Approximate bytes of the conversation and the response."""
     error: RequestError | None = None
-    """The error that ended it, if any."""
+    """The error that ended the response. None without an error."""
 
     @property
     def id(self) -> str:
         return self.builder.response.id
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Everything up to now, including the answer: what the next turn continues."""
-        # Log probabilities are left out. An empty answer counts as a turn too, because turns must alternate.
+        """The conversation including the response, which the next turn continues."""
+        # Log probabilities are left out. An empty answer counts as a turn, because turns must alternate.
         said = msgspec.to_builtins(self.builder.response.output, enc_hook=lambda _: [])
         return [*self.items, *(said or [{"type": "message", "role": "assistant", "content": []}])]
 
@@ -52,7 +52,7 @@ class StoreLimits:
     bytes_per_client: int = 32 << 20
     bytes_in_all: int = 256 << 20
     ttl_s: float = 3600.0
-    """Seconds since a response was last stored or read."""
+    """Seconds after which a response is dropped, since it was last stored or read."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class _Shelf:
 
 
 class ResponseStore:
-    """The responses of one replica. Use it on its event loop only."""
+    """The stored responses of one replica. Use them on its event loop only."""
 
     def __init__(self, limits: StoreLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits or StoreLimits()
@@ -77,8 +77,8 @@ class ResponseStore:
         return sum(len(shelf.entries) for shelf in self._shelves.values())
 
     def put(self, client: str, stored: StoredResponse) -> None:
-        """Stores `stored`. Finished, least recently used responses are dropped for it. Raises OverloadedError if
-        responses in progress leave no room."""
+        """Stores `stored`. If a limit is reached, drops the least recently used finished responses. Raises
+        OverloadedError if responses in progress take all of the limit."""
         self._expire()
         shelf = self._shelves.setdefault(client, _Shelf())
         if not self._make_room(client, 1, stored.num_bytes):
@@ -87,7 +87,7 @@ class ResponseStore:
         self._count(shelf, stored.num_bytes)
 
     def grow(self, client: str, stored: StoredResponse, num_bytes: int) -> None:
-        """Adds `num_bytes` to the size of `stored`, if it is still stored."""
+        """Adds `num_bytes` to the size of `stored`, if `stored` has not been removed."""
         shelf = self._shelves.get(client)
         if shelf is None or stored.id not in shelf.entries:
             return
@@ -96,7 +96,7 @@ class ResponseStore:
         self._make_room(client, 0, 0)
 
     def get(self, client: str, response_id: str) -> StoredResponse:
-        """Returns a response. Raises RequestError (404) if it is not stored, or belongs to another client."""
+        """Returns a response. Raises RequestError (404) if none with this id is stored for the client."""
         self._expire()
         shelf = self._shelves.get(client)
         if shelf is None or response_id not in shelf.entries:
@@ -112,14 +112,14 @@ class ResponseStore:
         return stored
 
     def delete(self, client: str, response_id: str) -> StoredResponse:
-        """Removes a response and returns it. Raises RequestError (404) if there is no response of this id for the
+        """Removes a response and returns it. Raises RequestError (404) if none with this id is stored for the
         client."""
         stored = self.get(client, response_id)
         self._remove(client, response_id)
         return stored
 
     def discard(self, client: str, stored: StoredResponse) -> None:
-        """Removes `stored` if it is stored."""
+        """Removes `stored`, unless it has been removed already."""
         shelf = self._shelves.get(client)
         if shelf is not None and stored.id in shelf.entries:
             self._remove(client, stored.id)
@@ -135,7 +135,7 @@ class ResponseStore:
                 del self._shelves[client]
 
     def _make_room(self, client: str, num_more: int, num_bytes: int) -> bool:
-        """Drops finished responses until there is room for `num` more with `num_bytes`. Returns whether there is."""
+        """Drops finished responses until `num_more` with `num_bytes` fit. Returns whether they fit."""
         limits, shelf = self._limits, self._shelves[client]
 
         def has_room() -> bool:
@@ -145,7 +145,7 @@ class ResponseStore:
         while not has_room() and self._forget_one(client):
             pass
         while self.num_bytes + num_bytes > limits.bytes_in_all:
-            # Clients with the most stored bytes lose responses first.
+            # The client with the most stored bytes loses responses first.
             by_size = sorted(self._shelves, key=lambda other: -self._shelves[other].num_bytes)
             if not any(self._forget_one(other) for other in by_size):
                 return False

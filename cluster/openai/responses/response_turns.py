@@ -1,4 +1,4 @@
-"""Turns a response's input into a conversation. Consecutive reasoning, texts and calls of the assistant form one
+"""Turns a response's input into a conversation. Consecutive reasoning, texts and calls of the assistant become one
 turn."""
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _BEGINS_TURN: Mapping[str, frozenset[str]] = {
     "message": frozenset({"message", "function_call"}),
     "function_call": frozenset(),
 }
-"""For each kind of item: the kinds in the assistant's turn after which it begins another turn."""
+"""Kind of item -> kinds in the assistant's last turn after which such an item begins a new turn."""
 
 
 def conversation(request: InputTokensRequest, items: Sequence[Mapping[str, Any]], num_earlier: int) -> Conversation:
     """The conversation that the model continues.
 
     Args:
-        items: checked by `input_items`, or made by earlier responses.
+        items: items that `input_items` has checked, or that earlier responses contain.
         num_earlier: number of leading items that do not come from this request.
 
     Raises:
-        RequestError: a field is wrong; it has the field's path.
+        RequestError: a field is wrong; the error names its path.
     """
     effort = None if request.reasoning is None else request.reasoning.effort
     return Conversation(
@@ -42,7 +42,7 @@ def conversation(request: InputTokensRequest, items: Sequence[Mapping[str, Any]]
 
 
 def text_grammar(request: ResponsesRequest) -> GrammarSpec | None:
-    """The grammar for `text.format`, if any. Raises RequestError for a schema that is too long."""
+    """The grammar that `text.format` asks for, or None. Raises RequestError for a schema that is too long."""
     form = None if request.text is None else request.text.format
     if form is None or form.type == "text":
         return None
@@ -52,21 +52,21 @@ def text_grammar(request: ResponsesRequest) -> GrammarSpec | None:
 
 
 def input_items(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The input as items, each with its type."""
+    """The input as a list of items, each with its type."""
     if isinstance(given, str):
         given = [{"role": "user", "content": [{"type": "input_text", "text": given}]}]
     return [{"type": "message", **item} for item in given]
 
 
 def turns(items: Sequence[Mapping[str, Any]], instructions: str | None, num_earlier: int = 0) -> list[Turn]:
-    """The turns of a response's input. Arguments as for `conversation`.
+    """The turns of a response's input. Has the arguments of `conversation`.
 
     Raises:
         RequestError: an output has no call, or the arguments of a call are JSON but not an object.
     """
     made = [Turn(role="system", text=instructions)] if instructions else []
     called: set[str] = set()
-    said: set[str] = set()  # kinds of items in the last turn, if it is the assistant's
+    said: set[str] = set()  # kinds of items in the last turn, if it is a turn of the assistant
     for i, item in enumerate(items, -num_earlier):
         kind = item.get("type", "message")
         path = "previous_response_id" if i < 0 else f"input[{i}]"
@@ -97,7 +97,7 @@ def turns(items: Sequence[Mapping[str, Any]], instructions: str | None, num_earl
                 turn = replace(turn, calls=(*turn.calls, call), path=turn.path if turn.calls else path)
             made[-1] = turn
             if turn.thinking if kind == "reasoning" else item.get("content") != []:
-                said.add(kind)  # an empty item ends no turn
+                said.add(kind)  # an empty item does not end the turn
     return made
 
 
@@ -109,7 +109,7 @@ def _arguments(call: Mapping[str, Any], path: str) -> dict[str, Any] | str:
 
 
 def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a checked content."""
+    """The text of a checked `content`."""
     if isinstance(content, str):
         return content
     return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)

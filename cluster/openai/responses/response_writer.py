@@ -24,27 +24,27 @@ _LOGPROB_BYTES = 128  # approximate bytes of memory
 
 
 def sse_parts(event: objects.StreamEvent) -> Iterator[bytes]:
-    """`event` as a server-sent event with its name."""
+    """`event` as a server-sent event with its name, in parts."""
     yield b"event: %s\ndata: " % str(type(event).__struct_config__.tag).encode()
     yield from json_parts(event)
     yield b"\n\n"
 
 
 class ResponseBuilder(BlockBuilder):
-    """One growing response: call `begin`, any number of `tell`, then one of `finish`, `cancel` and `fail`. The last
-    events, which may be long, are made while they are read."""
+    """One growing response: call `begin`, then `tell` any number of times, then one of `finish`, `cancel` and `fail`.
+    The last events, which may be long, are made while the caller reads them."""
 
     def __init__(self, response: objects.Response) -> None:
-        """`response`: without output. It belongs to this object from now on."""
+        """`response` must have no output. It belongs to this object from now on."""
         super().__init__()
         self.response = response
         self.num_bytes = 0
-        """Approximate bytes of its output."""
+        """Approximate bytes of the response's output."""
         self._next_number = 0
         self._logprobs: list[TokenLogprob] = []
-        """Log probabilities of the open message."""
+        """Log probabilities of the open message's tokens."""
         self._fresh: Sequence[TokenLogprob] = ()
-        """Log probabilities of its last piece."""
+        """Log probabilities of the open message's last piece."""
 
     @property
     def ended(self) -> bool:
@@ -53,23 +53,23 @@ class ResponseBuilder(BlockBuilder):
 
     @property
     def begun(self) -> bool:
-        """Whether its first event has been made."""
+        """Whether the response's first event has been made."""
         return self._next_number > 0
 
     def begin(self) -> bytes:
-        """Begins the response."""
+        """Begins the response, and returns its first two events."""
         created = self._event(objects.ResponseCreated, response=self.response)
         return created + self._event(objects.ResponseInProgress, response=self.response)
 
     def tell(self, event: Event, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        """Adds events of the model's output. Only text has log probabilities; reasoning and calls have no field for
-        them."""
+        """Adds an event of the model's output. Only text keeps log probabilities, because reasoning and calls have no
+        field for them."""
         self._fresh = logprobs if isinstance(event, Content) else ()
         return super().tell(event)
 
     def finish(self, usage: Usage, *, cut: bool) -> Iterator[bytes]:
-        """Ends the response because the model has ended. `cut`: ended by `max_output_tokens` or the context, not by
-        itself."""
+        """Ends the response because the model has ended. `cut` tells whether `max_output_tokens` or the context ended
+        it, not the model itself."""
         self._count(usage)
         yield from self._close("incomplete" if cut else "completed")
         if cut:
@@ -83,7 +83,7 @@ class ResponseBuilder(BlockBuilder):
         """Ends the response because the caller cancelled it."""
         self._count(usage)
         yield from self._close("incomplete")
-        # OpenAI has no separate event for it.
+        # OpenAI has no separate event for a cancelled response.
         yield from self._end("cancelled", objects.ResponseIncomplete)
 
     def fail(self, code: str, message: str) -> bytes:
@@ -92,13 +92,13 @@ class ResponseBuilder(BlockBuilder):
         return b"".join((*self._close("incomplete"), *self._end("failed", objects.ResponseFailed)))
 
     def abandon(self, usage: Usage) -> None:
-        """Cancels the response unless it has ended, because its reader has left. `fail` may still follow."""
+        """Cancels the response unless it has ended, because its reader has left. `fail` may still be called."""
         if not self.ended:
             self._count(usage)
             self.response.status = "cancelled"
 
     def encoded(self) -> Iterator[bytes]:
-        """The current response, in parts."""
+        """Yields the current response as JSON, in parts."""
         self._settle()
         return json_parts(self.response)
 
@@ -126,7 +126,7 @@ class ResponseBuilder(BlockBuilder):
         events = self._event(objects.OutputItemAdded, output_index=self._index, item=item)
         if isinstance(item, objects.CallItem):
             return events
-        # Added only now, because the part comes with a separate event.
+        # The part is added only now, because a separate event shows it.
         self._settle()
         return events + self._event(objects.ContentPartAdded, **self._place, part=item.content[0])
 
@@ -141,7 +141,7 @@ class ResponseBuilder(BlockBuilder):
         return self._event(objects.OutputTextDelta, **self._place, delta=text, logprobs=list(self._fresh))
 
     def _settle(self) -> str:
-        """The open item's text, which is also written into the item."""
+        """Writes the open item's text into the item, and returns the text."""
         if self._open is None:
             return ""
         item, text = self.response.output[-1], "".join(self._texts)
@@ -200,7 +200,7 @@ class ResponseWriter(AnswerWriter):
         self._builder = builder
         self._tokenizer = tokenizer
         self._reason = FinishReason.ABORT
-        self._logprobs: list[TokenLogprob] = []  # for tokens that give text later
+        self._logprobs: list[TokenLogprob] = []  # log probabilities of tokens without text so far
 
     def events(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
         if not self._builder.begun:

@@ -38,7 +38,7 @@ _ID_PREFIX = "resp_"
 
 
 class ResponsesServing:
-    """Answers /v1/responses for one model."""
+    """Serves /v1/responses for one model."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -87,7 +87,7 @@ class ResponsesServing:
         """POST /v1/responses/input_tokens: the number of tokens of a response's prompt. Raises RequestError for a bad
         request."""
         model = self._model
-        # A client may send the whole request for counting.
+        # A client may send the whole request to have its tokens counted.
         check_fields = partial(model.checked, InputTokensRequest, policy=FIELDS, known=ResponsesRequest)
         request, ignored = await model.threads.prepared(body, check_fields)
         earlier, num_bytes = self._earlier(request.previous_response_id, context)
@@ -104,15 +104,15 @@ class ResponsesServing:
         return json_response(count, ignored_header(ignored))
 
     async def delete(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """DELETE /v1/responses/{response_id}. Cancels a response in progress. Raises RequestError (404) if it is not
-        stored."""
+        """DELETE /v1/responses/{response_id}. Cancels the response if it is in progress. Raises RequestError (404) if
+        it is not stored."""
         stored = self._store.delete(context.client, context.path_params["response_id"])
         if stored.run is not None:
             stored.run.abort()
         return json_response(objects.DeletedResponse(stored.id))
 
     def _earlier(self, response_id: str | None, context: RequestContext) -> tuple[list[dict[str, Any]], int]:
-        """The conversation that a request continues, and its bytes."""
+        """The conversation that a request continues, and the bytes of that conversation."""
         if response_id is None:
             return [], 0
         try:
@@ -145,12 +145,12 @@ class ResponsesServing:
     async def _events(
         self, stored: StoredResponse, writer: ResponseWriter, context: RequestContext, headers: dict[str, str]
     ) -> AsyncGenerator[bytes, None]:
-        """Runs the request, builds its response and yields its events. Raises RequestError as long as nothing was
-        yielded."""
+        """Runs the request, builds its response and yields its events. Raises RequestError only before the first
+        event."""
         builder = stored.builder
         try:
             if builder.response.store:
-                # Stored only once it starts, because a response that never starts would never end and stay stored.
+                # The response is stored once it starts, because one that never starts would never end and stay stored.
                 self._store.put(context.client, stored)
             async with aclosing(answer_parts(writer, headers, streamed=True)) as chunks:
                 async for chunk in chunks:
@@ -163,13 +163,13 @@ class ResponsesServing:
                 raise stored.error from error
             yield writer.failed(stored.error)
         finally:
-            builder.abandon(writer.run.usage())  # its reader has left, unless the response has ended
+            builder.abandon(writer.run.usage())  # if the response has not ended, its reader has left
             stored.run = None
             self._store.grow(context.client, stored, builder.num_bytes)
 
 
 def _response(request: ResponsesRequest, id_: str, sampling: SamplingParams, model_name: str) -> objects.Response:
-    """The response to `request` without any output."""
+    """The response to `request`, with no output yet."""
     text = {"format": {"type": "text"}}
     if request.text is not None:
         text |= request.text.model_dump(by_alias=True, exclude_none=True)

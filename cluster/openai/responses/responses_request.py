@@ -21,7 +21,7 @@ _INCLUDABLE = frozenset({"message.output_text.logprobs", "reasoning.encrypted_co
 
 
 class TextPart(Shape):
-    """Text of a message or of a function's output."""
+    """A text in a message or in a function's output."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -91,13 +91,13 @@ class FunctionTool(FunctionParam):
 
 
 class NamedFunction(CalledName):
-    """`tool_choice` of one function."""
+    """A `tool_choice` that requires one function."""
 
     type: Literal["function"]
 
 
 class AllowedTools(Shape):
-    """`tool_choice` of some of the tools."""
+    """A `tool_choice` that allows some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -115,7 +115,7 @@ class JsonSchemaFormat(Shape):
 
 
 class ResponseTextConfig(Shape):
-    """The form of the text."""
+    """The form of the answer's text."""
 
     format: Annotated[TextFormatParam | JsonObjectParam | JsonSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -129,10 +129,10 @@ class ReasoningOptions(Shape):
 
 
 class ResponsesStreamOptions(Shape):
-    """Parts of a stream besides its events."""
+    """What a stream contains besides its events."""
 
     include_obfuscation: bool | None = None
-    """Without effect: events are never padded."""
+    """Has no effect, because events are never padded."""
 
 
 _ToolChoice = (
@@ -141,17 +141,17 @@ _ToolChoice = (
 
 
 class InputTokensRequest(Shape):
-    """POST /v1/responses/input_tokens: the part of a request that determines its prompt."""
+    """POST /v1/responses/input_tokens: the fields of a request that determine its prompt."""
 
-    # A schema cannot say that a field may only be omitted with a previous response.
+    # A schema cannot express that a field may be omitted only with a previous response.
     model_config = ConfigDict(json_schema_extra={"required": ["input"]})
 
     model: str | None = None
-    """If null, the served model."""
+    """The model's name. If null, the served model."""
     input: Annotated[str | list[dict[str, Any]] | None, Checked(_Input | SkipJsonSchema[None])] = None
-    """A text, or items. Null only with `previous_response_id`."""
+    """A text, or a list of items. Null is allowed only with `previous_response_id`."""
     instructions: str | None = None
-    """A system message before everything else. `previous_response_id` does not carry it over."""
+    """A system message before everything else. A request with `previous_response_id` does not inherit it."""
     previous_response_id: str | None = Field(None, max_length=200)
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
@@ -170,13 +170,13 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
 
     model: str
     input: Annotated[str | list[dict[str, Any]], Checked(_Input)]
-    """A text, or items."""
+    """A text, or a list of items."""
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     max_tool_calls: int | None = Field(None, ge=1)
-    """Without effect: it counts calls of tools that the server runs, of which there are none."""
+    """Has no effect, because it limits tools that the server runs, and this server runs none."""
     metadata: dict[str, str] | None = Field(None, max_length=_MAX_METADATA)
     store: bool | None = None
-    """Store the response for GET and `previous_response_id`. True unless false."""
+    """Whether the response is stored for GET and `previous_response_id`. Null means true."""
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -212,7 +212,7 @@ FIELDS = FieldPolicy(
 
 
 def ignored_options(request: ResponsesRequest) -> list[str]:
-    """Options of `request` for styles that this server does not support."""
+    """Style options of `request` that this server does not support."""
     ignored = []
     if request.text is not None and request.text.verbosity not in (None, "medium"):
         ignored.append("text.verbosity")
@@ -222,7 +222,7 @@ def ignored_options(request: ResponsesRequest) -> list[str]:
 
 
 def check_options(request: ResponsesRequest) -> None:
-    """Raises RequestError for values that are wrong together, or only on this server."""
+    """Raises RequestError for values that exclude each other, or that this server does not support."""
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is only allowed with stream: true.", param="stream_options")
     for i, wanted in enumerate(request.include or ()):

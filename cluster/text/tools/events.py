@@ -1,6 +1,6 @@
-"""The events of a parsed answer: reasoning, text and tool calls, in the order the model wrote them.
+"""The events of a parsed answer: reasoning, text and tool calls, in the order in which the model wrote them.
 
-Every route that shows answers converts these: a stream one by one, a whole answer after `collect`.
+Every route with parsed answers converts these events: for a stream one by one, for a whole answer after `collect`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallStarted:
-    """The beginning of a tool call. The calls of an answer are numbered from 0. A call begins after the one before it
+    """The beginning of a tool call. The calls of an answer are numbered from 0. A call begins after the previous one
     has ended."""
 
     index: int
@@ -47,17 +47,17 @@ Event = Content | Reasoning | CallStarted | Arguments
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A whole call."""
+    """A whole tool call."""
 
     id: str
     name: str
     arguments: str
-    """JSON text, cut off if the answer was."""
+    """JSON text. It is cut off if the answer was cut off inside the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A whole answer."""
+    """A whole answer, parsed."""
 
     content: str
     reasoning: str
@@ -65,7 +65,7 @@ class Parsed:
 
 
 def collect(events: Sequence[Event]) -> Parsed:
-    """The answer that `events` spell."""
+    """Joins the events of one answer."""
     content = "".join([event.text for event in events if isinstance(event, Content)])
     reasoning = "".join([event.text for event in events if isinstance(event, Reasoning)])
     started = [event for event in events if isinstance(event, CallStarted)]

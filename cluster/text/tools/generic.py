@@ -1,7 +1,7 @@
-"""Tools for a model whose chat template cannot show them: the system message describes them, and calls and results are
-text.
+"""Tools for a model with a chat template that cannot show them: the system message describes tools, and calls and
+results are text.
 
-This module owns the wording. Calls are written in the given style, by default Hermes's, which many models have seen.
+This module has the wording. Calls are written in the given layout, by default Hermes's, which many models have seen.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from cluster.text.tools.tool_use import ToolUse, offers_tools
 
 @dataclass(frozen=True, slots=True)
 class GenericTools:
-    """How tools, calls and results are shown to a model without its template's help."""
+    """Shows tools, calls and results to a model without its template's help."""
 
     layout: CallLayout
-    """How calls are written."""
+    """How the model is asked to write calls."""
     shows_system: bool
-    """Whether the chat template shows a system message. If not, the system text begins the first user message."""
+    """Whether the chat template shows a system message. If False, the system text begins the first user message."""
 
     def turns(self, given: Sequence[Turn], use: ToolUse | None) -> list[Turn]:
-        """`given`, at least one turn, as turns of system, user and assistant that are text only. No two consecutive
-        turns have one role, because templates may require alternating roles, and consecutive calls have several
-        results. The first turn describes the tools `use`."""
+        """Turns `given` into turns of system, user and assistant that are text only. Consecutive turns of one role are
+        joined, because templates may require alternating roles, and several calls have several results. The first turn
+        describes the tools `use`. At least one turn must be given."""
         turns = list(given)
         if use is not None and offers_tools(use):
             if turns[0].role != "system":
@@ -56,18 +56,18 @@ class GenericTools:
 
     def _as_text(self, turn: Turn) -> Turn:
         if turn.role == "tool":
-            # `name` is the tool's here, and would be taken for the user's.
+            # The turn's `name` is the tool's here, and would be taken for the user's.
             return Turn(role="user", text=f"<tool_response>\n{turn.text}\n</tool_response>")
         role = "user" if turn.role == "system" and not self.shows_system else turn.role
         text = _joined(turn.text, self._written(turn.calls)) if turn.calls else turn.text
         return replace(turn, role=role, text=text, calls=(), call_id=None)
 
     def _written(self, calls: Sequence[Call]) -> str:
-        """`calls` as the model would have written them."""
+        """The text of `calls`, as the model would have written them."""
         layout = self.layout
         objects = []
         for call in calls:
-            # Arguments that were cut off are text.
+            # Arguments that were cut off are a text, and are shown unchanged.
             text = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
             objects.append(f'{{"name": {json.dumps(call.name)}, "{layout.arguments_key}": {text}}}')
         return layout.begin + layout.separator.join(objects) + layout.end

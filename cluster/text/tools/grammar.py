@@ -1,7 +1,7 @@
-"""Grammars for answers with tool calls, in llguidance's JSON. Text to text: the results are checked later.
+"""Grammars for answers with tool calls, in llguidance's JSON. This module only makes text, which is checked later.
 
 A grammar writes calls in the model's own format, so that the format's parser can read them. The arguments of each tool
-are a separate grammar, which was checked before.
+have a separate grammar, which was checked before.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from cluster.text.reasoning import ReasoningStyle
 from cluster.text.tools.styles import CallStyle
 
 SpecialId = Callable[[str], int | None]
-"""Returns the id of a special token by its text, or None."""
+"""Returns the id of the special token with a text, or None if no special token has it."""
 _ANY_TEXT = r"/(?s:.*)/"
 
 
 class CallGrammar:
-    """The form of calls to some tools, in one format."""
+    """Makes grammars for calls to some tools, in one format."""
 
     def __init__(self, names: Sequence[str], arguments: Sequence[str], style: CallStyle, special_id: SpecialId) -> None:
         """Args:
-        names: tools that may be called.
-        arguments: for each, the checked grammar of its arguments.
-        style: a style with a layout.
+        names: names of the tools that may be called.
+        arguments: the checked grammar of the arguments of each tool.
+        style: a format that has a layout.
         """
         assert style.layout is not None, f"{style.name} has no layout"
         self._layout = style.layout
@@ -39,16 +39,16 @@ class CallGrammar:
             self._schemas += _named(f"arguments_{i}", schema)
 
     def alone(self, *, parallel: bool) -> str:
-        """An answer that is one call, or with `parallel` one or more calls."""
+        """The grammar of an answer that is one call, or with `parallel` one or more calls."""
         return self._grammar(f"start: {self._calls(parallel)}")
 
     def or_answer(self, answer: str, *, parallel: bool) -> str:
-        """An answer that consists of calls only, or matches the grammar `answer`. The layout must have a tag."""
+        """The grammar of an answer that is only calls, or matches the grammar `answer`. The layout must have a tag."""
         rules = f"start: calls | @response\ncalls: {self._calls(parallel)}"
         return self._grammar(rules, *_named("response", answer))
 
     def in_text(self) -> str:
-        """Any text in which every call is valid. The layout must have a tag."""
+        """The grammar of any text in which every call is valid. The layout must have a tag."""
         layout = self._layout
         tag = layout.tag
         # A list of calls ends at its end tag. Calls with their own tags may follow each other like any text.
@@ -70,8 +70,8 @@ class CallGrammar:
 def after_reasoning(
     answer: str, style: ReasoningStyle, special_id: SpecialId, *, is_open: bool, is_call: bool = False
 ) -> str:
-    """The grammar `answer` (which may be calls only) for a model that may reason first, or with `is_open` has begun
-    to."""
+    """The grammar `answer` for a model that may reason first. With `is_open`, the prompt has begun the reasoning; with
+    `is_call`, the answer is only calls."""
     end = special_id(style.end)
     if end is None:
         thinking = f"thinking[suffix={literal(style.end)}]: {_ANY_TEXT}"
@@ -85,16 +85,16 @@ def after_reasoning(
 
 
 def _named(name: str, grammar: str) -> list[dict[str, Any]]:
-    """The rules of `grammar`, for use inside another one: the first is called `name`, the others retain their names."""
+    """The rules of `grammar`, for use inside another one: the first is renamed to `name`, and the others stay."""
     first, *others = json.loads(grammar)["grammars"]
     return [{**first, "name": name}, *others]
 
 
 class LarkText:
-    """Writes literal text in Lark. Special tokens in it are written by id, because they have no bytes to match."""
+    """Writes literal text in Lark. Special tokens are written by id, because they have no bytes to match."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
-        """`ids`: of special tokens, by text."""
+        """`ids` has the id of each special token's text."""
         self._ids = ids
         texts = sorted(map(re.escape, ids), key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(texts) or '(?!)'})")
@@ -104,7 +104,7 @@ class LarkText:
         return " ".join(f"<[{self._ids[piece]}]>" if i % 2 else literal(piece) for i, piece in pieces if piece)
 
     def up_to(self, tag: str, rule: str) -> str:
-        """The rule for any text up to and including `tag`: one lazy token of the grammar, which must have a rule
+        """The rule for any text up to and including `tag`: one lazy token of the grammar, which must also have a rule
         TEXT."""
         return f"{rule}: TEXT <[{self._ids[tag]}]>" if tag in self._ids else f"{rule}[lazy]: TEXT {literal(tag)}"
 

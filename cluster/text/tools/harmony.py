@@ -1,10 +1,10 @@
-"""The format of gpt-oss, in which an answer is messages, each on a channel that says whom it is for.
+"""The format of gpt-oss, in which an answer is a list of messages. A message's channel says whom it is for.
 
     <|channel|>analysis<|message|>The user asks for …<|end|><|start|>assistant<|channel|>final<|message|>It is …
     <|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}
 
-The published description is OpenAI's, "Harmony response format". Messages on `analysis` are thinking. One to a function
-is a call, and ends the answer; any other is content, on `commentary` as on `final`.
+OpenAI describes the format in "Harmony response format". Messages on `analysis` are reasoning. A message to a function
+is a call, and ends the answer. Every other message is content, on `commentary` as well as on `final`.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from cluster.text.tools.sink import Sink
 from cluster.text.tools.text_stream import Reading, TextStream
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END = TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
-"""The tags within an answer, which are special tokens. The model ends an answer with another one."""
+"""The tags within an answer, which are special tokens. Another special token ends an answer."""
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 NEXT = f"{START}assistant"
-"""The text between two messages of an answer. A prompt also ends with it."""
+"""The text between two messages of an answer. The prompt also ends with this text."""
 CALL = f"{CHANNEL}commentary to=functions.{{}} {CONSTRAIN}json{MESSAGE}"
-"""The head of a call, to be formatted with a name."""
+"""The head of a call, a format string for the tool's name."""
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 
 
 def read_messages(text: TextStream, sink: Sink) -> Reading[None]:
-    """Parses the messages of an answer, or those after the first one. The message that the prompt has begun has no
-    head."""
+    """Parses the messages of an answer, or the messages after the first one. The message that the prompt has begun has
+    no head."""
     has_content = False
     while (yield from text.peek()):
         head: list[str] = []
         has_head = (yield from text.skip(START)) or (yield from text.skip(CHANNEL))
         if has_head and not (yield from text.take_until((MESSAGE,), head.append)):
-            return  # a head that is cut off is not text
+            return  # a head that is cut off is not shown
         recipient = _RECIPIENT.search(words := "".join(head))
         if recipient is not None and recipient[1] in sink.tools:
             # The recipient may also come before the channel.

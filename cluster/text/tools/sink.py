@@ -1,7 +1,7 @@
 """Collects what the parsers of an answer find: events in order, and the rule for whitespace.
 
-Whitespace next to a call or to the end of the reasoning is part of the format, not text. It is held until what follows
-is known. Everything else that a parser emits becomes an event.
+Whitespace next to a call or to the end of the reasoning is part of the format, not text. So whitespace is held until
+the text after it is known. Everything else that a parser emits becomes an event.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cluster.text.tools.text_stream import SPACE
 
 
 class Sink:
-    """The events of one answer. Neighbouring events of one kind are merged."""
+    """The events of one answer. Consecutive events of one kind are merged."""
 
     __slots__ = (
         "_arguments",
@@ -40,9 +40,9 @@ class Sink:
         calls_only: bool = False,
     ) -> None:
         """Args:
-        tools: JSON schema of the arguments of each tool that may be called, by name.
+        tools: name of each tool that may be called -> JSON schema of its arguments.
         new_id: makes an id for a call without one.
-        max_calls: further calls are read and dropped.
+        max_calls: maximum number of calls; further ones are read and dropped. None: no limit.
         calls_only: whether content is dropped.
         """
         self.tools = tools
@@ -52,7 +52,7 @@ class Sink:
         self._calls_only = calls_only
         self._dropping = False
         self._arguments: list[str] = []  # arguments of the last call, in pieces
-        # (kind, pieces of text); a call's index stands for its arguments.
+        # (kind, pieces of text) of each event. An integer stands for the arguments of the call with this index.
         self._events: list[tuple[type[Content | Reasoning] | CallStarted | int, list[str]]] = []
         self._space: list[str] = []  # held whitespace
         self._kind: type[Content | Reasoning] = Content  # whether the held whitespace is content or reasoning
@@ -70,11 +70,11 @@ class Sink:
         self._say(Reasoning, text)
 
     def end_reasoning(self) -> None:
-        """Ends the reasoning at its closing tag, and drops the whitespace before it."""
+        """Ends the reasoning at its closing tag, and drops the whitespace before the tag."""
         self._space.clear()
 
     def start_call(self, name: str, id_: str | None = None) -> None:
-        """Begins a call to `name`, one of `tools`. The arguments that follow belong to it."""
+        """Begins a call to `name`, one of `tools`. The next arguments are those of this call."""
         self._space.clear()
         self._dropping = self._max_calls is not None and self.num_calls >= self._max_calls
         if not self._dropping:
@@ -89,19 +89,19 @@ class Sink:
 
     @property
     def cuts_call(self) -> bool:
-        """Whether the answer has a call, and the JSON of the last one's arguments is not complete."""
+        """Whether the answer contains a call, and the JSON of the last call's arguments is incomplete."""
         text = "".join(self._arguments)
-        # A number that is cut after a sign, point or e is malformed to msgspec, and truncated with a digit.
+        # If a number is cut after a sign, point or e, msgspec calls it malformed; with a digit, truncated.
         return bool(self.num_calls) and (_is_truncated(text) or _is_truncated(text + "0"))
 
     def end(self) -> None:
-        """Ends the answer: held whitespace was text, unless a call is before it."""
+        """Ends the answer. Held whitespace was text, unless a call is before it."""
         space = "".join(self._space)
         if space and (self._kind is Reasoning or not self.num_calls):
             self._add(self._kind, space)
 
     def _say(self, kind: type[Content | Reasoning], text: str) -> None:
-        """Adds the held whitespace and `text`, except the whitespace at its end, which is held."""
+        """Adds the held whitespace and `text`. The whitespace at the end of `text` is held."""
         if not text:
             return
         self._kind = kind

@@ -29,31 +29,31 @@ def _random_id() -> str:
 
 
 def _mistral_id() -> str:
-    """A call's id. Mistral's templates accept only ids of nine letters and digits."""
+    """A random id for a call. Mistral's templates accept only ids of nine letters and digits."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 def _as_mistral_id(id_: str) -> str:
-    """An id that Mistral's templates accept: `id_`, or for an id of another model nine digits of its hash."""
+    """An id that Mistral's templates accept: `id_` if they do, else the first nine digits of its hash."""
     return id_ if re.fullmatch("[a-zA-Z0-9]{9}", id_) else hashlib.sha256(id_.encode()).hexdigest()[:9]
 
 
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """The text around calls in an answer that consists of calls only."""
+    """The text around calls in an answer that is only calls."""
 
     begin: str
     separator: str
     end: str
     arguments_key: str = "arguments"
     tag: str = ""
-    """The tag at the start of `begin`, if calls may appear among other text."""
+    """The tag at the start of `begin`. Empty if calls cannot appear among other text."""
     head: str = ""
-    """The text before the arguments of a call, to be formatted with its name. If empty, calls are JSON objects with
-    name and arguments."""
+    """The text before the arguments of a call, a format string for the tool's name. If empty, calls are JSON objects
+    with name and arguments."""
 
     def around(self, name: str) -> tuple[str, str]:
-        """The text before and after the arguments of a call with this name."""
+        """The text before and after the arguments of a call to `name`."""
         if self.head:
             return self.head.format(name), ""
         return f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments_key)}: ', "}"
@@ -61,17 +61,17 @@ class CallLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStyle:
-    """One format."""
+    """One format of tool calls."""
 
     name: StyleName
     read: Callable[[TextStream, Sink], Reading[None]]
     tags: tuple[str, ...] = ()
-    """Tags that may be special tokens, which an answer's text must then show."""
+    """Tags of calls that may be special tokens. The detokenizer then shows them in the answer's text."""
     new_id: Callable[[], str] = _random_id
     shown_id: Callable[[str], str] = str
-    """Converts the id of a call in the request for the template."""
+    """Converts the id of a call in the request to one that the template accepts."""
     layout: CallLayout | None = None
-    """How a grammar writes calls in this format. None if it cannot."""
+    """How a grammar writes calls in this format. None if no grammar can."""
 
 
 def read_content(text: TextStream, sink: Sink) -> Reading[None]:
@@ -80,7 +80,7 @@ def read_content(text: TextStream, sink: Sink) -> Reading[None]:
 
 
 def _hermes(text: TextStream, sink: Sink) -> Reading[None]:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them: Hermes 2 and 3, Qwen 2.5 and 3."""
+    """Parses any number of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes 2 and 3, Qwen 2.5 and 3."""
     while tag := (yield from text.take_until(("<tool_call>",), sink.content)):
         text.mark(tag)
         yield from text.skip_space()
@@ -91,7 +91,8 @@ def _hermes(text: TextStream, sink: Sink) -> Reading[None]:
 
 
 def _llama3_json(text: TextStream, sink: Sink) -> Reading[None]:
-    """`{"name": …, "parameters": {…}}` as the whole answer, with `;` between several, or after `<|python_tag|>`."""
+    """Parses `{"name": …, "parameters": {…}}`, or several with `;` between, as the whole answer or after
+    `<|python_tag|>`."""
     tag = ""
     while True:
         text.mark(tag)
@@ -104,7 +105,7 @@ def _llama3_json(text: TextStream, sink: Sink) -> Reading[None]:
 
 
 def _plain_json(text: TextStream, sink: Sink) -> Reading[None]:
-    """`{"name": …, "arguments": {…}}` or a list of them, as the whole answer."""
+    """Parses `{"name": …, "arguments": {…}}` or a list of such objects, as the whole answer."""
     text.mark()
     yield from text.skip_space()
     if not (yield from _calls(text, sink, in_list=(yield from text.peek()) == "[")):
@@ -113,7 +114,7 @@ def _plain_json(text: TextStream, sink: Sink) -> Reading[None]:
 
 
 def _mistral(text: TextStream, sink: Sink) -> Reading[None]:
-    """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`; from tokenizer v11 on `[TOOL_CALLS]name[ARGS]{…}`, repeated."""
+    """Parses `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or since v11 `[TOOL_CALLS]name[ARGS]{…}`, repeated."""
     while tag := (yield from text.take_until(("[TOOL_CALLS]",), sink.content)):
         text.mark(tag)
         yield from text.skip_space()
@@ -137,8 +138,8 @@ def _mistral_named(text: TextStream, sink: Sink) -> Reading[bool]:
 
 
 def _deepseek_v3(text: TextStream, sink: Sink) -> Reading[None]:
-    """V3 and R1, `…begin｜>function<｜tool▁sep｜>name`, a newline and the arguments in a fenced block; V3.1,
-    `…begin｜>name<｜tool▁sep｜>{…}`."""
+    """Parses V3's and R1's `…begin｜>function<｜tool▁sep｜>name`, a newline and the arguments in a fenced block. Also
+    parses V3.1's `…begin｜>name<｜tool▁sep｜>{…}`."""
     begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"
     while tag := (yield from text.take_until(("<｜tool▁calls▁begin｜>", begin), sink.content)):
         text.mark(tag)
@@ -172,7 +173,7 @@ def _deepseek_call(text: TextStream, sink: Sink) -> Reading[bool]:
 
 
 def _qwen3_coder(text: TextStream, sink: Sink) -> Reading[None]:
-    """`<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`, values as plain text."""
+    """Parses `<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`, with text values."""
     while tag := (yield from text.take_until(("<tool_call>", "<function="), sink.content)):
         text.mark(tag)
         is_call = tag == "<function="
@@ -190,7 +191,7 @@ def _qwen3_coder(text: TextStream, sink: Sink) -> Reading[None]:
 
 
 def _xml_parameters(text: TextStream, sink: Sink, schema: Mapping[str, Any]) -> Reading[None]:
-    """Parses parameters up to `</function>`, and emits the JSON that they mean, cut off if the answer is."""
+    """Parses parameters up to `</function>`, and emits them as JSON. The JSON is cut off if the answer is."""
     properties = schema.get("properties")
     is_empty = True
     while True:
@@ -210,8 +211,8 @@ def _xml_parameters(text: TextStream, sink: Sink, schema: Mapping[str, Any]) -> 
 
 
 def _xml_value(text: TextStream, sink: Sink, kind: object) -> Reading[None]:
-    """Reads one value up to `</parameter>`. A string is the text without one newline at either end. With another schema
-    type (`kind`), the value is JSON, or a string if it is not valid JSON."""
+    """Reads one value up to `</parameter>`. A string is the text without one newline at either end. If the schema's
+    type `kind` is another one, the value is JSON, or a string if it is not valid JSON."""
     yield from text.skip("\n")
     ends = ("\n</parameter>", "</parameter>")
     if kind == "string":
@@ -244,8 +245,8 @@ def _typed(value: str, kind: object) -> str:
 
 
 def _call_object(text: TextStream, sink: Sink, *, stop_at: str = "", needs_arguments: bool = False) -> Reading[bool]:
-    """Reads `{"name": …, "arguments": {…}}`, in any order and with other keys, which are dropped. Returns whether it is
-    a call. If it is, the mark is removed; if not, what was read is still marked."""
+    """Reads `{"name": …, "arguments": {…}}`, with keys in any order. Other keys are dropped. Returns whether the object
+    is a call. If it is, the mark is removed; if not, the object's text is still marked."""
     if not (yield from text.skip("{")):
         return False
     name: str | None = None
@@ -282,7 +283,7 @@ def _call_object(text: TextStream, sink: Sink, *, stop_at: str = "", needs_argum
 
 
 def _calls(text: TextStream, sink: Sink, *, in_list: bool = False) -> Reading[bool]:
-    """Reads calls one after another, with or without `;` or `,` between them. Returns whether there was one.
+    """Reads calls one after another, with or without `;` or `,` between them. Returns whether there was at least one.
 
     Args:
         in_list: whether `[` and `]` enclose calls that are separated by `,`.
@@ -309,16 +310,15 @@ def _calls(text: TextStream, sink: Sink, *, in_list: bool = False) -> Reading[bo
 def _stream_arguments(
     text: TextStream, sink: Sink, name: str, *, id_: str | None = None, stop_at: str = ""
 ) -> Reading[None]:
-    """Commits to a call to `name`, and emits the JSON that follows as its arguments."""
+    """Begins a call to `name` and emits the JSON that follows as its arguments. The mark is removed."""
     text.unmark()
     sink.start_call(name, id_)
     yield from text.take_json(sink.arguments, stop_at=stop_at)
 
 
 def _no_call(text: TextStream, sink: Sink) -> None:
-    """Emits the marked text as content, because it was not a call. If the answer was cut off before that was certain,
-    it is dropped: half a call is not text. Before a tag or the name of a tool it may have been any JSON, and is
-    text."""
+    """Emits the marked text as content, because it was not a call. If the answer was cut off after a tag or a tool's
+    name, the text is dropped: it is half a call. Without these it may have been any JSON, and is content."""
     marked = text.unmark()
     if not (text.cut and text.is_call):
         sink.content(marked)
@@ -336,14 +336,14 @@ def _rest_of_object(text: TextStream) -> Reading[None]:
 
 
 def _closing(text: TextStream, sink: Sink, tag: str) -> Reading[None]:
-    """Reads `tag` and whitespace before it, if they are next. Models sometimes omit it."""
+    """Reads `tag` and the whitespace before it, if they are next. Models sometimes leave the tag out."""
     space = yield from text.skip_space()
     if not (yield from text.skip_last(tag)):
         sink.content(space)
 
 
 def _key(text: TextStream) -> Reading[str | None]:
-    """Reads the key of an object's next value, its colon and the whitespace around them."""
+    """Reads the key of an object's next value, its colon and the whitespace around them. None without a key."""
     yield from text.skip_space()
     key, is_whole = yield from _string(text)
     yield from text.skip_space()
@@ -354,8 +354,8 @@ def _key(text: TextStream) -> Reading[str | None]:
 
 
 def _tool_name(text: TextStream, sink: Sink) -> Reading[str | None]:
-    """Reads the next JSON string if it is the name of a tool. A string that the answer cuts off is no name, but part of
-    a call."""
+    """Reads the next JSON string, and returns it if it is the name of a tool. If the answer is cut off inside the
+    string, it is no name, but may be part of a call."""
     name, is_whole = yield from _string(text)
     if name is None:
         return None
@@ -364,7 +364,7 @@ def _tool_name(text: TextStream, sink: Sink) -> Reading[str | None]:
 
 
 def _string(text: TextStream) -> Reading[tuple[str | None, bool]]:
-    """Reads the next JSON string. Returns it and whether it is complete, or None if something else is next."""
+    """Reads the next JSON string. Returns the string, or None if something else is next, and whether it is complete."""
     if (yield from text.peek()) != '"':
         return None, False
     parts: list[str] = []
@@ -376,7 +376,7 @@ def _string(text: TextStream) -> Reading[tuple[str | None, bool]]:
 
 
 def _argument_text(value: str) -> str | None:
-    """The arguments in a JSON value, which may be a string that contains JSON. None if it has none."""
+    """The arguments in a JSON value, which may be a string that contains JSON. None if they are not an object."""
     try:
         decoded = msgspec.json.decode(value)
         if isinstance(decoded, str):
@@ -430,7 +430,7 @@ STYLES: Mapping[StyleName, CallStyle] = {
 
 
 def detect_calls(template: str) -> StyleName | None:
-    """The format that a chat template shows to the model. None if it shows none, or one without a parser here."""
+    """The format that a chat template shows to the model. None if it shows none, or one that has no parser here."""
     if harmony.ANALYSIS in template:
         return "harmony"
     if "[TOOL_CALLS]" in template:

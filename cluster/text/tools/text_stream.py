@@ -1,4 +1,4 @@
-"""Text that comes in pieces, read by generators as if it were whole.
+"""Text that comes in pieces, which generators read as if it were whole.
 
 A reader is a generator that yields when it needs the next piece. Its result depends only on the text, not on the
 pieces, and it looks at every character a constant number of times.
@@ -17,15 +17,15 @@ _MAX_NAME = 128
 
 
 class TextStream:
-    """The text of one answer, and how far it has been read. At most one mark is set at a time. It retains the text read
-    since, for a reader that may find out that it read something else."""
+    """The text of one answer, and how far it has been read. One mark at most is set at a time. From the mark on, the
+    stream keeps the text, for a reader that may find out that it read something else."""
 
     __slots__ = ("_kept", "_mark", "_num_dropped", "_position", "_text", "cut", "ended", "is_call")
 
     def __init__(self) -> None:
         self.ended = False
         self.cut = False
-        """Whether the text ended at a limit. Set with `ended`."""
+        """Whether the text ended at a limit or a stop. Set with `ended`."""
         self.is_call = False
         """Whether the marked text can only be a call, because a tag or a tool's name was read."""
         self._text = ""
@@ -40,7 +40,7 @@ class TextStream:
         return self._num_dropped + self._position
 
     def push(self, text: str) -> None:
-        """Appends `text`. Readers leave at most a tag's length unread, so this copies no more than that."""
+        """Appends `text`. Readers leave at most a tag's length unread, so the call copies no more than that."""
         if self._kept is not None:
             self._kept.append(self._text[self._mark : self._position])
             self._mark = 0
@@ -49,20 +49,20 @@ class TextStream:
         self._position = 0
 
     def mark(self, tag: str = "", *, is_call: bool = False) -> None:
-        """Sets the mark here, as if `tag` had been read after it. A tag also sets `is_call`."""
+        """Sets the mark at this position. `unmark` then returns `tag` before the marked text. A tag sets `is_call`."""
         self.is_call = is_call or bool(tag)
         self._kept = [tag]
         self._mark = self._position
 
     def unmark(self) -> str:
-        """Removes the mark. Returns the text read since it was set, tag included."""
+        """Removes the mark. Returns the text that was read since the mark was set, with the mark's tag."""
         assert self._kept is not None, "no mark is set"
         text = "".join(self._kept) + self._text[self._mark : self._position]
         self._kept = None
         return text
 
     def peek(self) -> Reading[str]:
-        """The next character, which stays unread. "" at the end."""
+        """Returns the next character, which stays unread, or "" at the end."""
         while self._position == len(self._text):
             if self.ended:
                 return ""
@@ -70,7 +70,7 @@ class TextStream:
         return self._text[self._position]
 
     def skip_space(self) -> Reading[str]:
-        """Reads JSON's whitespace characters."""
+        """Reads whitespace as JSON defines it, and returns it."""
         space: list[str] = []
         while (char := (yield from self.peek())) and char in SPACE:
             space.append(char)
@@ -78,7 +78,7 @@ class TextStream:
         return "".join(space)
 
     def skip(self, tag: str) -> Reading[bool]:
-        """Reads `tag` if it is next, otherwise nothing."""
+        """Reads `tag` if it is next, otherwise nothing. Returns whether it was."""
         while True:
             if self._text.startswith(tag, self._position):
                 self._position += len(tag)
@@ -88,7 +88,7 @@ class TextStream:
             yield
 
     def skip_last(self, tag: str) -> Reading[bool]:
-        """Reads `tag` if it is next, or the part of it with which a cut-off answer ends."""
+        """Reads `tag` if it is next, or the part of it that ends a cut-off answer. Returns whether it was."""
         if (yield from self.skip(tag)):
             return True
         rest = self._text[self._position :]
@@ -99,7 +99,7 @@ class TextStream:
 
     def take_until(self, tags: tuple[str, ...], sink: Callable[[str], None]) -> Reading[str]:
         """Passes text to `sink` up to the first of `tags`, which is read too. Returns that tag, or "" at the end. No
-        tag may contain another one. Only the start of a tag is held back."""
+        tag may contain another one. Only text that may be the start of a tag is held back."""
         while True:
             text, start = self._text, self._position
             found = [(at, tag) for tag in tags if (at := text.find(tag, start)) >= 0]
@@ -117,14 +117,14 @@ class TextStream:
             yield
 
     def take_json(self, sink: Callable[[str], None], *, stop_at: str = "") -> Reading[bool]:
-        """Passes the next JSON value to `sink`, piece by piece. Returns whether it is complete.
+        """Passes the next JSON value to `sink`, piece by piece. Returns whether the value is complete.
 
-        It only looks at brackets, strings and delimiters, so a value that is wrong inside its brackets still has an
-        end.
+        The reader only looks at brackets, strings and delimiters, so it also finds the end of a value that is wrong
+        inside.
 
         Args:
-            stop_at: characters that end the value outside strings, before its brackets do (none of them JSON's): the
-                first character of the closing tag after a broken value.
+            stop_at: characters that end the value when they occur outside its strings, such as the first character of
+                the closing tag after a broken value. JSON must not use them.
         """
         depth = 0
         in_string = escaped = scalar = done = False
@@ -166,8 +166,8 @@ class TextStream:
             yield
 
     def take_name(self) -> Reading[str]:
-        """Reads characters that may be part of a tool's name. Returns more than any name's length if they do not
-        end."""
+        """Reads characters that may be part of a tool's name. If they do not end, returns more than any name's
+        length."""
         name: list[str] = []
         while len(name) <= _MAX_NAME:
             char = yield from self.peek()
@@ -179,6 +179,6 @@ class TextStream:
 
 
 def _num_held(text: str, start: int, tags: tuple[str, ...]) -> int:
-    """Length of the longest beginning of a tag with which `text[start:]` ends."""
+    """Length of the longest beginning of one of `tags` with which `text[start:]` ends."""
     lengths = (length for tag in tags for length in range(1, len(tag)) if text.endswith(tag[:length], start))
     return max(lengths, default=0)

@@ -1,4 +1,4 @@
-"""The tools of a request: which may be called, whether a call is required, and how many at once."""
+"""The tools of a request: which may be called, whether a call is required, and how many calls an answer may have."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class ToolMode(StrEnum):
     NONE = "none"
     """The tools are not shown to the model, and nothing is parsed as a call."""
     AUTO = "auto"
-    """The model decides."""
+    """The model decides whether it calls a tool."""
     REQUIRED = "required"
     """The answer has at least one call."""
     NAMED = "named"
-    """The answer is a call of the one tool that may be called."""
+    """The answer is one call of the one tool that may be called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +31,23 @@ class Tool:
 
     name: str
     parameters: Mapping[str, Any]
-    """JSON schema of its arguments, which is an object's."""
+    """JSON schema of the tool's arguments, which must be a schema of an object."""
     strict: bool
     """Whether arguments must follow the schema even if no call is required."""
     shown: Mapping[str, Any]
-    """The tool as in the request, for the chat template."""
+    """The tool as the request describes it, for the chat template."""
     path: str
-    """Its path in the request."""
+    """Path of the tool in the request."""
     param: str
-    """Path of its `parameters` in the request."""
+    """Path of the tool's `parameters` in the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of one request. There is at least one."""
+    """The tools of one request, at least one."""
 
     tools: tuple[Tool, ...]
-    """All tools, as shown to the model."""
+    """All tools of the request, which the model is shown."""
     callable: tuple[Tool, ...]
     """The tools that may be called."""
     mode: ToolMode
@@ -67,19 +67,19 @@ def offers_tools(use: ToolUse | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tools a request allows."""
+    """Which tools a request allows or requires."""
 
     mode: ToolMode = ToolMode.AUTO
     names: Mapping[str, str] | None = None
-    """Names of the tools that may be called, with their paths in the request. None for all."""
+    """Path in the request -> name, of each tool that may be called. None: all tools."""
 
 
 def function_tool(function: Mapping[str, Any], path: str, *, parameters_name: str = "parameters") -> Tool:
-    """One tool.
+    """Makes a tool of a function in the request.
 
     Args:
         function: its `name`, `parameters`, `description`, `strict`, and anything else that the template may show.
-        path: of the function in the request.
+        path: path of the function in the request.
         parameters_name: the request's name for `parameters`.
     """
     parameters = function.get("parameters") or _NO_ARGUMENTS
@@ -92,10 +92,10 @@ def tool_use(tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> To
     """The tools of a request, or None if it has none.
 
     Args:
-        parallel: whether an answer may have several calls, unless it must be one call of one tool.
+        parallel: whether an answer may have several calls. Ignored if it must be one call of one tool.
 
     Raises:
-        RequestError: a field is wrong; it has the field's path.
+        RequestError: a field is wrong; the error names its path.
     """
     if not tools:
         if choice.names is not None or choice.mode not in (ToolMode.NONE, ToolMode.AUTO):
