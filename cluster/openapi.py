@@ -17,27 +17,30 @@ from cluster.routes import PATH_PARAMETERS, ROUTES, Route
 _REF = "#/components/schemas/"
 _REASONS = {
     400: "A field is wrong, missing or not supported; `param` names it.",
-    401: "No API key, or not a known one.",
+    401: "The API key is missing or not known.",
     403: "The key's role does not allow it.",
     404: "There is no such model, response or route.",
-    408: "The body came too slowly.",
-    409: "What it needs has not ended yet, or an operator has ended it.",
+    408: "The body did not arrive in time.",
+    409: "A response that the request needs has not ended yet, or an operator ended the request.",
     413: "The body is too large.",
-    415: "The body is not plain JSON.",
+    415: "The body is compressed, or its type is not JSON.",
     429: "The key's quota is used up; see Retry-After.",
-    431: "Too many headers, or too large ones.",
-    500: "A fault of the server.",
+    431: "The headers are too many or too large.",
+    500: "The server failed.",
     503: "The server is full, starting or stopping; see Retry-After.",
     504: "The request's deadline has passed.",
 }
 _HEADERS: dict[str, dict[str, Any]] = {
     "X-Request-Id": {
-        "description": "The request's name in logs: its own X-Request-Id, or one of the server's.",
+        "description": "The id of the request in logs: its X-Request-Id, or a new one.",
         "schema": {"type": "string"},
     },
     "Retry-After": {"description": "Seconds after which to try again.", "schema": {"type": "integer", "minimum": 1}},
-    "WWW-Authenticate": {"description": "How to say who one is.", "schema": {"type": "string"}},
-    "X-Ignored-Fields": {"description": "Fields of the request that nobody here knows.", "schema": {"type": "string"}},
+    "WWW-Authenticate": {"description": "How to send an API key.", "schema": {"type": "string"}},
+    "X-Ignored-Fields": {
+        "description": "Fields of the request that this server ignored.",
+        "schema": {"type": "string"},
+    },
 }
 
 

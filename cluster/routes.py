@@ -163,7 +163,7 @@ _open = partial(Route, "Operations", errors=(400, 431, 500, 503), roles=ANYONE)
 _watched = partial(Route, "Operations", roles=USERS | {Role.METRICS})
 _admin = partial(Route, "Operations", errors=_MODEL, roles=ADMINS)
 PATH_PARAMETERS = {
-    "name": "May hold slashes.",
+    "name": "The name of the model. It may contain slashes.",
     "request_id": "The answer's id, or the request's `x-request-id`.",
     "response_id": "The id of a response.",
 }
@@ -183,7 +183,7 @@ ROUTES: tuple[Route, ...] = (
     _openai(
         "POST",
         "/v1/completions",
-        "Continue texts, or prompts of token ids.",
+        "Continue a text, or a prompt of token ids.",
         completions,
         request=CompletionRequest,
         answer=Completion,
@@ -193,7 +193,7 @@ ROUTES: tuple[Route, ...] = (
     _openai(
         "POST",
         "/v1/responses",
-        "Answer a conversation of items; keep the answer.",
+        "Answer a conversation of items, and store the response.",
         serving=lambda s: s.responses.create,
         request=ResponsesRequest,
         answer=Response,
@@ -203,7 +203,7 @@ ROUTES: tuple[Route, ...] = (
     _openai(
         "POST",
         "/v1/responses/input_tokens",
-        "How many tokens the prompt of a response would have.",
+        "Count the tokens that the prompt of a response would have.",
         serving=lambda s: s.responses.input_tokens,
         request=InputTokensRequest,
         answer=InputTokens,
@@ -212,22 +212,22 @@ ROUTES: tuple[Route, ...] = (
     _openai(
         "GET",
         "/v1/responses/{response_id}",
-        "A stored response as it is now.",
+        "Return a stored response in its current state.",
         serving=lambda s: s.responses.retrieve,
         answer=Response,
     ),
     _openai(
         "DELETE",
         "/v1/responses/{response_id}",
-        "Forget a response; one on its way is cancelled.",
+        "Delete a stored response; cancel it if it is still running.",
         serving=lambda s: s.responses.delete,
         answer=DeletedResponse,
     ),
-    _openai("GET", "/v1/models", "The model that is served.", plain=lambda s: s.models, answer=ModelList, errors=_ANY),
+    _openai("GET", "/v1/models", "List the served model.", plain=lambda s: s.models, answer=ModelList, errors=_ANY),
     _openai(
         "GET",
         "/v1/models/{name:path}",
-        "The model of this name.",
+        "Return the model with this name.",
         plain=lambda s: s.named_model,
         answer=ModelCard,
         errors=(*_ANY, 404),
@@ -245,7 +245,7 @@ ROUTES: tuple[Route, ...] = (
     _anthropic(
         "POST",
         "/v1/messages/count_tokens",
-        "How many tokens the prompt of a message would have.",
+        "Count the tokens that the prompt of a message would have.",
         count_tokens,
         request=CountTokensRequest,
         answer=TokenCount,
@@ -263,23 +263,32 @@ ROUTES: tuple[Route, ...] = (
     _native(
         "POST",
         "/v1/score",
-        "How likely each of some tokens is to come next, for many texts.",
+        "Score texts by the probabilities of given next tokens.",
         score,
         request=ScoreRequest,
         answer=Scores,
         errors=_GENERATES,
     ),
     _native(
-        "POST", "/tokenize", "The token ids of a text or a chat.", tokenize, request=TokenizeRequest, answer=Tokens
+        "POST",
+        "/tokenize",
+        "Return the token ids of a text or a chat.",
+        tokenize,
+        request=TokenizeRequest,
+        answer=Tokens,
     ),
-    _native("POST", "/detokenize", "The text of token ids.", detokenize, request=DetokenizeRequest, answer=Text),
+    _native("POST", "/detokenize", "Return the text of token ids.", detokenize, request=DetokenizeRequest, answer=Text),
     _open(
-        "GET", "/health", "The server is up, and its engine not dead.", plain=lambda s: s.health, answer=status.Probe
+        "GET",
+        "/health",
+        "Check that the server answers and its engine is not dead.",
+        plain=lambda s: s.health,
+        answer=status.Probe,
     ),
     _open(
         "GET",
         "/ready",
-        "The engine runs: it has generated a token, and neither rebuilds nor drains.",
+        "Check that the engine runs: it has generated a token, and neither rebuilds nor drains.",
         plain=lambda s: s.ready,
         answer=status.Probe,
     ),
@@ -292,19 +301,33 @@ ROUTES: tuple[Route, ...] = (
         costs=True,
         errors=(*_ENDPOINT, 409),
     ),
-    _watched("GET", "/version", "The version.", plain=lambda s: s.version, answer=Version, errors=_ANY),
-    _watched("GET", "/server_info", "What this replica is.", status.server_info, answer=status.ServerInfo),
-    _watched("GET", "/v1/loads", "What this replica does.", status.loads, answer=status.Loads),
+    _watched(
+        "GET", "/version", "Return the version of the server.", plain=lambda s: s.version, answer=Version, errors=_ANY
+    ),
+    _watched(
+        "GET",
+        "/server_info",
+        "Describe this replica: model, settings, ranks.",
+        status.server_info,
+        answer=status.ServerInfo,
+    ),
+    _watched("GET", "/v1/loads", "Return the current load of this replica.", status.loads, answer=status.Loads),
     _operations(
         "GET",
         "/v1/timelines/{request_id}",
-        "What happened to a request that has ended, in the Trace Event Format.",
+        "Return the timeline of an ended request, in the Trace Event Format.",
         status.request_timeline,
         answer=Timeline,
         errors=_MODEL,
     ),
-    _watched("GET", "/load", "How many requests run or wait.", status.server_load, answer=status.ServerLoad),
-    _watched("GET", "/live", "What the engine does, twice a second.", serving=lambda s: s.live.live, event=LiveView),
+    _watched("GET", "/load", "Count the running and waiting requests.", status.server_load, answer=status.ServerLoad),
+    _watched(
+        "GET",
+        "/live",
+        "Stream the figures of the engine, twice a second.",
+        serving=lambda s: s.live.live,
+        event=LiveView,
+    ),
     _operations(
         "GET",
         "/metrics",
@@ -333,14 +356,30 @@ ROUTES: tuple[Route, ...] = (
         request=admin.AbortRequest,
         answer=admin.Aborted,
     ),
-    _admin("POST", "/flush_cache", "Forget cached prompts that nobody uses.", admin.flush_cache, answer=admin.Flushed),
     _admin(
-        "POST", "/sleep", "Free the devices.", partial(admin.sleep, wakes=False), answer=admin.Slept, errors=_GENERATES
+        "POST",
+        "/flush_cache",
+        "Drop cached prefixes that no running request uses.",
+        admin.flush_cache,
+        answer=admin.Flushed,
     ),
     _admin(
-        "POST", "/wake_up", "Go on after that.", partial(admin.sleep, wakes=True), answer=admin.Slept, errors=_GENERATES
+        "POST",
+        "/sleep",
+        "Free the memory of the devices while requests wait.",
+        partial(admin.sleep, wakes=False),
+        answer=admin.Slept,
+        errors=_GENERATES,
     ),
-    _admin("GET", "/is_sleeping", "Whether the devices are free.", admin.is_sleeping, answer=admin.Sleeping),
+    _admin(
+        "POST",
+        "/wake_up",
+        "Take the devices back, and continue with the requests.",
+        partial(admin.sleep, wakes=True),
+        answer=admin.Slept,
+        errors=_GENERATES,
+    ),
+    _admin("GET", "/is_sleeping", "Return whether the engine sleeps.", admin.is_sleeping, answer=admin.Sleeping),
     _admin(
         "POST",
         "/v1/admin/resize",
@@ -353,7 +392,7 @@ ROUTES: tuple[Route, ...] = (
     _admin(
         "POST",
         "/v1/admin/weights",
-        "Serve other weights of the same shape.",
+        "Change to other weights of the same shape.",
         admin.change_weights,
         request=admin.WeightsRequest,
         answer=WeightsChanged,

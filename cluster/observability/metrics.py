@@ -81,30 +81,34 @@ class Metrics(CollectorRegistry):
         histogram = partial(Distribution, namespace="lockstep", registry=self)
 
         self.ttft = histogram(
-            "time_to_first_token_seconds", "From a request's arrival to the first token of its answer.", _SECONDS
+            "time_to_first_token_seconds", "Time from a request's arrival to its first token.", _SECONDS
         )
         self.itl = histogram(
             "inter_token_latency_seconds",
-            "Between two tokens of one sequence, as they reach the replica.",
+            "Time between two tokens of one sequence, as they reach the replica.",
             _SHORT_SECONDS,
         )
         self._of_answered: Mapping[Distribution, Callable[[RequestRecord], float | None]] = {
             histogram(
                 "request_time_per_output_token_seconds",
-                "Of one request: time after its first token, per token after the first.",
+                "Mean time of a request per token after the first one.",
                 _SHORT_SECONDS,
             ): lambda it: it.tpot_s,
             histogram(
-                "e2e_request_latency_seconds", "From a request's arrival to the end of its answer.", _LONG_SECONDS
+                "e2e_request_latency_seconds", "Time from a request's arrival to the end of its answer.", _LONG_SECONDS
             ): lambda it: it.e2e_s,
             histogram(
-                "request_queue_time_seconds", "From a request's arrival at the scheduler to its admission.", _SECONDS
+                "request_queue_time_seconds",
+                "Time from a request's arrival at the scheduler to its admission.",
+                _SECONDS,
             ): lambda it: None if it.prefilled is None else it.prefilled.queue_s,
             histogram(
-                "request_prefill_time_seconds", "From a request's admission to its first token.", _SECONDS
+                "request_prefill_time_seconds", "Time from a request's admission to its first token.", _SECONDS
             ): lambda it: None if it.prefilled is None else it.prefilled.prefill_s,
             histogram(
-                "request_decode_time_seconds", "From a request's first token to the end of its answer.", _LONG_SECONDS
+                "request_decode_time_seconds",
+                "Time from a request's first token to the end of its answer.",
+                _LONG_SECONDS,
             ): lambda it: None if it.first_token_s is None else it.ended_s - it.first_token_s,
             histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS): lambda it: it.num_prompt_tokens,
             histogram("request_generation_tokens", "Tokens of a request's answer.", _TOKENS): lambda it: (
@@ -114,12 +118,12 @@ class Metrics(CollectorRegistry):
         self._of_steps: Mapping[Distribution, Callable[[npt.NDArray[np.void]], npt.NDArray[np.number]]] = {
             histogram(
                 "step_time_seconds",
-                "One step of the engine, from the end of the one before it or from its launch.",
+                "Time of one step, from its launch or from the end of the step before, whichever is later.",
                 _SHORT_SECONDS,
             ): lambda steps: steps["duration_s"],
             histogram(
                 "step_gap_seconds",
-                "Between two steps, though there was work: time in which the ranks waited for the host.",
+                "Time between two steps while there was work: the ranks waited for the host.",
                 _bounds(0.00001, 1.0),
             ): lambda steps: steps["gap_s"],
             histogram("step_tokens", "Tokens that one step computed, prompt tokens included.", _TOKENS): lambda steps: (
@@ -165,16 +169,16 @@ class Metrics(CollectorRegistry):
                 it.scheduler.total_prefix_hit_tokens
             ),
             counter(
-                "preemptions_total", "Times that a running request gave up its pages and began again."
+                "preemptions_total", "Number of preemptions: a running request gave up its pages, to be computed again."
             ): lambda it: it.scheduler.total_preemptions,
-            counter("spec_decode_num_draft_tokens_total", "Drafts of tokens that steps verified."): lambda it: (
+            counter("spec_decode_num_draft_tokens_total", "Drafts that steps verified."): lambda it: (
                 it.scheduler.total_drafted
             ),
             counter("spec_decode_num_accepted_tokens_total", "Drafts that became tokens."): lambda it: (
                 it.scheduler.total_accepted
             ),
             counter(
-                "rebuilds_total", "Times that ranks which died or stopped were replaced while their requests waited."
+                "rebuilds_total", "Number of rebuilds: failed ranks were replaced while requests waited."
             ): lambda it: it.num_rebuilds,
             gauge("num_requests_running", "Sequences that hold a row of the batch."): lambda it: (
                 it.scheduler.num_running
@@ -199,11 +203,12 @@ class Metrics(CollectorRegistry):
         }
         self._heartbeat_age = gauge(
             "rank_heartbeat_age_seconds",
-            "Since a rank last took or awaited a step. It grows while a step runs.",
+            "Time since a rank last took a step or waited for one. It grows while a step runs.",
             ["rank"],
         )
         gauge(
-            "coordinator_report_age_seconds", "Since the coordinator last reported; above two seconds it is stuck."
+            "coordinator_report_age_seconds",
+            "Time since the coordinator's last report; above two seconds, it is stuck.",
         ).set_function(lambda: board.age_s)
         states = gauge(
             "engine_state",
@@ -213,7 +218,7 @@ class Metrics(CollectorRegistry):
         )
         for state in EngineState:
             states.labels(state).set_function(partial(lambda state: life.state is state, state))
-        self._startup = gauge("startup_phase_seconds", "What each phase of the start took.", ["phase"])
+        self._startup = gauge("startup_phase_seconds", "Time of each phase of the start.", ["phase"])
         gauge(
             "peak_flops_per_second",
             "FLOP/s of large matrix products that all ranks together were measured to do at the start: MFU is the rate "
