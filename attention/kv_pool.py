@@ -148,7 +148,8 @@ class TokenToKVPool:
         """Writes values (k and v, or what the layer stores instead) to the slots `out_cache_loc` [num_tokens] int64.
 
         Args:
-            tensors: [num_tokens, elements of a token] each in `compute_dtype`, in the order of `slots`.
+            tensors: [num_tokens, elements of a token] each in `compute_dtype`, in the order in which the method `slots`
+                returns the layer's tensors.
         """
         layer, of_layer = self.layers[layer_id], self._slots[layer_id]
         if self.dtype is FP8:

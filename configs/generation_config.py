@@ -43,5 +43,5 @@ def _read(path: Path) -> GenerationDefaults:
         return GenerationDefaults.model_validate(known)
     except pydantic.ValidationError as error:
         wrong = {str(problem["loc"][0]) for problem in error.errors()}
-        logger.warning("%s: %s out of range, ignored", path.name, ", ".join(sorted(wrong)))
+        logger.warning("%s: no valid value for %s; the defaults are used instead", path.name, ", ".join(sorted(wrong)))
         return GenerationDefaults.model_validate({name: value for name, value in known.items() if name not in wrong})

@@ -115,7 +115,8 @@ class Linear:
     bias: bool = False
     role: Role = Role.MATRIX
     first_row: int = 0
-    """First row of this linear in the checkpoint's tensor, if the tensor holds several linears of the same name."""
+    """First row of this linear in the checkpoint's tensor. Above 0 only if one tensor holds several linears, such as q, k
+    and v."""
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -403,8 +404,8 @@ class MixtureOfExperts:
     """Names of an expert's gate, up and down."""
     router_name: str = "gate"
     are_stacked: bool = False
-    """Whether the checkpoint stores all experts in two tensors, gate with up, and down, each with inputs before
-    outputs."""
+    """Whether the checkpoint stores all experts in two tensors: one for gate and up together, one for down. Inputs are
+    their second dimension, outputs the third."""
 
     @property
     def router(self) -> TensorSpec:

@@ -86,7 +86,7 @@ class Message:
 
     def __init__(self, generation: int, step: int, arrays: dict[str, Array]) -> None:
         if not arrays.keys() <= self._sections.keys():
-            raise TypeError(f"{type(self).__name__} has no sections {sorted(arrays.keys() - self._sections.keys())}")
+            raise TypeError(f"{type(self).__name__} has no sections {sorted(arrays.keys() - self._sections)}; a bug")
         self.generation = generation
         self.step = step
         self.arrays = arrays

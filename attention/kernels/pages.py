@@ -65,7 +65,8 @@ def pages_of(table_row, block, end, stop, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.c
 
 @triton.jit
 def slots_of(page, block, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first slot of each `page` in 64 bits, to which `slots_in_page` is added. Same shape as `page`."""
+    """The first slot in each `page` that key block `block` uses, int64 in the shape of `page`. `slots_in_page` is added
+    for each key."""
     if PAGE_SIZE == ONE_PAGE:
         slot = page.to(tl.int64) + block * BLOCK_N
     else:
@@ -91,7 +92,7 @@ def masked_load(pointers, is_there, WHOLE: tl.constexpr):
 
 @triton.jit
 def for_cache(q, CACHE: tl.constexpr):
-    """Casts queries, or weights, to the dtype of their products with keys, or values, of dtype CACHE.
+    """Casts queries to the dtype in which they are multiplied with keys of dtype CACHE.
 
     For FP8 the result is fp16 instead of bf16: Hopper converts two FP8 numbers to fp16 with one instruction, but to
     bf16 with four or with slow ones (seen in its machine code). Queries beyond 65504, which no model has, are clamped.

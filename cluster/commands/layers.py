@@ -39,7 +39,8 @@ def print_layers(plan: ShardPlan, console: Console) -> None:
 
 
 def _tensor_table(tensors: Iterable[TensorSpec], shards: Sequence[LayerShard]) -> Table:
-    """A table with one line per tensor. `shards` are the shards of every rank, in every layer with these tensors."""
+    """A table with one line per tensor. `shards`: of every rank and every layer with these tensors; the last column
+    shows their smallest and largest part."""
     table = Table(box=None, padding=(0, 2), header_style="")
     for title in _TITLES:
         table.add_column(title, no_wrap=True)

@@ -78,7 +78,7 @@ class Delivery:
 
     async def fail(self, error: RequestError) -> None:
         """Ends a streamed answer with `error`."""
-        with contextlib.suppress(TimeoutError):  # if a client reads nothing, its connection is closed instead
+        with contextlib.suppress(TimeoutError):  # a client that reads nothing loses its connection instead
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._end(self._failure(error))
 

@@ -47,7 +47,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_logprobs: int = -1
     """-1: none. k: the log probability of the sampled token and of the k likeliest tokens."""
     logprob_token_ids: tuple[int, ...] = ()
-    """Token ids with log probabilities besides the `num_logprobs` likeliest ones. Empty if `num_logprobs` is -1."""
+    """Token ids with log probabilities besides the `num_logprobs` likeliest ones. Empty if `num_logprobs` is
+    -1 (none)."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time it occurs in the answer."""
     presence_penalty: float = 0.0

@@ -81,7 +81,7 @@ def _log_stacks(ranks: list[Rank], step_age_s: float) -> None:
         try:
             logger.warning("rank %d:\n%s", rank, ray.get(stacks, timeout=_STACKS_TIMEOUT_S))
         except ray.exceptions.RayError as error:  # neither a stopped nor a dead process answers
-            logger.warning("rank %d does not answer: %s", rank, type(error).__name__)
+            logger.warning("rank %d sent no stacks, so it is stopped or dead: %s", rank, type(error).__name__)
 
 
 def failure_of(calls: Mapping[int, Any], size: int) -> LockstepError:

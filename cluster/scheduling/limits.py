@@ -101,8 +101,8 @@ class SchedulerLimits:
     @property
     def max_window_pages_per_row(self) -> int:
         """Maximum number of window pages of one row: those of its window, and those of the tokens that a step adds."""
-        # The next step is planned before the accepted drafts are known, and the window advances as if none were
-        # accepted. Drafts that the ranks make come after the step's own drafts, and need slots too.
+        # A row may hold new tokens of two steps: the next step is planned before the last one's drafts are accepted or
+        # rejected. Drafts that the ranks make come after those of the step and need slots too, a third part.
         longest = max(self.prefill_chunk_size, (2 + self.speculation.is_by_ranks) * self.max_row_tokens)
         return min(self.num_pages_for(self.window - 1 + longest) + 1, self.num_pages, self.max_pages_per_row)
 

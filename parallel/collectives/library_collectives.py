@@ -209,10 +209,11 @@ def _done_within_slice(work: Any) -> bool:
 
 
 def _outlive(backend: Any, pending: Any) -> None:
+    """Holds `backend` until its pending gloo call has ended, because destroying it earlier would block."""
     try:
         pending.wait()
     except RuntimeError:
-        return  # the call ended with its peers or at the deadline, so `backend` may be destroyed
+        return  # the call failed, because a peer left or its deadline passed; that is an end too
 
 
 def _first_line(error: Exception) -> str:

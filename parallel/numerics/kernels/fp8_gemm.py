@@ -114,7 +114,8 @@ def _fp8_gemm_kernel(
 
 
 def cublas_is_faster(num_rows: int, out_features: int) -> bool:
-    """Whether `scaled_mm` is faster. It does not split columns, so only wide weights have enough tiles."""
+    """Whether torch's `scaled_mm` is faster than `fp8_gemm`. It does not split sums over inputs, so a weight with few
+    outputs needs more rows before there are enough tiles."""
     return num_rows >= (_CUBLAS_WIDE_ROWS if out_features > _WIDE else _CUBLAS_ROWS)
 
 

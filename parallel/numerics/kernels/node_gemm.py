@@ -200,7 +200,7 @@ def tree_gemm(
     blocks_m = triton.cdiv(num_rows, tile.block_m)
     values, scales, blocks, block_k, weight_format = pieces_of(weight, tile.block_k, leaf if leaf < in_features else 0)
     even = leaf % block_k == 0 and in_features % leaf == 0
-    # Blocks that the copy engine reads need no addresses in registers, so the tree can use these registers.
+    # Blocks of `x` and the weight that TMA loads need no addresses in registers, so the tree can use these registers.
     described = even and tile.block_m >= _DESCRIBED_ROWS and x.stride(0) % 8 == 0
     dependent = blocks_m == 1 and not described and has_dependent_launch(x.device)
     described = described and (x.data_ptr() | values.data_ptr()) % 16 == 0 and in_features * values.itemsize % 16 == 0
