@@ -115,8 +115,8 @@ class Linear:
     bias: bool = False
     role: Role = Role.MATRIX
     first_row: int = 0
-    """First row of this linear in the checkpoint's tensor. Above 0 only if one tensor holds several linears, such as q, k
-    and v."""
+    """First row of this linear in the checkpoint's tensor. Above 0 only if one tensor holds several linears, such as
+    q, k and v."""
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

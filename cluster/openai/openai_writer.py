@@ -113,8 +113,8 @@ class OpenAIWriter(AnswerWriter):
 
 
 def top_logprobs(sampling: SamplingParams, row: TokenLogprobs, sampled: int) -> list[tuple[int, float]]:
-    """(id, logprob) of the `num_logprobs` likeliest tokens and of the tokens requested by id. If `num_logprobs` is above
-    0, also of the sampled token."""
+    """(id, logprob) of the `num_logprobs` likeliest tokens and of the tokens requested by id. If `num_logprobs` is
+    above 0, also of the sampled token."""
     k, extra = sampling.num_logprobs, len(sampling.logprob_token_ids)
     pairs = row.top
     top = dict(pairs[:k])
