@@ -29,9 +29,9 @@ from pathlib import Path
 
 import torch
 
-from parallel.collectives import fused_sum
-from parallel.collectives.fused_sum import PeerSizes, way_of
+from parallel.collectives import symmetric_memory
 from parallel.collectives.group import Strategy, TensorParallelGroup
+from parallel.collectives.symmetric_memory import PeerSizes, way_of
 from parallel.environment import RANK_ENVIRONMENT
 from parallel.plan import Span
 from parallel.tree import SumTree
@@ -131,15 +131,15 @@ def prepared(group: TensorParallelGroup, method: str, nbytes: int) -> Callable[[
         x = torch.zeros_like(residual)
         return lambda: add_rms_norm(group.all_reduce(x), residual, weight, 1e-6)
     of = torch.bfloat16 if method != "nodes" else SumTree.of(tuple(Span(rank, rank + 1) for rank in range(group.size)))
-    most, rows = fused_sum._MAX_READ_BYTES, fused_sum._MAX_SMALL_ROWS
-    if method == "small" and (shape[0] > rows or nbytes > fused_sum._SMALL_BYTES):
+    most, rows = symmetric_memory._MAX_READ_BYTES, symmetric_memory._MAX_SMALL_ROWS
+    if method == "small" and (shape[0] > rows or nbytes > symmetric_memory._SMALL_BYTES):
         return None
 
     def call() -> None:
         # Whichever way the group would choose, this one.
-        fused_sum._MAX_READ_BYTES = 1 << 30 if method == "small" else 0
+        symmetric_memory._MAX_READ_BYTES = 1 << 30 if method == "small" else 0
         partial_sum = group.partial_sum(shape, of)
-        fused_sum._MAX_READ_BYTES = most
+        symmetric_memory._MAX_READ_BYTES = most
         assert partial_sum is not None
         partial_sum.add_norm(residual, weight, 1e-6)
 

@@ -25,8 +25,8 @@ from attention.registry import create_backend
 from configs.errors import EngineError
 from configs.layers import Axis, Cut
 from configs.numerics import leaf_columns
-from parallel.collectives.fused_sum import PartialSum
 from parallel.collectives.group import TensorParallelGroup
+from parallel.collectives.interface import PartialSum
 from parallel.numerics.arithmetic import Arithmetic, LayerContext
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.rank_sum import ExactSum

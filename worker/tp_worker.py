@@ -21,8 +21,8 @@ from configs.errors import ConfigError, EngineError
 from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
-from parallel.collectives.fused_sum import PeerSizes
 from parallel.collectives.group import TensorParallelGroup
+from parallel.collectives.symmetric_memory import PeerSizes
 from parallel.numerics.arithmetic import most_nodes
 from parallel.persistent_memory import PersistentMemory, kv_block
 from parallel.plan import ShardPlan

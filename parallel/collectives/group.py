@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import ConfigError, EngineError
-from parallel.collectives.fused_sum import FusedSum, PeerSizes
-from parallel.collectives.interface import Collectives
+from parallel.collectives.interface import Collectives, FusedSum
 from parallel.collectives.library_collectives import LibraryCollectives
 from parallel.collectives.shared_memory import SharedMemoryCollectives
-from parallel.collectives.symmetric_memory import SymmetricMemoryCollectives
+from parallel.collectives.symmetric_memory import PeerSizes, SymmetricMemoryCollectives
 from parallel.environment import MULTICAST_OFF
 from parallel.tree import SumTree
 
@@ -131,7 +130,7 @@ class TensorParallelGroup:
 
         The producer writes `summand`, then calls `add_norm` before any other call for a sum. All ranks request the same
         shape. Each step (or graph replay) must begin with another collective, or have an even number of these sums: see
-        PeerMemory.
+        SymmetricMemoryCollectives.
 
         Args:
             of: the dtype of the summands, or the tree of the summed nodes. A tree's bits are those of `sum_nodes`.

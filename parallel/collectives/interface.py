@@ -18,8 +18,46 @@ import torch
 from torch import Tensor
 
 from configs.errors import DeadlineError
-from parallel.collectives.fused_sum import FusedSum
 from parallel.tree import SumTree
+
+
+class PartialSum:
+    """A pending sum [num_rows, size], which the norm's kernel finishes."""
+
+    __slots__ = ()
+    num_rows: int
+
+    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Adds the sum to `residual` [num_rows, size] in place, and returns the RMS norm of the result.
+
+        Args:
+            weight: [size] in the residual's dtype or fp32.
+        """
+        raise NotImplementedError
+
+
+class FusedSum(PartialSum):
+    """A pending sum over the ranks. Its producer writes `summand`, then the norm after it adds the ranks' summands.
+
+    Summands are added in fp32 in rank order (nodes in the order of their tree), then the residual, and the result is
+    rounded to bf16 once: the same bits on every rank. The next sum may be requested only after `add_norm`.
+
+    Args:
+        summand: this rank's part, with undefined contents: [num_rows, size] bf16, contiguous, or for a tree [nodes of
+            the rank, num_rows, size] fp32. Valid until `add_norm`.
+        finish: what `add_norm` calls. It raises DeadlineError if an earlier call gave up because a rank did not come in
+            time, and EngineError if the group was aborted.
+    """
+
+    __slots__ = ("_finish", "num_rows", "summand")
+
+    def __init__(self, summand: Tensor, finish: Callable[[Tensor, Tensor, float], Tensor]) -> None:
+        self.summand = summand
+        self.num_rows = summand.shape[-2]
+        self._finish = finish
+
+    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._finish(residual, weight, eps)
 
 
 class Collectives(ABC):

@@ -253,7 +253,7 @@ def _gather_kernel(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_ranks: tl.constexpr = len(bases)
     epoch = tl.load(state_ptr + _MAX_PROGRAMS + program) + 1
-    # Each program has its own area in either half and alternates between the halves. See PeerMemory.
+    # Each program has its own area in either half and alternates between the halves. See SymmetricMemoryCollectives.
     area = area_offset + (epoch & 1) * half_bytes + program * (half_bytes // _MAX_PROGRAMS)
     columns = tl.arange(0, BLOCK)
     num_blocks = tl.cdiv(num_words, BLOCK)

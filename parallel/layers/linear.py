@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from configs.layers import Linear
-from parallel.collectives.fused_sum import PartialSum
+from parallel.collectives.interface import PartialSum
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.fp8 import Fp8Rows
 from parallel.numerics.tensor_source import TensorSource

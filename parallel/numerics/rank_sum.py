@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parallel.collectives.fused_sum import PartialSum
 from parallel.collectives.group import TensorParallelGroup
+from parallel.collectives.interface import PartialSum
 from parallel.tree import SumTree
 
 

@@ -21,8 +21,9 @@ import triton.language as tl
 
 from configs.errors import DeadlineError, EngineError
 from configs.layers import Axis, Cut, Linear
-from parallel.collectives.fused_sum import PartialSum, PeerMemory, PeerSizes, way_of
 from parallel.collectives.group import TensorParallelGroup
+from parallel.collectives.interface import PartialSum
+from parallel.collectives.symmetric_memory import PeerSizes, SymmetricMemoryCollectives, way_of
 from parallel.kernels.all_reduce_norm import _nodes_of_ranks, in_rank_order, nodes_of
 from parallel.kernels.tree_sum import add_norm_row, finish, sum_add_norm
 from parallel.layers.linear import RowParallelLinear
@@ -182,12 +183,13 @@ def test_how_ranks_sum_depends_on_bytes_type_and_room() -> None:
 # One GPU, where each rank is a stream.
 
 
-def ranks_on_one_gpu(size: int, timeout_s: float) -> list[tuple[PeerMemory, torch.cuda.Stream]]:
-    num_bytes = PeerMemory.bytes_of(SIZES_OF_STEP)
+def ranks_on_one_gpu(size: int, timeout_s: float) -> list[tuple[SymmetricMemoryCollectives, torch.cuda.Stream]]:
+    num_bytes = SymmetricMemoryCollectives.bytes_of(SIZES_OF_STEP)
     memories = [torch.zeros(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(size)]
     addresses = [memory.data_ptr() for memory in memories]
     sums = [
-        PeerMemory(memory, addresses, SIZES_OF_STEP, rank=i, timeout_s=timeout_s) for i, memory in enumerate(memories)
+        SymmetricMemoryCollectives(memory, addresses, SIZES_OF_STEP, rank=i, timeout_s=timeout_s)
+        for i, memory in enumerate(memories)
     ]
     torch.cuda.synchronize()
     return [(each, torch.cuda.Stream()) for each in sums]
@@ -244,7 +246,7 @@ def test_ranks_that_are_streams_of_one_gpu_finish_a_tree_as_one_rank_does(
             assert torch.equal(normed, expected)
 
 
-def queue_sums(sums: PeerMemory, num_sums: int) -> Any:
+def queue_sums(sums: SymmetricMemoryCollectives, num_sums: int) -> Any:
     """Queues sums that nobody else comes to; the event behind them."""
     residual, weight = torch.zeros(4, 4096, dtype=BF16, device="cuda"), torch.ones(4096, dtype=BF16, device="cuda")
     for _ in range(num_sums):

@@ -17,9 +17,9 @@ from torch.distributed import HashStore, PrefixStore
 
 from configs.errors import EngineError
 from configs.layers import Axis, Cut, Linear
-from parallel.collectives.fused_sum import PeerSizes
 from parallel.collectives.group import Strategy, TensorParallelGroup
-from parallel.collectives.symmetric_memory import RecountedStore, _Registration
+from parallel.collectives.peer_mapping import RecountedStore, Registration
+from parallel.collectives.symmetric_memory import PeerSizes
 from parallel.layers.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
 from parallel.layers.linear import RowParallelLinear
 from parallel.numerics.arithmetic import FAST, LayerContext
@@ -252,7 +252,7 @@ def test_exchanges_count_from_the_meeting_not_from_the_start_of_the_process() ->
 def test_ranks_are_found_by_name_until_they_leave() -> None:
     store = HashStore()
     PrefixStore("meeting", store).set("here/1", "1")
-    registration = _Registration(rank=0, size=2, store=store, timeout_s=1.0)
+    registration = Registration(rank=0, size=2, store=store, timeout_s=1.0)
     found = _resolve_process_group(registration.name)
     assert (found.rank(), found.size()) == (0, 2)
     registration.close()

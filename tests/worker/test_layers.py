@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,7 @@ from attention.layer import AttentionLayer, LatentLayer
 from attention.rotation import LatentNorm
 from configs.errors import ConfigError
 from configs.rope import RopeConfig
-from parallel.collectives.fused_sum import FusedSum, PeerMemory
+from parallel.collectives.interface import FusedSum
 from parallel.plan import Span
 from worker.layers.activation import ActAndMul
 from worker.layers.norm import RMSNorm
@@ -79,14 +77,11 @@ def test_the_offset_of_a_norms_weight_is_added_in_fp32(dtype: torch.dtype, num_t
 def test_the_norm_of_a_sum_that_is_still_to_be_done_is_that_of_the_sum() -> None:
     norm, x = _norm(96, "cpu"), _random(3, 96, device="cpu")
 
-    class Sums:
-        def add_norm(
-            self, offset: int, residual: torch.Tensor, weight: torch.Tensor, eps: float, *_: object, is_small: bool
-        ) -> torch.Tensor:
-            residual += 2 * x  # two ranks with the same part
-            return F.rms_norm(residual, (96,), weight, eps)
+    def finish(residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        residual += 2 * x  # two ranks with the same part
+        return F.rms_norm(residual, (96,), weight, eps)
 
-    torch.testing.assert_close(norm(FusedSum(cast(PeerMemory, Sums()), 0, x, None, is_small=True)), norm(2 * x))
+    torch.testing.assert_close(norm(FusedSum(x, finish)), norm(2 * x))
 
 
 @on_each

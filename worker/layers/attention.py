@@ -9,7 +9,7 @@ import torch
 from attention.layer import AttentionLayer
 from attention.rotation import QKNorms
 from configs.layers import Axis, GroupedQueryAttention
-from parallel.collectives.fused_sum import PartialSum
+from parallel.collectives.interface import PartialSum
 from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.fp8 import Fp8Rows

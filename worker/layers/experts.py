@@ -17,7 +17,7 @@ from torch import Tensor
 from configs.biased_mixture import BiasedMixture
 from configs.errors import ConfigError
 from configs.layers import Axis, Cut, MixtureOfExperts
-from parallel.collectives.fused_sum import PartialSum
+from parallel.collectives.interface import PartialSum
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.cpu_products import TILE, Mixture, mixed_products, pack

@@ -9,7 +9,7 @@ from attention.layer import LatentLayer
 from attention.rotation import LatentNorm
 from configs.latent_attention import LatentAttention
 from configs.layers import Axis, TensorSpec
-from parallel.collectives.fused_sum import PartialSum
+from parallel.collectives.interface import PartialSum
 from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.tensor_source import TensorSource

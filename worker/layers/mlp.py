@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from configs.layers import DenseMLP
-from parallel.collectives.fused_sum import PartialSum
+from parallel.collectives.interface import PartialSum
 from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.fp8 import Fp8Rows

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel.collectives.fused_sum import PartialSum
+from parallel.collectives.interface import PartialSum
 from parallel.numerics.fp8 import Fp8Rows
 from parallel.numerics.tensor_source import TensorSource
 from worker.kernels import cpu_pointwise

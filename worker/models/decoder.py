@@ -17,8 +17,8 @@ from attention.forward_batch import ForwardBatch
 from attention.layer import AttentionLayer
 from configs.draft_head import LAST_STATE
 from configs.model_config import ModelConfig
-from parallel.collectives.fused_sum import PartialSum
 from parallel.collectives.group import TensorParallelGroup
+from parallel.collectives.interface import PartialSum
 from parallel.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.numerics.arithmetic import FAST, Arithmetic, LayerContext
 from parallel.numerics.tensor_source import TensorSource

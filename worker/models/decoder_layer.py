@@ -14,7 +14,7 @@ from attention.layer import AttentionLayer
 from configs.biased_mixture import BiasedMixture
 from configs.latent_attention import LatentAttention
 from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts, Norms
-from parallel.collectives.fused_sum import PartialSum
+from parallel.collectives.interface import PartialSum
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.tensor_source import TensorSource
 from worker.layers.attention import Attention
