@@ -1,13 +1,14 @@
 """The notice that streams take of ranks that die and stop: nothing but a pause, and how long that is.
 
     python -m benchmarks.chaos MODEL [--ranks 3] [--streams 32] [--tokens 64] [--kills 50] [--stops 20]
-        [--spares N] [--calm 0] [--seed 0] [--out FILE]
+        [--double 0] [--spares N] [--calm 0] [--seed 0] [--out FILE]
     python -m benchmarks.chaos --config CONFIG [--set KEY=VALUE ...] [--ranks 3] ...
     python -m benchmarks.chaos --plot RESULT.json
 
 Streams greedy, sampled, guided, with penalties and logprobs, with stop strings and of several answers run again and
 again, while a rank drawn at random is killed (SIGKILL) or stopped (SIGSTOP), each fault --calm seconds and some steps
-after the rebuild from the one before: a spare takes some seconds to be made ready. What each stream brings is compared
+after the rebuild from the one before: a spare takes some seconds to be made ready. --double of the faults strike a
+second rank too, by turns at once and while the group is being rebuilt. What each stream brings is compared
 with what it brought before the first fault. The pause of a stream is the time between its chunks before and after a
 fault. MODEL is a directory, served on CPUs; CONFIG one of `cluster serve`, on GPUs where there are any.
 What the processes hold is noted after each fault, when the group runs again: it has to stay as it was. --plot draws
@@ -52,6 +53,10 @@ _KINDS: list[dict[str, Any]] = [
     {"temperature": 0, "prompt": 6 * _WORDS, "logit_bias": {"260": -5}, "logprobs": 1},
 ]
 
+_DOUBLE = "two ranks"
+_INTO_REBUILD_S = 0.3
+"""Seconds after a kill at which the group is being rebuilt, but does not answer yet."""
+
 _PANEL_WIDTH, _PANEL_HEIGHT = 240, 100  # pixels
 
 
@@ -86,22 +91,26 @@ class Chaos:
         self._ending = False
         self.struck: list[tuple[str, float, float]] = []
         """Name, time and time of the rebuild of each fault so far."""
-        self.pauses: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
+        self.pauses: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": [], _DOUBLE: []}
         """Seconds that streams paused, by fault."""
         self.num_ended = self.num_failed = 0
         self.differing: list[dict[str, Any]] = []
         self.held: list[dict[str, float]] = []
         """Figures of `held` after each fault."""
 
-    async def run(self, faults: list[signal.Signals], random_: random.Random, calm_s: float) -> None:
-        """Ends when the streams that ran at the last of `faults` have."""
+    async def run(
+        self, faults: list[tuple[signal.Signals, float | None]], random_: random.Random, calm_s: float
+    ) -> None:
+        """Ends when the streams that ran at the last of `faults` have. With each fault: seconds until another rank gets
+        the same, or None."""
         began = time.monotonic()
         self._expected = list(await asyncio.gather(*map(self._group.stream, self._bodies)))
         streaming = asyncio.create_task(self._stream())
         await asyncio.sleep(1)
-        for fault in faults:
+        for fault, also_after_s in faults:
             await asyncio.sleep(calm_s)
-            self.struck.append((fault.name, *await self._group.strike(fault, random_)))
+            name = fault.name if also_after_s is None else _DOUBLE
+            self.struck.append((name, *await self._group.strike(fault, random_, also_after_s)))
             status = await self._group.status()
             of_processes = held(self._group.engine.facts.pid, status["pids"].values())
             at_s = round(time.monotonic() - began)
@@ -220,6 +229,10 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     random_ = random.Random(arguments.seed)
     faults = [signal.SIGKILL] * arguments.kills + [signal.SIGSTOP] * arguments.stops
     random_.shuffle(faults)
+    doubles = random_.sample(range(len(faults)), arguments.double)
+    struck = [
+        (fault, doubles.index(i) % 2 * _INTO_REBUILD_S if i in doubles else None) for i, fault in enumerate(faults)
+    ]
     config = configuration(arguments)
     if arguments.spares is not None:
         config = config.model_copy(
@@ -229,7 +242,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         await prepared(group.engine)
         began = time.monotonic()
         chaos = Chaos(group, bodies(arguments.streams, arguments.tokens))
-        await chaos.run(faults, random_, arguments.calm)
+        await chaos.run(struck, random_, arguments.calm)
         await asyncio.sleep(1)  # steps of streams that have ended may be under way
         status = await group.status()
     return {
@@ -268,6 +281,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--stops", type=int, default=20)
+    parser.add_argument("--double", type=int, default=0)
     parser.add_argument("--spares", type=int, help="default: what the config decides")
     parser.add_argument("--calm", type=float, default=0)
     parser.add_argument("--seed", type=int, default=0)

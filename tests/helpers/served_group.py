@@ -107,13 +107,24 @@ class ServedGroup:
             await asyncio.sleep(0.02)
             status = await self.status()
 
-    async def strike(self, fault: signal.Signals, random_: random.Random) -> tuple[float, float]:
-        """Sends `fault` to a rank drawn at random, some steps from now: when it did, and when the group was rebuilt."""
+    async def strike(
+        self, fault: signal.Signals, random_: random.Random, also_after_s: float | None = None
+    ) -> tuple[float, float]:
+        """Sends `fault` to a rank drawn at random, some steps from now. Returns the times of the fault and of the end
+        of the rebuild.
+
+        Args:
+            also_after_s: seconds after which another rank gets the same fault. If None, no other rank does.
+        """
         await self.after_steps(random_.randrange(1, 12))
         status = await self.status()
         struck = time.monotonic()
-        os.kill(random_.choice([*status["pids"].values()]), fault)
-        while (await self.status())["num_rebuilds"] == status["num_rebuilds"]:
+        first, *others = random_.sample([*status["pids"].values()], len(status["pids"]))
+        os.kill(first, fault)
+        if also_after_s is not None:
+            await asyncio.sleep(also_after_s)
+            os.kill(others[0], fault)
+        while (now := await self.status())["num_rebuilds"] == status["num_rebuilds"] or now["state"] == "rebuilding":
             assert self.engine.failure is None, self.engine.failure
             await asyncio.sleep(0.05)
         return struck, time.monotonic()
