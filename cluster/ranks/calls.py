@@ -7,7 +7,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -24,20 +24,31 @@ _CAUSE_S = 0.5
 _NEXT = "The replica is being replaced; send the request again."
 
 
-def call(ranks: Iterable[Rank], method: str, *args: object, size: int, timeout_s: float) -> list[Any]:
+def call(
+    ranks: Iterable[Rank],
+    method: str,
+    *args: object,
+    size: int,
+    timeout_s: float,
+    watched: Sequence[Rank] = (),
+) -> list[Any]:
     """Calls `method` on `ranks` and returns the results. Raises the first failure at once, because the other ranks may
     wait for the failed one in a collective.
 
     Args:
         size: number of ranks of the group.
         timeout_s: `parallel.init_timeout_s`. Infinite: no timeout.
+        watched: other ranks of the group. If one of them dies meanwhile, that is raised too.
     """
     calls = {rank.index: getattr(rank.actor, method).remote(*args) for rank in ranks}
     deadline = time.monotonic() + timeout_s
     pending = list(calls.values())
     while pending:
         left_s = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
+        done, pending = ray.wait(pending, num_returns=1, timeout=_WATCH_INTERVAL_S if watched and left_s else left_s)
+        if not done and watched and left_s:
+            call(watched, "progress", size=size, timeout_s=left_s)
+            continue
         if not done:
             raise DeadlineError(
                 f"{len(pending)} of {size} ranks did not answer within parallel.init_timeout_s={timeout_s:g}; see "

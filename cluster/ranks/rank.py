@@ -54,6 +54,8 @@ class Rank:
     """Bytes that were free on the rank's GPU before the rank used it."""
     has_weights: bool = False
     """Whether the rank's process has loaded its shard."""
+    is_starting: bool = False
+    """Whether the rank has a new process that has not begun to join the others."""
     num_failed: int = 0
     """Number of consecutive processes of the rank that failed by themselves after they replaced another."""
     _ending: int = -1

@@ -235,9 +235,10 @@ class RankGroup:
         self._ranks += [Rank(index, self.starter.start(self.starter.spec(index))) for index in range(self.size)]
         self._settle(self._ranks)
 
-    def _settle(self, ranks: Iterable[Rank]) -> None:
-        ranks = list(ranks)
-        for rank, location in zip(ranks, self._on(ranks, "where"), strict=True):
+    def _settle(self, started: Sequence[Rank]) -> None:
+        """Waits for the new processes of ranks. Notices meanwhile if another rank dies."""
+        others = [rank for rank in self._ranks if rank not in started]
+        for rank, location in zip(started, self._on(started, "where", watched=others), strict=True):
             rank.settle(location)
 
     def fetch(self) -> None:
@@ -285,6 +286,8 @@ class RankGroup:
 
     def _join(self, generation: int) -> list[int]:
         assert self._meeting is not None, "the ranks meet before they join"
+        for rank in self._ranks:
+            rank.is_starting = False
         return self._on(self._ranks, "join", self._meeting.store, generation, self.one_node)
 
     def measure(self) -> tuple[float, float]:
@@ -377,20 +380,7 @@ class RankGroup:
         replaced = self._stop(how, keeps_kv=kv is not None)
         stopped = time.monotonic()
         self._start_again(replaced)
-        try:
-            self._settle(replaced)
-            self._on(self._ranks, "where")  # a rank that died meanwhile would make the other ranks wait for it
-            started = time.monotonic()
-            if self.fetches:
-                self._on(replaced, "fetch")
-            self._join(generation)
-            self._on(replaced, "read_weights")
-        except RankDiedError as error:
-            if error.rank is not None and not isinstance(error, RankLostError):
-                self._ranks[error.rank].num_failed += 1
-            raise
-        for rank in replaced:
-            rank.has_weights, rank.num_failed = True, 0
+        started = self._join_again(replaced, generation)
         loaded = time.monotonic()
         for rank in replaced if kv is not None else ():
             if not rank.await_end(_LEAVE_TIMEOUT_S):
@@ -409,12 +399,14 @@ class RankGroup:
             loaded - started,
             time.monotonic() - loaded,
         )
-        self.start_spares()
         return self
 
     def _start_again(self, replaced: Iterable[Rank]) -> None:
-        """Gives each of the `replaced` ranks a new process on the rank's device: a warm spare if one is left."""
+        """Gives each of the `replaced` ranks a new process on the rank's device, unless one is starting already: a warm
+        spare if one is left. The next spares start at the same time, because the next failure may come soon."""
         for rank in replaced:
+            if rank.is_starting:
+                continue
             assert rank.location is not None, "it has run"
             spec = dataclasses.replace(
                 self.starter.spec(rank.index),
@@ -422,6 +414,30 @@ class RankGroup:
                 room_bytes=rank.room_bytes - self._keeper.num_bytes(rank.index),
             )
             rank.actor, rank.has_weights = self._spares.take(spec) or self.starter.start(spec), False
+            rank.is_starting = True
+        self.start_spares()
+
+    def _join_again(self, replaced: list[Rank], generation: int) -> float:
+        """Waits for the new processes of `replaced`, joins all ranks and makes the new ones read their weights. Returns
+        when the processes had started: time.monotonic()."""
+        try:
+            self._settle(replaced)
+            self._on(self._ranks, "where")  # a rank that died meanwhile would make the other ranks wait for it
+            started = time.monotonic()
+            if self.fetches:
+                self._on(replaced, "fetch")
+            self._join(generation)
+            self._on(replaced, "read_weights")
+        except LockstepError as error:
+            blamed = error.rank if isinstance(error, RankDiedError) else None
+            if blamed is not None and not isinstance(error, RankLostError):
+                self._ranks[blamed].num_failed += 1
+            for rank in replaced:  # if another rank failed, the next try waits for the same processes
+                rank.is_starting &= isinstance(error, RankDiedError) and rank.index != blamed
+            raise
+        for rank in replaced:
+            rank.has_weights, rank.num_failed = True, 0
+        return started
 
     def sleep(self) -> None:
         """Makes the ranks release the memory of their devices until `replace_ranks`: KV is lost, and weights move to
@@ -467,16 +483,18 @@ class RankGroup:
 
     def _stop(self, reason: LockstepError, *, keeps_kv: bool = False) -> list[Rank]:
         """Makes all ranks stop waiting and keep only their weights. Kills the processes of ranks that do not answer,
-        that have no weights, or that failed by themselves.
+        that have no weights, or that failed by themselves. Leaves processes alone that are starting.
 
         Returns:
-            The ranks without a usable process. Unless `keeps_kv`, all memory of these ranks and the KV of every rank is
+            The ranks without weights. Unless `keeps_kv`, all memory of these ranks and the KV of every rank is
             released.
         """
         runs, self._runs = self._runs, {}  # the watcher must not report the end of these calls
         self._close_channel()
         calls: dict[Any, int] = {}
         for rank in self._ranks:
+            if rank.is_starting:
+                continue
             # Ranks leave on their own threads. On GPUs, NCCL's abort waits for the graphs, which `leave` drops, and
             # `leave` waits for the collectives, which the abort ends.
             calls |= {rank.actor.abort.remote(str(reason)): rank.index, rank.actor.leave.remote(): rank.index}
@@ -490,7 +508,8 @@ class RankGroup:
         lost |= {index for index, end in ends.items() if isinstance(end, RankDiedError)}
         replaced = [rank for rank in self._ranks if rank.index in lost or not rank.has_weights]
         for rank in replaced:
-            rank.end()
+            if not rank.is_starting:
+                rank.end()
             if not keeps_kv:
                 self._keeper.drop(rank.index)
         if not keeps_kv:
@@ -531,6 +550,7 @@ class RankGroup:
         self._runs = {}
         self._close_channel()
 
-    def _on(self, ranks: Iterable[Rank], method: str, *args: object) -> list[Any]:
-        """Calls `method` on `ranks` and returns the results. Raises DeadlineError after `parallel.init_timeout_s`."""
-        return call(ranks, method, *args, size=self.size, timeout_s=self.config.parallel.init_timeout_s)
+    def _on(self, ranks: Iterable[Rank], method: str, *args: object, watched: Sequence[Rank] = ()) -> list[Any]:
+        """Runs `call` on ranks of this group. Raises DeadlineError after `parallel.init_timeout_s`."""
+        timeout_s = self.config.parallel.init_timeout_s
+        return call(ranks, method, *args, size=self.size, timeout_s=timeout_s, watched=watched)

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 import torch
 
@@ -271,8 +272,9 @@ async def status(engine: RunningEngine) -> dict[str, Any]:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_rank_that_dies_during_a_rebuild_is_replaced_too(
-    ray_cluster: None, tiny_path: Path, expected: list[int]
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_struck_during_a_rebuild_is_replaced_too_and_the_process_that_starts_is_used(
+    ray_cluster: None, tiny_path: Path, expected: list[int], fault: signal.Signals
 ) -> None:
     async def main() -> None:
         async with running(tiny_path, tensor_parallel_size=3, recovery={"max_rebuilds": 4}) as engine:
@@ -282,8 +284,16 @@ def test_a_rank_that_dies_during_a_rebuild_is_replaced_too(
             os.kill(before[0], signal.SIGKILL)
             while (await status(engine))["state"] != "rebuilding":  # noqa: ASYNC110 -- in another process
                 await asyncio.sleep(0.01)
-            os.kill(before[1], signal.SIGKILL)
-            assert (await answering)[0] == expected
+            await asyncio.sleep(0.3)  # the process that replaces the first one is starting now
+            os.kill(before[1], fault)
+            started: set[int] = set()
+            while not answering.done():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found = {pid for pid, it in processes("Rank").items() if "raylet" in it.parent().name()}
+                    started |= found - set(before.values())
+                await asyncio.sleep(0.02)
+            assert answering.result()[0] == expected
+            assert len(started) == 2
             after = (await status(engine))["pids"]
             assert [after[rank] == before[rank] for rank in range(3)] == [False, False, True]
 
