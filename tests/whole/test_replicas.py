@@ -125,16 +125,16 @@ def test_an_operators_change_reaches_every_replica_and_those_that_start_later(
             named = {**root, "x-request-id": "one"}
             return httpx.post(f"{url}/v1/completions", json=body, headers=named, timeout=300)
 
-        def num_running() -> list[int]:
-            return [it["num_running"] for it in of_each("status")]
+        def num_open() -> list[int]:
+            return [it["num_running"] + it["num_waiting"] for it in of_each("status")]
 
         for abort in ({"rid": "one"}, {"abort_all": True}):
-            with ThreadPoolExecutor(6) as clients:
-                answers = clients.map(long_answer, range(6))
-                wait_for(lambda: sum(num_running()) == 6, 20, f"six requests in place of {num_running()}")
-                assert all(num_running()), "one replica has all requests"
-                assert post("/abort_request", abort).json() == {"aborted": 6}
-                assert [it.json()["error"]["code"] for it in answers] == ["request_aborted"] * 6
+            with ThreadPoolExecutor(10) as clients:
+                answers = clients.map(long_answer, range(10))
+                wait_for(lambda: sum(num_open()) == 10, 20, "ten requests")
+                assert all(num_open()), "one replica has all requests"
+                assert post("/abort_request", abort).json() == {"aborted": 10}
+                assert [it.json()["error"]["code"] for it in answers] == ["request_aborted"] * 10
 
         assert versions() == ["two", "two"]
         # One replica cannot change: it is busy with a change of its own.
