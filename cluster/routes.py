@@ -67,6 +67,11 @@ class Handlers:
         self.responses = ResponsesServing(model)
         self.live = LiveServing(model, requests)
         self.page = page()
+        model.others.answers |= {
+            "abort": requests.abort,
+            "timeline": partial(status.timeline_here, model),
+            **self.responses.answers(),
+        }
 
     async def health(self, request: Request) -> PlainResponse:
         """GET /health. Raises OverloadedError if the engine is dead."""
@@ -352,7 +357,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/abort_request",
         "End running requests.",
-        serving=lambda s: partial(admin.abort_request, s.requests),
+        serving=lambda s: partial(admin.abort_request, s.requests, s.model.others),
         request=admin.AbortRequest,
         answer=admin.Aborted,
     ),

@@ -86,6 +86,8 @@ class ReplicaState:
     """Arguments of `update_weights` that lead to the weights of now."""
     size: int | None
     """The number of ranks of the last resize. None if there was no resize."""
+    sleeps: bool
+    """Whether the replica sleeps."""
 
     @property
     def has_other_weights(self) -> bool:
@@ -218,7 +220,9 @@ class CoordinatorActor:
     @ray.method(concurrency_group="ctl")
     def resize(self, size: int) -> Resized:
         """Changes the number of ranks to `size` while the engine runs, and returns when the new ranks run. Raises the
-        errors of `cluster.engine.resizing.resize`."""
+        errors of `cluster.engine.resizing.resize`. While the engine sleeps, only its own size is possible."""
+        if self._sleep is not None and self._coordinator is not None and size == self._coordinator.ranks.size:
+            return Resized(size, 0.0)
         with self._one_change() as coordinator:
             resized = resize(size, self._spec.given, coordinator)
             self._size = resized.size
@@ -241,7 +245,7 @@ class CoordinatorActor:
         start, now, weights = self._spec.config, self._coordinator.ranks.starter.config, self._coordinator.weights
         version = "" if weights is None else weights.version
         source = {"model": now.model, "revision": now.revision, "version": version}
-        return ReplicaState((start.model, start.revision), source, self._size)
+        return ReplicaState((start.model, start.revision), source, self._size, self._sleep is not None)
 
     @ray.method(concurrency_group="ctl")
     def flush_cache(self) -> None:

@@ -1,6 +1,6 @@
 """The routes for operators: /v1/admin/weights and /v1/admin/resize, /abort_request and /flush_cache in SGLang's form,
-and /sleep, /wake_up and /is_sleeping in vLLM's. They need an admin key, and change every replica of the app, except
-/abort_request and /is_sleeping, which concern the replica that answers."""
+and /sleep, /wake_up and /is_sleeping in vLLM's. They need an admin key, and concern every replica of the app, except
+/is_sleeping, which concerns the replica that answers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from cluster.messages.engine import Running
 from cluster.messages.state import EngineState
 from cluster.requests.answer import json_response
 from cluster.requests.json_body import decode_body, validated
+from cluster.requests.other_replicas import OtherReplicas
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import Shape
 from configs.errors import ConfigError, EngineError, RequestError
@@ -92,12 +93,17 @@ class Flushed(msgspec.Struct):
     success: bool = True
 
 
-async def abort_request(requests: ActiveRequests, body: bytes, context: RequestContext) -> HttpResponse:
-    """POST /abort_request: ends all requests with the `x-request-id` `rid`, or with `abort_all` every request."""
+async def abort_request(
+    here: ActiveRequests, others: OtherReplicas, body: bytes, context: RequestContext
+) -> HttpResponse:
+    """POST /abort_request: ends all requests with the `x-request-id` `rid`, or with `abort_all` every request. Raises
+    OverloadedError if a replica did not answer; the others have ended theirs."""
     request = validated(AbortRequest, decode_body(body))
     if not request.abort_all and request.rid is None:
         raise RequestError("rid must be the id of a request.", code="invalid_type", param="rid")
-    return json_response(Aborted(requests.abort(None if request.abort_all else request.rid, spare=context)))
+    request_id = None if request.abort_all else request.rid
+    aborted = here.abort(request_id, spare=context)
+    return json_response(Aborted(aborted + sum(await others.ask("abort", (request_id,)))))
 
 
 async def change_weights(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:

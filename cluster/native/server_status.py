@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 
@@ -140,18 +141,25 @@ async def request_timeline(model: ServedModel, body: bytes, context: RequestCont
     Raises:
         RequestError: 404 if no request with this id is one of the last that ended.
     """
-    request_id = context.path_params["request_id"]
+    client = None if context.role is Role.ADMIN else context.client
+    parts = await model.others.find("timeline", context.path_params["request_id"], client)
+    # Writing a long timeline takes tens of milliseconds.
+    return json_response(await asyncio.to_thread(timeline, *parts))
+
+
+def timeline_here(model: ServedModel, request_id: str, client: str | None) -> tuple[Any, ...]:
+    """The arguments of `timeline` for an ended request of this replica and `client`. If `client` is None, of any
+    client. Raises RequestError (404) if there is none."""
     telemetry = model.engine.telemetry
-    record = telemetry.recent.find(request_id, None if context.role is Role.ADMIN else context.client)
+    record = telemetry.recent.find(request_id, client)
     if record is None:
         raise RequestError(
-            f"No request {request_id[:200]!r} is among the last {NUM_REQUESTS} that ended on this replica.",
+            f"No request {request_id[:200]!r} is among the last {NUM_REQUESTS} that ended.",
             code="request_not_found",
             status=404,
         )
-    # Writing a long timeline takes tens of milliseconds.
     pauses = telemetry.pauses_between(record.context.arrived_s, record.ended_s)
-    return json_response(await asyncio.to_thread(timeline, record, telemetry.board.steps(), pauses))
+    return record, telemetry.board.steps(), list(pauses)
 
 
 def _load(model: ServedModel) -> Load | None:

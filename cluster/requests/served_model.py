@@ -25,6 +25,7 @@ from cluster.requests.fair_threads import FairThreads
 from cluster.requests.fields import FieldPolicy
 from cluster.requests.job import Job, JobOptions, Run
 from cluster.requests.json_body import validated
+from cluster.requests.other_replicas import OtherReplicas
 from cluster.requests.sampling import Vocabulary, sampling_params, text_options
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.structured.checker import GrammarChecker
@@ -97,6 +98,7 @@ class ServedModel:
         self.version = version
         self._system_fingerprint = system_fingerprint
         self.operations = operations
+        self.others = OtherReplicas()
         self.info = info
         self.max_item_tokens = max_item_tokens
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size

@@ -26,6 +26,7 @@ from cluster.logs import log_to_stderr
 from cluster.messages.state import EngineLife
 from cluster.observability.replica import replica_telemetry
 from cluster.ranks.host import environment_options
+from cluster.serve.app_replicas import ReplicaCalls
 from cluster.serve.autoscaling import KV_USAGE, QUEUED_TOKENS, RUNNING_SHARE
 from cluster.serve.draining import StopWatch, replicas_are_stopping
 from cluster.serve.exposure import check_serve_host, keep_grpc_local
@@ -90,6 +91,8 @@ class Engine:
             raise
         self._engine = await starting
         self._model: ServedModel = await self._engine.open_model(tokenizer)
+        calls = await asyncio.to_thread(ReplicaCalls, context.app_name, context.deployment)
+        self._model.others.ask = functools.partial(calls.ask, name)
         await self._engine.become_like_others()
         await self._model.grammars.start()
         self._watching = asyncio.gather(self._stop_watch.run(), self._end_with_engine())
@@ -111,6 +114,10 @@ class Engine:
         except LockstepError as error:
             # If this raised, Serve would end this replica and try the same with another.
             logger.error("user_config was not applied, and the replica is unchanged; correct it: %s", error)
+
+    async def answer(self, asker: str, question: str, arguments: tuple[Any, ...]) -> Any:
+        """Answers a replica of this app (`OtherReplicas.answer`). None if it is this one."""
+        return None if asker == self._engine.name else await self._model.others.answer(question, arguments)
 
     async def check_health(self) -> None:
         """Records that Serve checks the health, which shows that it is not stopping this replica."""

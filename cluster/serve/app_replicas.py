@@ -1,16 +1,25 @@
-"""All replicas of one app, found by their coordinators. Changes by operators must reach every replica."""
+"""All replicas of one app. Changes by operators must reach every replica, and a request must reach the replica that
+holds what it names. The engines are found by their coordinators, the replicas themselves by Ray Serve."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from cluster.ranks.rank import NAMESPACE
-from configs.errors import EngineError, LockstepError
+from configs.errors import EngineError, LockstepError, OverloadedError, RequestError
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_TIMEOUT_S = 10.0
+_RETRY_S = 0.05
 
 
 def coordinators(app: str) -> dict[str, Any]:
@@ -51,6 +60,40 @@ async def call_each(replicas: dict[str, Any], call: Callable[[Any], Any]) -> dic
         for name, it in zip(replicas, outcomes, strict=True)
         if len(replicas) == 1 or not isinstance(it, ray.exceptions.RayActorError)
     }
+
+
+class ReplicaCalls:
+    """Calls the method `answer` of an app's replicas."""
+
+    def __init__(self, app: str, deployment: str) -> None:
+        """Blocks. `deployment` is the app's only deployment."""
+        # By reference: Ray makes the calls, with its token. Ray Serve's gRPC servers listen on loopback only.
+        self._handle = serve.get_deployment_handle(deployment, app).options(_by_reference=True)
+
+    async def ask(self, asker: str, question: str, arguments: tuple[Any, ...]) -> list[Any]:
+        """The answers of all replicas except `asker`, and except those that have just ended or are stopping.
+
+        Raises:
+            OverloadedError: a replica did not answer.
+        """
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                answers = await self._answers(asker, question, arguments)
+        except TimeoutError as error:
+            answers = [error]
+        answers = [it for it in answers if it is not None and not isinstance(it, ray.exceptions.RayActorError)]
+        for answer in answers:
+            if isinstance(answer, Exception) and not isinstance(answer, RequestError):
+                logger.warning("a replica did not answer %r of another one: %r", question, answer)
+                raise OverloadedError("A replica of this app did not answer; try again later.") from answer
+        return answers
+
+    async def _answers(self, *arguments: Any) -> list[Any]:
+        while True:
+            try:
+                return await self._handle.broadcast("answer", *arguments).results_async(return_exceptions=True)
+            except DeploymentUnavailableError:
+                await asyncio.sleep(_RETRY_S)  # the first call comes before Ray Serve's list of the replicas
 
 
 def call_error(error: BaseException) -> LockstepError:

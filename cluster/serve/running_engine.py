@@ -227,7 +227,8 @@ class RunningEngine:
 
     async def become_like_others(self) -> None:
         """Takes the weights and the number of ranks that operators have given to the app's other replicas since their
-        start, if these started like this one. Warns if this replica cannot have that number of ranks."""
+        start, and sleeps if they sleep, if these started like this one. Warns if this replica cannot have that number
+        of ranks."""
         known = await self._on_every_replica(lambda it: it.state_in_app.remote())
         for name, state in known.items():
             if name == self.name or not isinstance(state, ReplicaState) or not state.starts_as(self.spec):
@@ -239,6 +240,8 @@ class RunningEngine:
                     await self.resize(state.size)
                 except ConfigError as error:
                     logger.warning("this replica has another number of ranks than the app's others: %s", error)
+            if state.sleeps:
+                await _answer(self.coordinator.sleep.remote())
             return
 
     async def flush_cache(self) -> None:

@@ -70,6 +70,18 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> floa
     return time.monotonic() - began
 
 
+def replace_one_replica() -> None:
+    """Kills the newest replica of the app, and returns when another one runs in its place."""
+    before = set(coordinators("replicas"))
+    os.kill(max(processes("ServeReplica:replicas")), signal.SIGKILL)
+
+    def is_replaced() -> bool:
+        names = set(coordinators("replicas"))
+        return len(names) == len(before) and names != before and num_replicas() == len(before)
+
+    wait_for(is_replaced, 120, "another replica")
+
+
 def chat(url: str, messages: list[dict[str, str]], session: str | None = None, max_tokens: int = 16) -> Any:
     headers = {} if session is None else {"x-session-id": session}
     body = {"model": "smollm2-135m-instruct", "messages": messages, "max_tokens": max_tokens, "temperature": 0}
@@ -107,6 +119,23 @@ def test_an_operators_change_reaches_every_replica_and_those_that_start_later(
             return post("/v1/admin/weights", {"model": str(model), "version": version})
 
         wait_for(lambda: change(other, "two").status_code == 200, 20, "HAProxy's way to the replicas")
+
+        def long_answer(_: int) -> httpx.Response:
+            body = {"model": "smollm2-135m-instruct", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True}
+            named = {**root, "x-request-id": "one"}
+            return httpx.post(f"{url}/v1/completions", json=body, headers=named, timeout=300)
+
+        def num_open() -> list[int]:
+            return [it["num_running"] + it["num_waiting"] for it in of_each("status")]
+
+        for abort in ({"rid": "one"}, {"abort_all": True}):
+            with ThreadPoolExecutor(10) as clients:
+                answers = clients.map(long_answer, range(10))
+                wait_for(lambda: sum(num_open()) == 10, 20, "ten requests")
+                assert all(num_open()), "one replica has all requests"
+                assert post("/abort_request", abort).json() == {"aborted": 10}
+                assert [it.json()["error"]["code"] for it in answers] == ["request_aborted"] * 10
+
         assert versions() == ["two", "two"]
         # One replica cannot change: it is busy with a change of its own.
         [first, _] = coordinators("replicas").values()
@@ -123,15 +152,16 @@ def test_an_operators_change_reaches_every_replica_and_those_that_start_later(
 
         assert "seconds: " in command("sleep")
         assert [it["state"] for it in of_each("status")] == ["sleeping"] * 2
+        # A replica that starts meanwhile sleeps too, so no request gets an answer that others wait for.
+        replace_one_replica()
+        assert [it["state"] for it in of_each("status")] == ["sleeping"] * 2
         assert "seconds: " in command("wake")
         assert [it["state"] for it in of_each("status")] == ["running"] * 2
         assert "tensor_parallel_size: 2" in command("resize", "2")
         assert [len(it["pids"]) for it in of_each("status")] == [2, 2]
         assert post("/flush_cache").status_code == 200
-        pid = max(processes("ServeReplica:replicas"))
-        os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: pid not in processes("ServeReplica:replicas"), 30, "the end of a replica")
-        wait_for(lambda: num_replicas() == 2 and versions() == ["two", "two"], 120, "a replica with the app's weights")
+        replace_one_replica()
+        assert versions() == ["two", "two"]
         assert [len(it["pids"]) for it in of_each("status")] == [2, 2]
 
 
@@ -242,6 +272,29 @@ class Clients:
         for running in self._running:
             running.result(60)
         self._pool.shutdown()
+
+
+def test_what_one_replica_holds_is_found_through_every_other(two_replicas: str) -> None:
+    """Without a session, each of these requests reaches the replicas in turn: four times each, so both of them."""
+    url = two_replicas
+    new = {"model": "smollm2-135m-instruct", "input": "Count to ten.", "max_output_tokens": 4}
+
+    def respond(**more: Any) -> str:
+        response = httpx.post(f"{url}/v1/responses", json={**new, **more}, timeout=300)
+        assert response.status_code == 200, response.text
+        return response.json()["id"]
+
+    first = respond()
+    for _ in range(4):
+        assert httpx.get(f"{url}/v1/responses/{first}", timeout=60).json()["id"] == first
+        respond(input="Go on.", previous_response_id=first)
+        events = httpx.get(f"{url}/v1/timelines/{first}", timeout=60).json()["traceEvents"]
+        assert any(event["name"] == "decode" for event in events)
+    for _ in range(4):
+        gone = respond()
+        assert httpx.delete(f"{url}/v1/responses/{gone}", timeout=60).json()["deleted"]
+        assert [httpx.get(f"{url}/v1/responses/{gone}", timeout=60).status_code for _ in range(2)] == [404, 404]
+    assert httpx.get(f"{url}/v1/timelines/resp_none", timeout=60).status_code == 404
 
 
 @pytest.mark.parametrize("who", ["replica", "coordinator"])

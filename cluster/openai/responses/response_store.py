@@ -1,6 +1,6 @@
 """Stores responses in memory for later requests. Their number, bytes and age are limited, for each client by itself.
 
-A response is stored on the replica that made it, and lost with that replica.
+A response is stored on the replica that made it, where the app's other replicas find it, and lost with that replica.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -44,6 +44,10 @@ class ResponsesServing:
         self._model = model
         self._store = ResponseStore()
 
+    def answers(self) -> dict[str, Callable[..., Any]]:
+        """The functions that find a client's stored response on this replica: `OtherReplicas.answers`."""
+        return {"response": self._encoded, "conversation": self._conversation, "deletion": self._delete}
+
     async def create(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/responses. Raises RequestError for a bad request."""
         model = self._model
@@ -54,7 +58,7 @@ class ResponsesServing:
             return request, [*ignored, *ignored_options(request)], input_items(request.input)
 
         request, ignored, new_items = await model.threads.prepared(body, check)
-        earlier, num_bytes = self._earlier(request.previous_response_id, context)
+        earlier, num_bytes = await self._earlier(request.previous_response_id, context)
         items = earlier + new_items
         num_bytes += len(body)
         chat = await model.threads.off_loop(num_bytes, lambda: conversation(request, items, len(earlier)))
@@ -80,8 +84,8 @@ class ResponsesServing:
 
     async def retrieve(self, body: bytes, context: RequestContext) -> HttpResponse:
         """GET /v1/responses/{response_id}: the current response. Raises RequestError (404) if it is not stored."""
-        stored = self._store.get(context.client, context.path_params["response_id"])
-        return HttpResponse(in_parts(stored.builder.encoded()), streamed=False)
+        parts = await self._model.others.find("response", context.client, context.path_params["response_id"])
+        return HttpResponse(in_parts(parts), streamed=False)
 
     async def input_tokens(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/responses/input_tokens: the number of tokens of a response's prompt. Raises RequestError for a bad
@@ -90,7 +94,7 @@ class ResponsesServing:
         # A client may send the whole request to have its tokens counted.
         check_fields = partial(model.checked, InputTokensRequest, policy=FIELDS, known=ResponsesRequest)
         request, ignored = await model.threads.prepared(body, check_fields)
-        earlier, num_bytes = self._earlier(request.previous_response_id, context)
+        earlier, num_bytes = await self._earlier(request.previous_response_id, context)
 
         def check() -> Conversation:
             if request.input is None and not earlier:
@@ -106,24 +110,39 @@ class ResponsesServing:
     async def delete(self, body: bytes, context: RequestContext) -> HttpResponse:
         """DELETE /v1/responses/{response_id}. Cancels the response if it is in progress. Raises RequestError (404) if
         it is not stored."""
-        stored = self._store.delete(context.client, context.path_params["response_id"])
-        if stored.run is not None:
-            stored.run.abort()
-        return json_response(objects.DeletedResponse(stored.id))
+        id_: str = await self._model.others.find("deletion", context.client, context.path_params["response_id"])
+        return json_response(objects.DeletedResponse(id_))
 
-    def _earlier(self, response_id: str | None, context: RequestContext) -> tuple[list[dict[str, Any]], int]:
+    async def _earlier(self, response_id: str | None, context: RequestContext) -> tuple[list[dict[str, Any]], int]:
         """The conversation that a request continues, and the bytes of that conversation."""
         if response_id is None:
             return [], 0
         try:
-            stored = self._store.get(context.client, response_id)
+            found: tuple[list[dict[str, Any]], int] = await self._model.others.find(
+                "conversation", context.client, response_id
+            )
         except RequestError as error:
+            if error.status != 404:
+                raise
             raise RequestError(
                 f"Previous response {response_id!r} not found; send the conversation as input instead.",
                 code="previous_response_not_found",
                 param="previous_response_id",
                 status=404,
             ) from error
+        return found
+
+    def _encoded(self, client: str, response_id: str) -> Iterator[bytes]:
+        return self._store.get(client, response_id).builder.encoded()
+
+    def _delete(self, client: str, response_id: str) -> str:
+        stored = self._store.delete(client, response_id)
+        if stored.run is not None:
+            stored.run.abort()
+        return stored.id
+
+    def _conversation(self, client: str, response_id: str) -> tuple[list[dict[str, Any]], int]:
+        stored = self._store.get(client, response_id)
         if stored.run is not None:
             raise RequestError(
                 "The previous response has not ended yet; wait for it.", param="previous_response_id", status=409
