@@ -53,6 +53,7 @@ from parallel.environment import RANK_ENVIRONMENT
 from parallel.plan import Span
 from parallel.tree import SumTree
 from worker import tp_worker
+from worker.device.card import node_card
 from worker.protocol import RowFlag, StepFrame, StepResult
 from worker.step.model_runner import ModelRunner
 from worker.step.pending_step import PendingStep
@@ -454,7 +455,8 @@ def _resolved(args: argparse.Namespace, size: int, page_size: int) -> tuple[Engi
         overrides += ["parallel.all_reduce=nccl"]
     given = load_app_config(ROOT / args.config, overrides).engine
     path = resolve_model_path(given.model, given.revision, weights=given.load_format != "dummy")
-    host = HostFacts(num_cores=torch.get_num_threads(), num_gpus=max(num_gpus, size) if num_gpus else 0)
+    card = node_card() if torch.cuda.is_available() else None
+    host = HostFacts(torch.get_num_threads(), max(num_gpus, size) if num_gpus else 0, card)
     return resolve(given, read_model_config(path), host).config, path
 
 

@@ -32,6 +32,7 @@ from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig, resolved
 from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan
+from worker.device.card import node_card
 from worker.protocol import StepResult
 from worker.tp_worker import TPWorker
 
@@ -127,7 +128,8 @@ def main() -> None:
     ).engine
     path = resolve_model_path(given.model, given.revision, weights=given.load_format != "dummy")
     model = read_model_config(path)
-    host = HostFacts(num_cores=torch.get_num_threads(), num_gpus=torch.cuda.device_count())
+    card = node_card() if torch.cuda.is_available() else None
+    host = HostFacts(torch.get_num_threads(), torch.cuda.device_count(), card)
     config = resolve(given, model, host).config
     device = torch.device("cpu" if config.device == "cpu" else "cuda:0")
     worker = TPWorker(

@@ -58,6 +58,7 @@ from configs.resolve import HostFacts, resolve
 from configs.schema import NO_SPECULATION, EngineConfig, resolved
 from parallel.channel.ring import FrameReader, Ring
 from parallel.environment import RANK_ENVIRONMENT
+from worker.device.card import node_card
 from worker.protocol import FrameKind, Int32Array, StepFrame, StepResult
 from worker.step.draft_passes import DraftPasses
 from worker.upload import upload
@@ -369,7 +370,8 @@ def main() -> None:
     overrides = ["speculation.method=ngram", f"scheduler.max_num_seqs={max(batches)}", *args.overrides]
     given = load_app_config(ROOT / args.config, overrides).engine
     path = resolve_model_path(given.model, given.revision, weights=given.load_format != "dummy")
-    host = HostFacts(num_cores=len(os.sched_getaffinity(0)), num_gpus=torch.cuda.device_count())
+    card = node_card() if torch.cuda.is_available() else None
+    host = HostFacts(len(os.sched_getaffinity(0)), torch.cuda.device_count(), card)
     config = resolve(given, with_draft_head(read_model_config(path), given), host).config
     ranks = _Ranks(config, path, max(batches))
     edits: list[list[int]] = []

@@ -33,6 +33,7 @@ from configs.load import load_app_config
 from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
+from worker.device.card import node_card
 from worker.protocol import StepResult
 
 _PROMPT_TOKENS = 20
@@ -127,7 +128,8 @@ def main() -> None:
     given = load_app_config(ROOT / args.config, [*args.overrides, f"scheduler.max_num_seqs={args.rows}"]).engine
     path = resolve_model_path(given.model, given.revision, weights=given.load_format != "dummy")
     threads = torch.get_num_threads()
-    host = HostFacts(num_cores=threads, num_gpus=torch.cuda.device_count())
+    card = node_card() if torch.cuda.is_available() else None
+    host = HostFacts(threads, torch.cuda.device_count(), card)
     config = resolve(given, read_model_config(path), host).config
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 from configs.attention_times import Ranking, rank
+from configs.cards import FP8_FROM, LEAST
 from configs.errors import ConfigError
 
 Phase = Literal["prefill", "decode"]
@@ -185,7 +186,7 @@ _SPECS = (
         max_head_dim=256,
         features=frozenset(Feature),
         apart=((Feature.EXACT, Feature.LATENT), (Feature.EXACT, Feature.MASK)),
-        first_capability={Feature.FP8_KV: (8, 9)},
+        first_capability={Feature.FP8_KV: FP8_FROM},
     ),
     BackendSpec(
         name="flashinfer",
@@ -193,7 +194,7 @@ _SPECS = (
         package="flashinfer",
         plans_on_host=True,
         device="cuda",
-        min_compute_capability=(8, 0),
+        min_compute_capability=LEAST,
         dtypes=_HALVES,
         head_dims=frozenset({64, 128, 256}),
         features=frozenset(Feature) - {Feature.SINKS, Feature.EXACT},
@@ -201,7 +202,7 @@ _SPECS = (
         apart=((Feature.FP8_KV, Feature.LATENT), (Feature.MASK, Feature.LATENT)),
         whole_chunks=True,
         latent_sizes=LatentSizes(most_heads=128, latent_dims=frozenset({128, 256, 512}), rope_unit=64),
-        first_capability={Feature.FP8_KV: (8, 9)},
+        first_capability={Feature.FP8_KV: FP8_FROM},
     ),
     BackendSpec(
         name="cpu",
@@ -255,6 +256,8 @@ def choose_backend(
         refusal = spec.refusal(needs)
         if refusal is None and (unsure := sorted(needs.features & spec.by_build)):
             refusal = f"has {' and '.join(unsure)} in some builds only"
+        if refusal is None and spec.compute_capabilities is not None and needs.compute_capability is None:
+            refusal = f"needs compute capability {_shown(spec.compute_capabilities)}, and the GPUs' is not known"
         if refusal is None and spec.package is not None and spec.package not in packages:
             refusal = "is not installed, or nvcc is not" + (f", the fastest in {measured.what}" if i == 0 else "")
         if refusal is None and spec.plans_on_host and drafts and phase == "decode":

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel
 
 from configs.attention import BACKENDS, AttentionNeeds, Feature, LatentShape, Phase, check_backend, choose_backend
+from configs.cards import FP8_FROM, LEAST, Card, shown
 from configs.checkpoint import model_name
 from configs.errors import ConfigError
 from configs.kv_pages import cut_max_model_len, num_kv_pages
@@ -43,8 +44,8 @@ class HostFacts:
 
     num_cores: int
     num_gpus: int
-    compute_capability: tuple[int, int] | None = None
-    """The smallest compute capability of the GPUs. None if it is not known."""
+    card: Card | None = None
+    """What holds for all GPUs that may hold ranks. None if they were not asked."""
     packages: frozenset[str] = frozenset()
     """Installed packages of attention backends. See `BackendSpec.package`."""
 
@@ -117,7 +118,10 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
     else:
         dtype = decide("dtype", config.dtype, "float32", "cpu")
     decided = config.model_copy(update={"device": device, "dtype": dtype})
-    needs = attention_needs(decided, model, host.compute_capability)
+    card = host.card if device == "cuda" else None
+    if card is not None:
+        _check_card(resolver, config, model, card)
+    needs = attention_needs(decided, model, None if card is None else card.compute_capability)
     _decide_attention(resolver, config, model, needs, host.packages)
     decide("served_model_name", config.served_model_name, model_name(config.model), "from model")
     _decide_parallel(resolver, config, device, host)
@@ -232,6 +236,21 @@ def attention_needs(
     )
 
 
+def _check_card(resolver: _Resolver, config: EngineConfig, model: ModelConfig, card: Card) -> None:
+    """Refuses GPUs without bf16, and FP8 on GPUs that have none. There, FP8 checkpoints are read as `dtype`."""
+    if card.compute_capability < LEAST:
+        least = shown(LEAST)
+        raise ConfigError(f"device=cuda needs compute capability {least} or later, and {card}; choose device=cpu")
+    if card.compute_capability >= FP8_FROM:
+        return
+    why = f"FP8 needs compute capability {shown(FP8_FROM)} or later, and {card}"
+    for key, value in (("kv_cache.dtype", config.kv_cache.dtype), ("quantization", config.quantization)):
+        if "fp8" in value:
+            raise ConfigError(f"{key}={value}: {why}; choose auto")
+    if model.weight_scales is not None:
+        resolver.decide("quantization", config.quantization, "none", why)
+
+
 def _decide_attention(
     resolver: _Resolver, config: EngineConfig, model: ModelConfig, needs: AttentionNeeds, packages: frozenset[str]
 ) -> None:
@@ -273,6 +292,11 @@ def _decide_parallel(resolver: _Resolver, config: EngineConfig, device: str, hos
     one_node = config.placement.strategy == "STRICT_PACK"
     strategy = (ONE_NODE_STRATEGY if one_node else ANY_NODES_STRATEGY)[device]
     why = f"{device}, {'ranks of one node' if one_node else f'placement.strategy={config.placement.strategy}'}"
+    if device == "cuda" and host.card is not None and not host.card.has_peers:
+        strategy, apart = "nccl", f"the node's {host.card.name} do not reach each other's memory"
+        why = f"{device}, {apart}"
+        if parallel.all_reduce == "symmetric_memory" and tp_size > 1:
+            raise ConfigError(f"parallel.all_reduce=symmetric_memory is impossible: {apart}; choose auto or nccl")
     chosen = resolver.decide("parallel.all_reduce", parallel.all_reduce, strategy, why)
     if chosen not in _strategies(device):
         raise ConfigError(f"parallel.all_reduce={chosen} does not work on device={device}; choose auto or {strategy}")

@@ -40,8 +40,8 @@ class AttentionConfig(_Section):
 
     backend: AttentionBackendName = "auto"
     """auto: the fastest measured backend that serves the model, or without a measurement fa3 on Hopper GPUs, triton on
-    other GPUs and for float32, and cpu on CPUs, which needs a C compiler. The log says why a faster backend is not
-    used. flashinfer needs its package, and nvcc, on every node."""
+    other or unknown GPUs and for float32, and cpu on CPUs, which needs a C compiler. The log says why a faster backend
+    is not used. flashinfer needs its package, and nvcc, on every node."""
     prefill_backend: AttentionBackendName | None = None
     """Backend for steps in which some request has several input tokens. None: `attention.backend`."""
     decode_backend: AttentionBackendName | None = None
@@ -139,7 +139,7 @@ class ParallelConfig(_Section):
 
     all_reduce: Literal["auto", "gloo", "nccl", "shared_memory", "symmetric_memory"] = "auto"
     """Implementation of the all-reduces. auto: symmetric_memory on CUDA and shared_memory on CPU for ranks on one node;
-    nccl and gloo for ranks on several nodes."""
+    nccl and gloo for ranks on several nodes. nccl also where a node's GPUs cannot read each other's memory."""
     threads_per_rank: int | None = Field(None, ge=1)
     """CPU threads of one rank's kernels. None: the node's cores divided by its ranks, at least 1."""
     spin_us: int | None = Field(None, ge=0)
@@ -302,11 +302,12 @@ class EngineConfig(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of weights and activations, and of KV unless `kv_cache.dtype` says otherwise. auto: the checkpoint's on
     cuda, float32 on cpu."""
-    quantization: Literal["auto", "fp8"] = "auto"
+    quantization: Literal["auto", "none", "fp8"] = "auto"
     """fp8: on cuda, weights of linear layers and experts are in FP8 (e4m3), from the checkpoint or quantised while they
     are read, with a scale per 128 x 128 block. This halves the bytes that a step reads. With `numerics: fast`,
-    activations are rounded to FP8 for these products too. On cpu, weights get the same values in `dtype`. auto: fp8 for
-    an FP8 checkpoint with `numerics: fast`, else `dtype`."""
+    activations are rounded to FP8 for these products too. On cpu, weights get the same values in `dtype`. none: all
+    weights are in `dtype`. auto: what the checkpoint has with `numerics: fast`, else `dtype`; `dtype` also for FP8 on
+    GPUs of compute capability below 8.9."""
     numerics: Literal["auto", "fast", "exact"] = "auto"
     """exact: no bit of a logit depends on the number of ranks, other requests, chunks, prefix hits or preemption; what
     cannot be exact is refused. fast: the fastest kernels. auto: exact on cpu, where it is no slower, if the model and

@@ -21,7 +21,7 @@ PLAIN = WeightDtypes()
 def weight_dtypes(config: EngineConfig, model: ModelConfig) -> WeightDtypes:
     """The weight dtypes on the ranks, for a resolved `config`. CPUs read all weights as `dtype`. GPUs with exact
     numerics do so too, unless FP8 is requested, because FP8 then gives the same bits and takes longer."""
-    is_cuda = config.device == "cuda"
+    is_cuda = config.device == "cuda" and config.quantization != "none"
     is_fast = is_cuda and not config.is_exact
     has_fp8 = is_fast and config.dtype != "float32" and model.weight_scales is not None
     has_mxfp4 = is_fast and config.dtype == "bfloat16" and model.has_mxfp4

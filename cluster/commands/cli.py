@@ -65,7 +65,7 @@ def check(
     file: ConfigFile,
     overrides: Set = None,
     gpu: Annotated[
-        str | None, typer.Option(help="Memory of one GPU (80GiB) or its name (h200): shows which sizes fit.")
+        str | None, typer.Option(help="Name of the GPUs (h200), or memory of one (80GiB): shows which sizes fit.")
     ] = None,
     settings: Annotated[
         bool, typer.Option("--settings", help="Show every setting, its value and where it comes from.")
@@ -79,15 +79,15 @@ def check(
     ] = None,
 ) -> None:
     """Validate FILE and show the plan and the memory arithmetic; starts nothing."""
-    from cluster.commands.fit import parse_memory
+    from cluster.commands.fit import parse_gpu
     from cluster.commands.report import print_changes, print_plan
     from cluster.engine.preflight import check_checkpoint, check_tokenizer
     from configs.load import load_app_config
 
     with _friendly_errors():
         app_config = load_app_config(file, overrides or [])
-        gpu_memory_bytes = None if gpu is None else parse_memory(gpu)
-        print_plan(app_config, gpu_memory_bytes=gpu_memory_bytes, settings=settings, layers=layers)
+        gpu_memory_bytes, card = (None, None) if gpu is None else parse_gpu(gpu)
+        print_plan(app_config, gpu_memory_bytes=gpu_memory_bytes, card=card, settings=settings, layers=layers)
         # `check_tokenizer` needs none for random weights
         check_checkpoint(app_config.engine, serves_text=False)
         check_tokenizer(app_config.engine)

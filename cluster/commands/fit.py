@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from configs.cards import CARDS, Card
 from configs.errors import ConfigError
 from configs.kv_pages import WindowPool, dtype_bytes, pages_within, pool_bytes
 from configs.model_config import ModelConfig
@@ -13,17 +14,6 @@ from configs.schema import EngineConfig, resolved
 from parallel.plan import ShardPlan
 
 _GIB = 1 << 30
-GPU_MEMORY: dict[str, int] = {
-    "h100": 81559 << 20,
-    "h200": 143771 << 20,
-    "h20": 97871 << 20,
-    "b200": 183359 << 20,
-    "a100-40gb": 40960 << 20,
-    "a100-80gb": 81920 << 20,
-    "l40s": 46068 << 20,
-    "rtx-4090": 24564 << 20,
-}
-"""Bytes of memory of one GPU, as the GPU's driver reports them."""
 _UNITS = {"gb": 10**9, "gib": _GIB, "mib": 1 << 20, "g": _GIB, "m": 1 << 20}
 
 # Memory of a rank besides weights and KV: CUDA's context, kernels, libraries' workspaces, the captured graphs, and the
@@ -43,15 +33,16 @@ class Fit:
     """Number of tokens that fit in the KV pool. 0 if the model does not fit."""
 
 
-def parse_memory(text: str) -> int:
-    """Bytes of `80GB`, `94GiB` or a GPU's name, e.g. `h200`. Raises ConfigError for any other text."""
-    known = GPU_MEMORY.get(text.lower())
+def parse_gpu(text: str) -> tuple[int, Card | None]:
+    """Bytes of memory of `80GB`, `94GiB` or a GPU's name, e.g. `h200`, and the GPU if it is named. Raises ConfigError
+    for any other text."""
+    known = CARDS.get(text.lower())
     if known is not None:
-        return known
+        return known.memory_bytes, known
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]+)", text)
     if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"{text!r} is no amount of memory; give e.g. 80GiB, or one of {', '.join(GPU_MEMORY)}")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+        raise ConfigError(f"{text!r} is no amount of memory; give e.g. 80GiB, or one of {', '.join(CARDS)}")
+    return int(float(match[1]) * _UNITS[match[2].lower()]), None
 
 
 def sizes_to_show(model: ModelConfig, configured: int) -> list[int]:

@@ -21,6 +21,7 @@ from cluster.text.formats import ModelFormats
 from cluster.text.tools.generic import GenericTools
 from configs.addresses import host_and_port
 from configs.attention import installed_packages
+from configs.cards import Card, shown, support
 from configs.checkpoint import resolve_model_path
 from configs.difference import Change, changes
 from configs.errors import ConfigError
@@ -47,6 +48,7 @@ def print_plan(
     *,
     gpus: bool | None = None,
     gpu_memory_bytes: int | None = None,
+    card: Card | None = None,
     settings: bool = False,
     layers: bool = False,
 ) -> None:
@@ -55,6 +57,7 @@ def print_plan(
     Args:
         gpus: whether the ranks run on GPUs. If None, the config decides, and `device: auto` means cpu.
         gpu_memory_bytes: memory of each GPU. If given, also prints how many tokens fit on each number of GPUs.
+        card: the GPUs. If None, nothing is decided by what they can do.
         settings: also print every setting, its value and its source.
         layers: also print the model's layers, their tensors and how they are cut.
 
@@ -67,8 +70,7 @@ def print_plan(
     model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = with_draft_head(read_model(config, model_path), config)
     # The placement will request one GPU per rank. Whether the cluster has enough is checked when it is joined.
-    num_gpus = config.tensor_parallel_size if on_gpus else 0
-    host = HostFacts(os.cpu_count() or 1, num_gpus, packages=installed_packages())
+    host = HostFacts(os.cpu_count() or 1, on_gpus * config.tensor_parallel_size, card, installed_packages())
     resolved = resolve(config, model, host)
     plan = ShardPlan.create(model, config.tensor_parallel_size, exact=resolved.config.is_exact)
     lines = [
@@ -79,6 +81,7 @@ def print_plan(
         _rank_table(plan, resolved.config),
         "",
         *_memory_lines(plan, resolved.config),
+        *([_card_line(card)] if on_gpus else []),
         _placement_line(config, gpus=on_gpus),
         f"tools      {_tools(config, model_path)}",
         f"endpoint   http://{host_and_port(app.host, app.port)}{app.route_prefix.rstrip('/')}/v1",
@@ -202,6 +205,15 @@ def _memory_lines(plan: ShardPlan, config: EngineConfig) -> list[str]:
             f"{resolved(kv.memory_fraction):g} of what is free after loading"
         )
     return [line, f"KV pool    {pool}"]
+
+
+def _card_line(card: Card | None) -> str:
+    if card is None:
+        return "GPU        not known, and backends depend on it; name it with --gpu"
+    capability, shared_kib = shown(card.compute_capability), card.shared_bytes >> 10
+    peers = "" if card.has_peers else ", cannot read other GPUs' memory"
+    facts = f"{card.name}, compute capability {capability}, {shared_kib} KiB of shared memory{peers}"
+    return f"GPU        {facts}; {support(card.compute_capability)}"
 
 
 def _placement_line(config: EngineConfig, *, gpus: bool) -> str:

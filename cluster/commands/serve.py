@@ -28,6 +28,7 @@ from rich.progress import Progress as Bars
 from cluster.engine.coordinator_actor import Progress
 from cluster.engine.preflight import check_checkpoint
 from cluster.http.keys import open_keys
+from cluster.ranks.host import known_card
 from cluster.serve.app_replicas import coordinators
 from cluster.serve.haproxy import METRICS_PORT
 from cluster.serve.placement import NodeResources, group_bundles, uses_gpus
@@ -184,7 +185,7 @@ class ServingJob:
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         gpus = uses_gpus(self._config.engine, NodeResources.from_ray(ray.nodes()))
-        print_plan(self._config, self._console, gpus=gpus)
+        print_plan(self._config, self._console, gpus=gpus, card=known_card(ray.nodes()) if gpus else None)
         self._say("starting Ray Serve" if session.own else "deploying")
         deployment = Deployment.prepare(self._config, session)
         stays = serve_is_running()  # if a running app refuses its change, it stays as it is

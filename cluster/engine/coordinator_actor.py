@@ -162,7 +162,7 @@ class CoordinatorActor:
             step_timeout_s=config.parallel.step_timeout_s,
             recovery=Recovery(recovery.max_rebuilds),
             liveness=Liveness(peaks, recovery.hang_timeout_s if finds_hangs else math.inf),
-            fewer=lambda ranks: fewer(spec.given, ranks),
+            fewer=lambda ranks: fewer(spec, ranks),
         )
         group.run(PoolShape(num_pages, max_model_len, limits.num_window_pages, message_bytes), coordinator.fail)
         self._coordinator = coordinator
@@ -224,7 +224,7 @@ class CoordinatorActor:
         if self._sleep is not None and self._coordinator is not None and size == self._coordinator.ranks.size:
             return Resized(size, 0.0)
         with self._one_change() as coordinator:
-            resized = resize(size, self._spec.given, coordinator)
+            resized = resize(size, self._spec, coordinator)
             self._size = resized.size
             return resized
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.model_config import ModelConfig
+from configs.resolve import HostFacts
 from configs.schema import EngineConfig
 
 
@@ -21,3 +22,5 @@ class EngineSpec:
     """The directory with the tokenizer."""
     given: EngineConfig
     """The configuration before `resolve`, which is resolved again for another number of ranks."""
+    host: HostFacts
+    """The facts with which `given` was resolved."""

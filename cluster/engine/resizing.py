@@ -23,9 +23,9 @@ import psutil  # type: ignore[import-untyped]  # ships no types
 
 from cluster.engine.changes import OtherRanks
 from cluster.engine.coordinator import Coordinator
+from cluster.engine.engine_spec import EngineSpec
 from cluster.ranks.group_memory import GroupMemory
 from cluster.ranks.held_gpus import HeldGPU, hold, release
-from cluster.ranks.host import host_facts
 from cluster.ranks.rank import CUDA_ENVIRONMENT
 from cluster.ranks.rank_group import RankGroup
 from configs.errors import ConfigError, EngineError, LockstepError
@@ -51,11 +51,11 @@ class Resized:
     """Seconds for which requests waited."""
 
 
-def resize(size: int, given: EngineConfig, coordinator: Coordinator) -> Resized:
+def resize(size: int, spec: EngineSpec, coordinator: Coordinator) -> Resized:
     """Replaces the ranks by `size` new ones. Only one resize may run at a time.
 
     Args:
-        given: the configuration before it was resolved.
+        spec: with which the engine started.
 
     Raises:
         ConfigError: this size is impossible. The old ranks continue.
@@ -65,7 +65,7 @@ def resize(size: int, given: EngineConfig, coordinator: Coordinator) -> Resized:
     if size == old.size:
         return Resized(size, 0.0)
     began = time.monotonic()
-    config = _resolved(size, given, old)
+    config = _resolved(size, spec, old)
     new = old.resized(config, _held(size, old))
     try:
         _load(new, old)
@@ -86,26 +86,26 @@ def resize(size: int, given: EngineConfig, coordinator: Coordinator) -> Resized:
     return Resized(new.size, pause_s)
 
 
-def fewer(given: EngineConfig, old: RankGroup) -> RankGroup | None:
+def fewer(spec: EngineSpec, old: RankGroup) -> RankGroup | None:
     """A group of the ranks that are left when ranks of `old` are lost with their devices, not started. None if no
     smaller size is allowed or possible.
 
     Args:
-        given: the configuration before it was resolved.
+        spec: with which the engine started.
     """
     size, least = old.size - len(old.lost), old.config.recovery.min_ranks
     if size == old.size or least is None or size < least:
         return None
     try:
-        return old.resized(_resolved(size, given, old), old.starter.held)
+        return old.resized(_resolved(size, spec, old), old.starter.held)
     except ConfigError as error:
         logger.error("the group cannot go on with %d ranks: %s", size, error)
         return None
 
 
-def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
+def _resolved(size: int, spec: EngineSpec, old: RankGroup) -> EngineConfig:
     """The resolved configuration for `size` ranks. Raises ConfigError if the group cannot have this size."""
-    on_gpus = old.config.device == "cuda"
+    on_gpus, given = old.config.device == "cuda", spec.given
     if old.starter.is_in_memory:
         raise ConfigError("new ranks cannot read weights that came from memory; change to weights at a path first")
     if not old.one_node:
@@ -121,7 +121,7 @@ def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
     # The weights may have been changed since the start
     kept = {"numerics": now.numerics, "model": now.model, "revision": now.revision}
     changed = given.model_copy(update={"tensor_parallel_size": size, **kept})
-    return resolve(changed, old.model, host_facts(gpus=on_gpus)).config
+    return resolve(changed, old.model, spec.host).config
 
 
 def _held(size: int, old: RankGroup) -> tuple[HeldGPU, ...]:

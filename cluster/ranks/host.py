@@ -1,46 +1,44 @@
-"""The machines that ranks run on: their processors, and what Ray knows about their GPUs."""
+"""The machines that ranks run on: their processors and GPUs."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from configs.attention import installed_packages
+from configs.cards import Card
 from configs.resolve import HostFacts
+from worker.device.card import node_card
 from worker.device.cgroup import available_cores
 
-_TYPE = "accelerator_type:"
-# The names are from `ray.util.accelerators`, without the memory that follows a dash there.
-_COMPUTE_CAPABILITIES = {
-    "V100": (7, 0),
-    "T4": (7, 5),
-    "A100": (8, 0),
-    "A10G": (8, 6),
-    "L4": (8, 9),
-    "L40S": (8, 9),
-    "H100": (9, 0),
-    "H20": (9, 0),
-    "H200": (9, 0),
-    "B200": (10, 0),
-}
+_TIMEOUT_S = 120.0  # of a node that may have to start a process first
+
+logger = logging.getLogger(__name__)
 
 
-def least_compute_capability(nodes: Iterable[Mapping[str, Any]]) -> tuple[int, int] | None:
-    """The smallest compute capability of all GPUs of the live nodes in `ray.nodes()`. None if Ray names no GPU type, or
-    an unknown one."""
-    names = [
-        name.removeprefix(_TYPE).partition("-")[0]
-        for node in nodes
-        if node["Alive"] and node["Resources"].get("GPU")
-        for name in node["Resources"]
-        if name.startswith(_TYPE)
-    ]
-    found = [_COMPUTE_CAPABILITIES.get(name) for name in names]
-    known = [capability for capability in found if capability is not None]
-    return min(known) if known and len(known) == len(found) else None
+def known_card(nodes: Iterable[Mapping[str, Any]]) -> Card | None:
+    """The facts that hold for all GPUs of the live nodes in `ray.nodes()`, as each node's driver gives them. None, with
+    a warning, if a node cannot say."""
+    here = ray.get_runtime_context().get_node_id()
+    of_nodes = [node["NodeID"] for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
+    ask = ray.remote(num_cpus=0, max_retries=0)(node_card.__wrapped__)
+    asked = {
+        node: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+        for node in of_nodes
+        if node != here
+    }
+    try:
+        cards = [ray.get(asked[node], timeout=_TIMEOUT_S) if node in asked else node_card() for node in of_nodes]
+    except (RuntimeError, ray.exceptions.RayError) as error:
+        reason = str(error).strip().rsplit("\n", 1)[-1]
+        logger.warning("a node does not know its GPUs, so nothing is decided by them: %s", reason)
+        return None
+    return Card.least(cards) if cards else None
 
 
 def environment_options(wanted: Mapping[str, str], have: Mapping[str, str]) -> dict[str, Any]:
@@ -51,8 +49,8 @@ def environment_options(wanted: Mapping[str, str], have: Mapping[str, str]) -> d
 
 def host_facts(*, gpus: bool) -> HostFacts:
     """Facts for `configs.resolve`: about this node, and with `gpus` about the cluster's GPUs."""
-    capability = least_compute_capability(ray.nodes()) if gpus and ray.is_initialized() else None
-    return HostFacts(node_cores(), int(gpus), compute_capability=capability, packages=installed_packages())
+    card = known_card(ray.nodes()) if gpus and ray.is_initialized() else None
+    return HostFacts(node_cores(), int(gpus), card, installed_packages())
 
 
 def node_cores() -> int:

@@ -78,7 +78,7 @@ class Engine:
         assert placement_group is not None, "the deployment asks for a placement group"
         name = f"{context.app_name}:{context.replica_id.unique_id}"
         log_to_stderr(config.observability.log_format, replica=name)
-        spec = describe(config, gpus=gpus)
+        spec = await asyncio.to_thread(describe, config, gpus=gpus)  # it may ask another node
         self._max_num_seqs = resolved(spec.config.scheduler.max_num_seqs)
         self._telemetry = replica_telemetry(spec.config, context, life)
         starting = asyncio.create_task(RunningEngine.start(spec, placement_group, name, self._telemetry))

@@ -54,11 +54,12 @@ def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> Engi
     """
     model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = with_draft_head(read_model(config, model_path), config)
-    resolved = resolve(config, model, host_facts(gpus=gpus))
+    host = host_facts(gpus=gpus)
+    resolved = resolve(config, model, host)
     if announce:
         for decision in resolved.decisions:
             logger.info("%s", decision)
-    return EngineSpec(resolved.config, model, model_path, find_tokenizer(config, model_path), config)
+    return EngineSpec(resolved.config, model, model_path, find_tokenizer(config, model_path), config, host)
 
 
 @dataclass(eq=False)

@@ -72,7 +72,7 @@ def latent(num_heads: int) -> AttentionNeeds:
     ("asked", "prefill", "decode"),
     [
         (HOPPER, "fa3", "triton"),
-        (needs(compute_capability=None), "fa3", "triton"),
+        (needs(compute_capability=None), "flashinfer or triton", "triton"),
         (needs(compute_capability=(8, 0)), "flashinfer or triton", "triton"),
         (needs(compute_capability=(7, 5)), "triton", "triton"),
         (needs(compute_capability=(10, 0)), "flashinfer or triton", "triton"),

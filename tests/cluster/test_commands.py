@@ -14,8 +14,9 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.commands.fit import GPU_MEMORY, fits, parse_memory, sizes_to_show
+from cluster.commands.fit import fits, parse_gpu, sizes_to_show
 from cluster.commands.status import status_lines
+from configs.cards import CARDS
 from configs.errors import ConfigError
 from configs.json_schema import config_file_schema
 from configs.layers import DenseMLP, LayerSpec
@@ -27,6 +28,7 @@ from tests.conftest import ROOT
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 SHAPES = ROOT / "benchmarks" / "models"
+H200 = CARDS["h200"]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("qwen3-*_bf16_h200_*.json"))
 
 
@@ -49,8 +51,8 @@ def test_the_tokens_foretold_are_those_that_a_real_start_found(path: Path) -> No
     model = read_model_config(model_path)
     step = f"scheduler.max_num_batched_tokens={figures['engine']['scheduler']['max_num_batched_tokens']}"
     app = load_app_config(ROOT / "benchmarks" / "dummy.yaml", [f"model={model_path}", "device=cuda", step])
-    config = resolve(app.engine, model, HostFacts(num_cores=64, num_gpus=size)).config
-    [fit] = fits(model, config, [size], GPU_MEMORY["h200"])
+    config = resolve(app.engine, model, HostFacts(64, size, H200)).config
+    [fit] = fits(model, config, [size], H200.memory_bytes)
     assert fit.kv_tokens == pytest.approx(figures["kv_tokens"], rel=0.01)
 
 
@@ -80,19 +82,39 @@ def test_check_says_how_much_of_a_mixture_a_token_uses_and_leaves_room_for_its_e
     mlp = DenseMLP(hidden_size=2048, intermediate_size=128 * 768)
     dense = replace(model, layers=(LayerSpec(2048, model.layers[0].mixer, mlp),) * 48)
     app = load_app_config(ROOT / "configs" / "qwen3-30b-a3b.yaml")
-    config = resolve(app.engine, model, HostFacts(num_cores=64, num_gpus=1)).config
-    tokens = [fits(it, config, [1], GPU_MEMORY["h200"])[0].kv_tokens for it in (model, dense)]
+    config = resolve(app.engine, model, HostFacts(64, 1, H200)).config
+    tokens = [fits(it, config, [1], H200.memory_bytes)[0].kv_tokens for it in (model, dense)]
     routers, outputs = 48 * 128 * 2048 * 2, 5120 * 8 * (2 * 768 + 2048) * 2
     assert (tokens[1] - tokens[0]) * 98304 / 0.9 == pytest.approx(routers + outputs, rel=0.02)
 
 
 def test_memory_is_an_amount_or_a_gpus_name() -> None:
-    assert parse_memory("80GiB") == 80 << 30
-    assert parse_memory("80 GB") == 80 * 10**9
-    assert parse_memory("H200") == GPU_MEMORY["h200"]
+    assert parse_gpu("80GiB") == (80 << 30, None)
+    assert parse_gpu("80 GB") == (80 * 10**9, None)
+    assert parse_gpu("H200") == (H200.memory_bytes, H200)
     for wrong in ("80", "many", "80 parsecs", "-1GiB"):
         with pytest.raises(ConfigError, match="is no amount of memory"):
-            parse_memory(wrong)
+            parse_gpu(wrong)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "facts", "support", "decided"),
+    [
+        ("h200", "H200, compute capability 9.0, 227 KiB of shared memory; ", "ran, on H100 and H200", "-> fa3"),
+        ("rtx-4090", "RTX 4090, compute capability 8.9, 99 KiB of shared memory, cannot", "compiles: ", "auto -> nccl"),
+        ("80GiB", "not known, and backends depend on it", "--gpu", "the GPUs' is not known"),
+    ],
+)
+def test_check_says_what_a_gpu_can_do_and_how_far_it_was_tested(
+    gpu: str, facts: str, support: str, decided: str
+) -> None:
+    model = f"model={SHAPES / 'qwen3-8b'}"
+    result = run("check", "configs/qwen3-8b.yaml", "--set", model, "--set", "load_format=dummy", "--gpu", gpu)
+    assert result.returncode == 0, result.stderr
+    [line] = [line for line in result.stdout.splitlines() if line.startswith("GPU  ")]
+    assert facts in line
+    assert support in line
+    assert decided in result.stdout
 
 
 def test_sizes_end_at_the_models_query_heads() -> None:

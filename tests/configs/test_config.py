@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from configs.cards import CARDS
 from configs.checkpoint import is_local, model_name, resolve_model_path, resolve_tokenizer_path
 from configs.errors import CheckpointError, ConfigError
 from configs.kv_pages import PageBytes, WindowPool, cut_max_model_len, num_kv_pages, pool_bytes
@@ -25,7 +26,7 @@ from tests.helpers.dense_model import dense_model
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 LAPTOP = HostFacts(num_cores=8, num_gpus=0)
-GPU_NODE = HostFacts(num_cores=64, num_gpus=8)
+GPU_NODE = HostFacts(num_cores=64, num_gpus=8, card=CARDS["h200"])
 
 FILE = """\
 http_options:

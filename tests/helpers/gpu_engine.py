@@ -31,6 +31,7 @@ from configs.read_draft_head import with_draft_head
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
 from tests.conftest import SHARE_GPUS
+from worker.device.card import node_card
 from worker.protocol import FrameKind, StepFrame, StepResult
 
 # Longer than a start with a cold Triton cache takes, shorter than what a step runner is given for a test.
@@ -99,7 +100,7 @@ class GpuEngine:
         size = config.tensor_parallel_size
         if _must_share_gpus(size):
             config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"all_reduce": "nccl"})})
-        self.config = resolve(config, self.model, HostFacts(num_cores=8 * size, num_gpus=size)).config
+        self.config = resolve(config, self.model, HostFacts(8 * size, size, node_card())).config
         self._num_pages, self._max_model_len = num_pages, max_model_len
         self._window_pool = WindowPool.of(self.config, self.model)
         self._num_window_pages = None if self._window_pool is None else self._window_pool.num_pages(num_pages)

@@ -43,6 +43,7 @@ from tests.helpers.local_group import Limits, LocalGroup
 from tests.helpers.rank_threads import on_ranks
 from tests.whole.test_answers import Answer, assert_greedy, make_prompts
 from worker import self_test, tp_worker
+from worker.device.card import node_card
 from worker.device.platform import platform_of
 from worker.layers.experts import CpuExperts
 from worker.models.decoder import Decoder
@@ -442,7 +443,7 @@ def test_a_gpu_checks_leaves_of_cublas_in_less_than_a_second(tmp_path: Path, mon
     (tmp_path / "config.json").write_text(json.dumps(model | {"num_hidden_layers": 8}))
     given = EngineConfig(model=str(tmp_path), load_format="dummy", device="cuda", numerics="exact")
     spec = read_model_config(tmp_path)
-    config = resolve(given, spec, HostFacts(num_cores=8, num_gpus=1)).config
+    config = resolve(given, spec, HostFacts(8, 1, node_card())).config
     plan, group = ShardPlan.create(spec, 1, exact=True), TensorParallelGroup.single("cuda")
     monkeypatch.setattr(ModelRunner, "capture", lambda *_, **__: None)
     worker = TPWorker(config=config, model=spec, model_path=tmp_path, plan=plan, group=group)

@@ -71,8 +71,9 @@ H200 = "sm90, torch 2.11.0+cu130, triton 3.6.0, cublaslt 130002"
 def _fingerprint(path: Path, *overrides: str, platforms: Sequence[str] = (H200,)) -> str:
     given = load_app_config(ROOT / "configs" / "smollm2-135m.yaml", [f"model={path}", *overrides]).engine
     model = read_model_config(path)
-    config = resolve(given, model, HostFacts(num_cores=2, num_gpus=0)).config
-    return system_fingerprint(EngineSpec(config, model, path, path, config), platforms)
+    host = HostFacts(num_cores=2, num_gpus=0)
+    config = resolve(given, model, host).config
+    return system_fingerprint(EngineSpec(config, model, path, path, config, host), platforms)
 
 
 def test_equal_fingerprints_are_those_that_promise_equal_bits(

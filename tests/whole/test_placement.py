@@ -16,13 +16,14 @@ from ray.util.placement_group import PlacementGroup
 
 import cluster.ranks.rank
 from cluster.ranks.held_gpus import HeldGPU
-from cluster.ranks.host import least_compute_capability
 from cluster.ranks.rank import Rank, RankStarter
 from cluster.ranks.rank_actor import RankActor, RankSpec, device_index
 from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
+from configs.cards import Card
 from configs.errors import PlacementError
 from configs.schema import EngineConfig, PlacementConfig
 from tests.conftest import ROOT
+from tests.helpers.fake_driver import make_driver
 
 
 def config(tp_size: int, **settings: object) -> EngineConfig:
@@ -193,12 +194,23 @@ def test_a_gpu_is_held_until_its_owner_ends_and_refused_where_none_is_free() -> 
     ]
 
 
-def test_the_weakest_gpu_of_the_cluster_counts_and_none_where_a_type_is_unknown() -> None:
-    def node(*types: str, gpus: float = 8.0, alive: bool = True) -> dict[str, Any]:
-        return {"Alive": alive, "Resources": {"GPU": gpus, **{f"accelerator_type:{name}": 1.0 for name in types}}}
+ASK = """
+import ray
+from cluster.ranks.host import host_facts
 
-    assert least_compute_capability([node("H200")]) == (9, 0)
-    assert least_compute_capability([node("H100"), node("A100", "A100-80G"), node(gpus=0.0)]) == (8, 0)
-    assert least_compute_capability([node("H200"), node("T4", alive=False)]) == (9, 0)
-    assert least_compute_capability([node("H200"), node("X9000")]) is None
-    assert least_compute_capability([node()]) is None
+ray.init(address="local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
+print(host_facts(gpus=True).card)
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_clusters_gpus_are_known_by_their_nodes_drivers_and_never_guessed(knows: bool, tmp_path: Path) -> None:
+    if knows:
+        make_driver(tmp_path, [Card("X9000", (13, 1), 300 << 10, 500 << 30)] * 2)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[0] == ("X9000 has 13.1" if knows else "None")
+    assert ("a node does not know its GPUs" in result.stderr) != knows

@@ -29,6 +29,7 @@ from cluster.ranks.rank_actor import Location, PoolShape, RankActor, RankLoad
 from cluster.ranks.rank_group import RankGroup
 from cluster.serve.app import live_size
 from cluster.serve.running_engine import RunningEngine
+from configs.cards import CARDS
 from configs.errors import ConfigError, EngineError
 from configs.kv_pages import PageBytes
 from configs.read_config import read_model_config
@@ -212,7 +213,7 @@ def group_on_gpus(path: Path, size: int, **settings: Any) -> RankGroup:
     """Ranks on GPUs; none is started."""
     model = read_model_config(path)
     given = EngineConfig(model=str(path), device="cuda", tensor_parallel_size=size, **settings)
-    config = resolve(given, model, HostFacts(num_cores=8, num_gpus=1)).config
+    config = resolve(given, model, HostFacts(8, 1, CARDS["h200"])).config
     nowhere: Any = None
     starter = RankStarter(config=config, model=model, model_path=path, placement_group=nowhere, name="app")
     group = RankGroup(starter)
