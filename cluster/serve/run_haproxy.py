@@ -26,6 +26,16 @@ CLIENT_HEADER = "x-lockstep-client"
 HEAD_TIMEOUT_S = 10
 """Seconds within which a client must send the head of its request."""
 
+_BODY = (
+    '{"type":"error","error":{"message":"No replica is ready to answer; try again.","type":"overloaded_error",'
+    '"param":null,"code":"engine_overloaded"}}'
+)
+_UNAVAILABLE = (
+    "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 2\r\n"
+    f"X-Should-Retry: true\r\nContent-Length: {len(_BODY)}\r\n\r\n{_BODY}"
+)
+"""Answer while no replica can answer: as an application starts or ends, or as its replicas are replaced. Clients of
+both OpenAI's and Anthropic's API read this body."""
 _MAX_CONNECTIONS = 16384
 _BYTES_PER_CONNECTION = 20 << 10  # one buffer, which an incomplete head occupies, and HAProxy's own record
 _MEMORY_SHARE = 64  # connections may take a 64th of the machine's memory
@@ -55,6 +65,8 @@ def hardened(config: str, max_connections: int) -> str:
     - The head of a request must come within `HEAD_TIMEOUT_S`.
     - One IPv4 address, or one IPv6 network of 64 bits, may have three quarters of the connections.
     - Replicas get the client's address.
+    - Without an application or a replica, requests are answered at once with 503: neither with 404, nor by Ray's own
+      proxy, which waits for a replica.
 
     Raises:
         TemplateError: a line to change is missing.
@@ -68,12 +80,14 @@ def hardened(config: str, max_connections: int) -> str:
         (r"^defaults\n", lambda found: f"{found[0]}    timeout http-request {HEAD_TIMEOUT_S}s\n"),
         (r"^frontend http_frontend\n.*\n", lambda found: found[0] + _rules(max_connections)),
     ]
+    if "    use_backend " not in config:
+        changes.append((r"^    http-request return status 404 .*$", lambda _: "    http-request deny deny_status 503"))
     if "RAY_SERVE_HAPROXY_MAXCONN" not in os.environ:
         changes.append((r"^    maxconn \d+$", lambda _: f"    maxconn {max_connections}"))
     for pattern, replace in changes:
         found = _only(pattern, config)
         config = config[: found.start()] + replace(found) + config[found.end() :]
-    return config
+    return re.sub(r"^    server .* check backup$", r"\g<0> disabled", config, flags=re.M)
 
 
 def _only(pattern: str, config: str) -> re.Match[str]:
@@ -126,6 +140,7 @@ def main(arguments: list[str]) -> None:
     for directory in {path.parent, Path(_only(r"^\s+stats socket (\S+)", config)[1]).parent}:
         close_to_others(directory)
     path.write_text(hardened(config, most_connections()), encoding="utf-8")
+    Path(_only(r"^\s+errorfile 503 (\S+)", config)[1]).write_text(_UNAVAILABLE, encoding="ascii")
     # The variable names this file, and `get_haproxy_binary` reads it
     os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)
     try:

@@ -8,9 +8,11 @@ import http.client
 import json
 import os
 import resource
+import shutil
 import socket
 import stat
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import uvicorn
@@ -79,8 +82,9 @@ class Proxy:
             return response.status, json.loads(response.read())
 
 
-def write_as_ray(directory: Path, port: int, replica_port: int) -> Path:
-    """The configuration that Ray Serve writes for one replica."""
+def write_as_ray(directory: Path, port: int, replica_port: int | None, fallback_port: int | None = None) -> Path:
+    """The configuration that Ray Serve writes for an application with one replica, and perhaps with Ray's own proxy
+    behind it. Without a port of the replica, there is no application."""
     path = directory / "haproxy.cfg"
     config = HAProxyConfig(
         http_options=HTTPOptions(host="127.0.0.1", port=port),
@@ -92,10 +96,12 @@ def write_as_ray(directory: Path, port: int, replica_port: int) -> Path:
         metrics_port=unused_port(),
         is_head=True,
     )
-    replica = ServerConfig("replica", "127.0.0.1", replica_port)
-    HAProxyApi(
-        config, {"app": BackendConfig("app", "/", servers=[replica])}, str(path)
-    )._generate_config_file_internal()
+    backends = {}
+    if replica_port is not None:
+        fallback = None if fallback_port is None else ServerConfig("fallback", "127.0.0.1", fallback_port)
+        replica = ServerConfig("replica", "127.0.0.1", replica_port)
+        backends["app"] = BackendConfig("app", "/", servers=[replica], fallback_server=fallback)
+    HAProxyApi(config, backends, str(path))._generate_config_file_internal()
     return path
 
 
@@ -151,6 +157,36 @@ def test_haproxy_serves_its_figures_where_the_endpoint_listens(proxy: Proxy) -> 
     listening = [it.laddr for it in psutil.Process(proxy.process.pid).net_connections("inet") if it.status == "LISTEN"]
     assert len(listening) == 3
     assert {address.ip for address in listening} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("has_application", [False, True])
+def test_requests_without_a_replica_are_answered_at_once_with_503(has_application: bool) -> None:
+    directory = Path(tempfile.mkdtemp(dir="/tmp", prefix="h"))  # a socket's path must be short
+    port, replica_port = unused_port(), unused_port()
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory)
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))  # Ray's proxy waits for a replica
+        ports = (replica_port, silent.getsockname()[1]) if has_application else (None,)
+        path = write_as_ray(directory, port, *ports)
+        program = install(directory)["RAY_SERVE_HAPROXY_BINARY_PATH"]
+        process = stack.enter_context(subprocess.Popen([program, "-db", "-f", path], stderr=subprocess.DEVNULL))
+        stack.callback(process.kill)
+        deadline = time.monotonic() + 30
+        while True:
+            with contextlib.suppress(OSError):
+                stack.enter_context(contextlib.closing(socket.create_connection(("127.0.0.1", port), timeout=1)))
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(3)  # until HAProxy has noticed that the replica is not there
+        for path_ in ("/v1/models", "/v1/messages"):
+            began = time.monotonic()
+            response = httpx.post(f"http://127.0.0.1:{port}{path_}", json={}, timeout=30)
+            assert time.monotonic() - began < 1.0
+            assert (response.status_code, response.headers["retry-after"]) == (503, "2")
+            assert response.headers["x-should-retry"] == "true"
+            assert response.json()["error"]["code"] == "engine_overloaded"
+            assert response.json()["type"] == "error"
 
 
 def test_a_replica_is_told_the_address_of_haproxys_client_and_believes_nobody_else(proxy: Proxy) -> None:
