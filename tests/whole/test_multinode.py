@@ -153,7 +153,7 @@ def group_settings(settings: dict[str, Any], strategy: str, size: int = 2) -> di
     """Those of a group with its coordinator on the head, and a rank of two on each node: of 8 and 4 CPUs."""
     return {
         "tensor_parallel_size": size,
-        "max_model_len": 1024,
+        "max_model_len": 4096,
         "kv_cache": {"num_tokens": 4096},
         "placement": {"strategy": strategy, "cpus_for_engine": 5, "cpus_per_rank": 2.5},
         **settings,
@@ -197,7 +197,7 @@ def generate(
             locations = engine.facts.locations
             assert len({location.node_id for location in locations}) == num_nodes
             streams = [engine.client.submit([PROMPT[4 * i :]], [[sampled(i)]])[0] for i in range(4)]
-            ends = await asyncio.wait_for(asyncio.gather(*map(read, streams)), 60)
+            ends = await asyncio.wait_for(asyncio.gather(*map(read, streams)), 120)
             assert [error for _, error in ends] == [None] * 4
             if kill_rank is not None or lose is not None:
                 [stream] = engine.client.submit([PROMPT], [[sampled(0, 900)]])
@@ -307,7 +307,7 @@ def test_an_app_on_two_nodes_refuses_what_it_cannot_do_and_is_replaced_when_a_ra
         assert ray.get(coordinator.update_weights.remote(nodes.settings["model"], **how), timeout=120).version == "two"
         assert answer().json()["output_ids"] == expected
         with ThreadPoolExecutor(1) as client:
-            running = client.submit(answer, 900)
+            running = client.submit(answer, 4000)  # GPUs take seconds for it
             wait_for(lambda: ray.get(coordinator.status.remote(), timeout=60)["num_running"] == 1)
             ranks = [it for it in processes_of(nodes.second) if "Rank" in it.name()]
             assert ranks, "no rank is on the second node"
