@@ -241,6 +241,8 @@ def _check_card(resolver: _Resolver, config: EngineConfig, model: ModelConfig, c
     if card.compute_capability < LEAST:
         least = shown(LEAST)
         raise ConfigError(f"device=cuda needs compute capability {least} or later, and {card}; choose device=cpu")
+    if card.compute_capability[0] == 10 and config.numerics == "exact" and config.quantization == "fp8":
+        raise ConfigError(f"quantization=fp8 with numerics=exact does not compile where {card}; choose auto")
     if card.compute_capability >= FP8_FROM:
         return
     why = f"FP8 needs compute capability {shown(FP8_FROM)} or later, and {card}"

@@ -36,10 +36,12 @@ from cluster.requests.fields import STYLING, UNSUPPORTED  # noqa: E402
 from cluster.requests.sampling_fields import SamplingFields  # noqa: E402
 from configs.attention import BACKENDS, BackendSpec, Feature, Phase  # noqa: E402
 from configs.attention_times import LATENT, rank, read_times  # noqa: E402
+from configs.cards import CARDS, COMPILED, LEAST, RAN, shown, support  # noqa: E402
 from configs.schema import EngineConfig, SamplingValues  # noqa: E402
 
 _STEPS: dict[Phase, str] = {"prefill": "with a prompt in them", "decode": "of decodes alone"}
 _MADE = "<!-- made by docs/generate.py -->"
+_GPUS, _END_OF_GPUS = "<!-- GPUs, made by docs/generate.py -->", "<!-- end of GPUs -->"
 
 
 def pages() -> dict[str, str]:
@@ -52,8 +54,20 @@ def pages() -> dict[str, str]:
         "docs/reference/attention.md": _attention(),
         "docs/measured.md": measured.measured(),
         "docs/decode.svg": measured.picture(),
-        "README.md": measured.readme((ROOT / "README.md").read_text()),
+        "README.md": _with_gpus(measured.readme((ROOT / "README.md").read_text())),
     }
+
+
+def _with_gpus(text: str) -> str:
+    """The README with the table of GPUs as it is in the code."""
+    lines = [_GPUS, "| GPUs | compute capability | shared memory | |", "|---|---|---|---|"]
+    for capability in sorted(COMPILED, key=lambda it: (it not in RAN, it)):
+        names = dict.fromkeys(it.name for it in CARDS.values() if it.compute_capability == capability)
+        shared = f"{COMPILED[capability] >> 10} KiB"
+        lines.append(f"| {', '.join(names)} | {shown(capability)} | {shared} | {support(capability)} |")
+    lines += [f"| others | from {shown(LEAST)} on | | {support((99, 0))} |", f"| older | | | {support((0, 0))} |", ""]
+    before, _, rest = text.partition(_GPUS)
+    return before + "\n".join(lines) + _END_OF_GPUS + rest.partition(_END_OF_GPUS)[2]
 
 
 def _attention() -> str:

@@ -29,13 +29,16 @@ from attention.kernels.pages import (
 from attention.kernels.sums import cap
 from attention.layer import AttentionLayer
 from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start
+from parallel.kernels.shared_memory import is_b200, shared_bytes
 
 _SPLITS_AT_ONCE = 16
 _MAX_SPLITS = 128
-_SHARED_BYTES = 220 * 1024
-"""Bytes of shared memory to use, of the 227 KiB per program on Hopper."""
+_SPARED_BYTES = 7 * 1024
+"""Bytes of a program's shared memory that are not planned for."""
 _WIDE = 256  # Values wider than this many columns limit a program's query heads, because their sums fill its registers.
 _WIDE_BLOCK_M = 64
+_WIDE_SHARED_BYTES = 150 * 1024
+"""Shared memory that `_WIDE_BLOCK_M` heads take with three stages. With less, half as many heads and two stages do."""
 _MULTIPROCESSORS = 132  # number of SMs of an H200; one program with wide values fills an SM
 
 
@@ -91,9 +94,16 @@ def choose(batch_size: int, num_kv_heads: int, itemsize: int = 2) -> DecodeTunin
 
 
 def _fit(
-    tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int, kv_itemsize: int, num_programs: int
+    tuning: DecodeTuning,
+    block_m: int,
+    block_d: int,
+    itemsize: int,
+    kv_itemsize: int,
+    num_programs: int,
+    device: torch.device,
 ) -> DecodeTuning:
-    """Adapts `tuning` to registers and shared memory. Unchanged for 16-bit values and up to 32 query heads per KV head.
+    """Adapts `tuning` to registers and shared memory. On an H200, unchanged for 16-bit values and up to 32 query heads
+    per KV head.
 
     More query heads need more warps. fp32 needs short blocks, because its threads hold whole rows of the operands. For
     wide values, blocks of 32 let two programs with up to 32 heads each share an SM; at 16 and 64 rows of 4k tokens,
@@ -104,6 +114,9 @@ def _fit(
     Args:
         num_programs: number of programs per run, over all rows.
     """
+    shared = shared_bytes(device)
+    if block_d > _WIDE and (shared < _WIDE_SHARED_BYTES or is_b200(device)):
+        tuning = dataclasses.replace(tuning, num_stages=2)
     if block_d > _WIDE and itemsize <= 2:
         wide = dataclasses.replace(tuning, block_n=32, min_blocks=4, num_warps=4 if block_m <= 32 else 8)
         if block_m <= 32:
@@ -112,7 +125,7 @@ def _fit(
         return dataclasses.replace(wide, num_splits=num_splits, early_join=num_splits > 1)
     block_n = tuning.block_n if itemsize <= 2 else 16
     stage_bytes = 2 * tuning.num_stages * block_d * kv_itemsize
-    while block_n > 16 and block_m * block_d * itemsize + block_n * stage_bytes > _SHARED_BYTES:
+    while block_n > 16 and block_m * block_d * itemsize + block_n * stage_bytes > shared - _SPARED_BYTES:
         block_n //= 2
     num_warps = max(tuning.num_warps, 4 if itemsize > 2 else 1, block_m // 16 if block_m > 32 else 1)
     return dataclasses.replace(tuning, block_n=block_n, num_warps=num_warps)
@@ -336,11 +349,12 @@ def paged_decode(
     itemsize, kv_itemsize = q.element_size(), k_pages.element_size()
     block_m, block_d = block_of(group), block_of(v_dim)
     if block_d > _WIDE:
-        block_m = min(block_m, _WIDE_BLOCK_M if kv_itemsize <= 2 else 16)
+        most = _WIDE_BLOCK_M if shared_bytes(q.device) >= _WIDE_SHARED_BYTES else _WIDE_BLOCK_M // 2
+        block_m = min(block_m, most if kv_itemsize <= 2 else 16)
     head_tiles = triton.cdiv(group, block_m)
     if tuning is None:
         tuning, num_programs = choose(batch_size, num_kv_heads, kv_itemsize), batch_size * num_kv_heads * head_tiles
-        tuning = _fit(tuning, block_m, block_d, itemsize, kv_itemsize, num_programs)
+        tuning = _fit(tuning, block_m, block_d, itemsize, kv_itemsize, num_programs, q.device)
     num_splits = tuning.num_splits
     is_split = num_splits > 1
     dependent = is_dependent(q.device, batch_size)

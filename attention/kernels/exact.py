@@ -31,6 +31,7 @@ from attention.kernels.pages import block_of, first_key
 from attention.kernels.sums import empty_span, exact_answer, merge_span, scaled_sink
 from attention.layer import AttentionLayer
 from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
+from parallel.kernels.shared_memory import has_little
 
 SPAN = 512
 """Positions per span: a power of two. With 256 or 128, a decode step of Qwen3-8B took 0.99 to 1.01 times as long on an
@@ -69,7 +70,13 @@ def tile_of(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def choose(
-    head_dim: int, dtype: torch.dtype, group: int, num_rows: int | None = None, tokens: int = 1 << 10
+    head_dim: int,
+    dtype: torch.dtype,
+    group: int,
+    num_rows: int | None = None,
+    tokens: int = 1 << 10,
+    *,
+    is_small: bool = False,
 ) -> Schedule:
     """The layout for H200s. Not measured.
 
@@ -77,10 +84,11 @@ def choose(
         group: query heads per KV head.
         num_rows: for steps with one token per row: rows, padding included, times this rank's KV heads. Else None.
         tokens: for other steps: mean tokens per row. A tile with few pairs takes as long as a full one.
+        is_small: whether the GPU has too little shared memory for three stages of heads wider than 128.
     """
     is_wide = head_dim > 128
     most = 16 if dtype.itemsize > 2 else 64 if is_wide else 128
-    num_stages = 2 if dtype.itemsize > 2 else 3
+    num_stages = 2 if dtype.itemsize > 2 or (is_wide and is_small) else 3
     if num_rows is None:
         block_m = min(block_of(group * tokens), most)
         num_warps = 4 if block_m <= 32 else 8
@@ -173,7 +181,8 @@ def paged_exact(
     is_decode = paged.max_seqlen_q == 1
     if schedule is None:
         tokens = -(-num_tokens // max(num_rows, 1))
-        schedule = choose(head_dim, q.dtype, group, num_rows * num_kv_heads if is_decode else None, tokens)
+        programs = num_rows * num_kv_heads if is_decode else None
+        schedule = choose(head_dim, q.dtype, group, programs, tokens, is_small=has_little(q.device))
     one_token = is_decode and group <= schedule.block_m
     most_seen = min(it for it in (paged.page_table.shape[1] * page_size, window, chunk) if it)
     # The first visible key may be anywhere in a span.

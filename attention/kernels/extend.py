@@ -44,6 +44,7 @@ from attention.kernels.sums import (
 )
 from attention.layer import AttentionLayer
 from parallel.kernels.dependent_launch import follow, let_next_start
+from parallel.kernels.shared_memory import has_little, is_b200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,18 +76,22 @@ class Spans:
     """Whether the merging kernel may start while spans are still walked."""
 
 
-def choose(v_dim: int, dtype: torch.dtype) -> ExtendTuning:
+def choose(v_dim: int, dtype: torch.dtype, device: torch.device) -> ExtendTuning:
     """The layout for H200s: the largest tiles that hardly spill registers. 420 to 463 TFLOP/s, 73 to 97 % of FA3's, for
     prompts of 8,192 tokens with heads of 128 (benchmarks/results/attention_h200_2026-11-23.txt). No other was measured.
 
     It is the same for every batch, so that an output does not depend on other requests. With few or short rows, loading
-    the keys takes longer than the products of a partly filled tile.
+    the keys takes longer than the products of a partly filled tile. With less shared memory than an H200 or A100 has,
+    tiles are half as large, which was not measured.
     """
     if dtype.itemsize > 2:
         # Tensor cores are not used, because their fp32 is TF32. Threads hold whole rows of a product's operands.
         return ExtendTuning(block_m=16, block_n=16, num_warps=4, num_stages=2)
+    if has_little(device):
+        rows, keys = 32 if v_dim > 256 else 64, 64 if v_dim <= 128 else 32
+        return ExtendTuning(block_m=rows, block_n=keys, num_warps=4, num_stages=2)
     if v_dim > 256:
-        return ExtendTuning(block_m=64, block_n=32, num_warps=8, num_stages=3)
+        return ExtendTuning(block_m=64, block_n=32, num_warps=8, num_stages=2 if is_b200(device) else 3)
     return ExtendTuning(block_m=128, block_n=64 if v_dim <= 128 else 32, num_warps=8, num_stages=3)
 
 
@@ -353,7 +358,7 @@ def paged_extend(
         `out`.
     """
     v_dim = out.shape[-1]
-    tuning = tuning or choose(v_dim, q.dtype)
+    tuning = tuning or choose(v_dim, q.dtype, q.device)
     num_tokens, num_q_heads, head_dim = q.shape
     *pages, num_kv_heads, _ = k_pages.shape
     num_rows, group = len(paged.cache_seqlens), num_q_heads // num_kv_heads

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from attention.kernels.pages import block_of
 from parallel.kernels.dependent_launch import follow, is_dependent, let_next_start
+from parallel.kernels.shared_memory import has_little
 
 _MOST_TOKENS = 64  # largest number of tokens per program
 _TILE = 8192  # weight elements per program: 16 KB of 16-bit values
@@ -60,7 +61,8 @@ def head_products(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> N
     rest = width - k
     assert out.shape == (num_tokens, num_heads, n + rest), "out has a column for each of the weight, and those copied"
     assert x.stride(2) == out.stride(2) == 1, "columns are contiguous"
-    block_m, block_k = min(block_of(num_tokens), _MOST_TOKENS), block_of(k)
+    most_tokens = _MOST_TOKENS // 2 if has_little(x.device) else _MOST_TOKENS
+    block_m, block_k = min(block_of(num_tokens), most_tokens), block_of(k)
     block_n = min(block_of(n), max(16, _TILE // block_k))
     dependent = is_dependent(x.device, num_tokens)
     _head_products_kernel[(triton.cdiv(n, block_n), num_heads, triton.cdiv(num_tokens, block_m))](

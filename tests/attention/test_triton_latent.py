@@ -11,11 +11,13 @@ import torch
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from attention import triton_latent
+from attention.kernels import decode
 from attention.kv_pool import FP8
 from attention.latent import LatentHeads
 from attention.layer import LatentLayer
 from attention.step_shape import StepShape
 from attention.triton_backend import TritonBackend
+from parallel.kernels import shared_memory
 from tests.helpers.latent_case import BATCHES, LITE, LatentCase, layer_of
 from tests.helpers.paged_case import both_ways, mask_of, tree
 
@@ -103,6 +105,16 @@ def test_latents_in_fp8_are_what_the_pool_holds(
 @pytest.mark.parametrize("rows", [[(70, 1), (3, 1)], [(40, 1), (0, 5), (20, 7)]], ids=["decodes", "mixed"])
 def test_heads_of_deepseek_v2_lite(rows: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
     check(LatentCase(layer_of(3, **LITE), 16, rows, dtype, device))
+
+
+@pytest.mark.parametrize("rows", [[(70, 1), (3, 1)], [(40, 1), (0, 5)]], ids=["decodes", "mixed"])
+def test_a_gpu_with_little_shared_memory_gets_smaller_tiles(
+    rows: list[tuple[int, int]], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (shared_memory, decode):
+        monkeypatch.setattr(module, "shared_bytes", lambda device: 99 << 10)
+    assert shared_memory.has_little(device)
+    check(LatentCase(layer_of(20, **LITE), 16, rows, torch.float16, device))
 
 
 @pytest.mark.gpu

@@ -87,3 +87,12 @@ def test_gpus_older_than_bf16_are_refused_and_every_card_says_how_far_it_was_tes
     for capability in COMPILED:
         assert capability >= LEAST
         assert support(capability).startswith("ran" if capability == (9, 0) else "compiles")
+
+
+def test_exact_numerics_over_fp8_are_refused_where_they_do_not_compile() -> None:
+    args = {"numerics": "exact", "quantization": "fp8"}
+    with pytest.raises(ConfigError, match=r"quantization=fp8 with numerics=exact does not compile where B200"):
+        resolved(CARDS["b200"], **args)
+    for name in ("h200", "l40s", "rtx-5090"):
+        assert resolved(CARDS[name], **args).config.is_exact
+    assert resolved(CARDS["b200"], fp8=True, numerics="exact").config.is_exact, "FP8 checkpoints are read as bf16"

@@ -1,5 +1,6 @@
 """Every Triton kernel, compiled for an H200 on a machine that has none: the compiler takes less than the interpreter.
-Where three things specialise a kernel, any two values of theirs come together.
+Where three things specialise a kernel, any two values of theirs come together. For each other compute capability of
+configs/cards.py, one specialisation of every kernel, and those that take the most shared memory.
 
 pytest's own process may interpret kernels, so this file is also a script that compiles them. It calls the project's
 functions on CPU tensors, with a driver that only names the GPU to compile for, and launches nothing: signatures,
@@ -18,7 +19,7 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -44,6 +45,7 @@ from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadat
 from attention.kv_pool import FP8
 from attention.layer import AttentionLayer
 from attention.step_metadata import StepTensors
+from configs.cards import COMPILED, FP8_FROM, Capability
 from parallel.collectives.group import TensorParallelGroup
 from parallel.kernels.all_reduce_norm import STATE_WORDS, Peers, all_reduce_add_norm, gather, look_up
 from parallel.kernels.tree_sum import sum_add_norm, sum_subtrees
@@ -70,8 +72,8 @@ from worker.weights.uniform_kernel import fill
 
 ROOT = Path(__file__).resolve().parents[2]
 EPS = 1e-6
-SHARED_BYTES = 227 * 1024
-"""What a program may have on an H200."""
+H200 = (9, 0)
+OTHERS = [it for it in COMPILED if it != H200]
 NORMS = ("sum_add_norm_kernel", "all_reduce_add_norm_kernel", "reduce_norm_share_kernel", "_add_rms_norm_kernel")
 """Kernels that add to the residual stream and norm."""
 ATTENTION_FEATURES: list[dict[str, Any]] = [
@@ -104,12 +106,14 @@ class Report:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    path = tmp_path_factory.mktemp("kernels")
+    return _report(tmp_path_factory.mktemp("kernels"), H200)
+
+
+def _report(path: Path, capability: Capability) -> Report:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(path / "cache"), "PYTHONPATH": str(ROOT)}
-    script = subprocess.run(
-        [sys.executable, __file__, path / "report.json"], env=environment, capture_output=True, text=True, timeout=500
-    )
+    command = [sys.executable, __file__, path / "report.json", *map(str, capability)]
+    script = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     sys.stderr.write(script.stderr)  # the passes after the first say here what they do not take
     assert script.returncode == 0, script.stderr
     return Report(**json.loads((path / "report.json").read_text()))
@@ -117,6 +121,21 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_an_h200(report: Report) -> None:
+    _check_all_compile(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", OTHERS, ids=str)
+def test_every_kernel_compiles_for_every_gpu_and_fits_its_shared_memory(capability: Capability, tmp_path: Path) -> None:
+    report = _report(tmp_path, capability)
+    _check_all_compile(report)
+    missing = set(report.kernels) - set(report.errors)
+    in_fp8 = {"parallel.numerics.kernels.fp8_gemm._fp8_gemm_kernel", "parallel.numerics.kernels.fp8_tile._plain_kernel"}
+    assert len(missing) <= (4 if capability < FP8_FROM else 0), missing
+    assert in_fp8 <= missing or capability >= FP8_FROM
+
+
+def _check_all_compile(report: Report) -> None:
     failed = {kernel: errors for kernel, errors in report.errors.items() if errors}
     assert not failed, "\n".join(f"{kernel}, {len(said)} times:\n{said[0]}" for kernel, said in failed.items())
 
@@ -604,11 +623,38 @@ def _call_everything() -> None:
     _call_exact_products()
 
 
-class _H200:
+def _call_widest() -> None:
+    """What takes the most shared memory of each kernel that chooses tiles, on some of the GPUs."""
+    for dtype, batch_size, kv_dtype in pairs((torch.bfloat16, torch.float32), (4, 16, 64), (None, FP8)):
+        _call_decode(batch_size, 64, _layer(256), dtype, kv_dtype)
+    _call_decode(4, 64, _layer(256, group=20))
+    for num_heads, dtype in ((128, torch.bfloat16), (16, torch.float32)):
+        _call_latent(num_heads, 64, dtype)
+    for kv_dtype in (None, FP8):
+        _call_extend(64, _layer(256), kv_dtype=kv_dtype)
+        _call_exact(64, 64, _layer(256), torch.bfloat16, kv_dtype)
+    for head_dim in (128, 256):
+        _call_extend(16, _layer(head_dim), is_part=True)
+    for fp8 in (False, True):
+        _call_mixture(8192, 768, num_experts=128, top_k=8, shared=False, fp8=fp8)
+        _call_exact_mixture(8192, 64, ((0, 12),), num_experts=128, top_k=8, fp8=fp8)
+    _call_mixture(8192, 736, num_experts=32, top_k=4, shared=False, mxfp4=True)
+    weight = Fp8Matrix.empty([(128, 128)], [Span(0, 1536)], Span(0, 4096), torch.device("cpu"))
+    for num_rows, of in ((64, weight), (128, weight), (128, _bf16(1536, 4096)), (8192, _bf16(1536, 4096))):
+        out = torch.empty(1, num_rows, 1536)
+        node_gemm(_bf16(num_rows, 4096), of, leaf=512, nodes=_spans((0, 8)), out=out)
+    for num_rows in (64, 256):
+        fp8_gemm(_bf16(num_rows, 4096), weight, None, out=_bf16(num_rows, 1536))
+
+
+class _Gpu:
     """The driver of no device. Triton asks it nothing else before a launch."""
 
+    def __init__(self, capability: Capability) -> None:
+        self._target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self._target
 
     def get_current_device(self) -> int:
         return 0
@@ -641,23 +687,38 @@ def _layouts_of_sums(ir: str) -> list[tuple[str, str]]:
     return [(length, layouts[layout]) for length, layout in reduced]
 
 
-def _compile_everything() -> Report:
+def _is_refused(args: Sequence[Any], options: Mapping[str, Any], capability: Capability) -> bool:
+    """Whether `configs.resolve` refuses what launches this kernel: FP8 on old GPUs, and exact numerics over FP8."""
+    is_fp8 = any(isinstance(it, torch.Tensor) and it.dtype is FP8 for it in args)
+    is_exact = options.get("FORMAT") is not None and "num_stages" in options
+    return (is_fp8 and capability < FP8_FROM) or (is_exact and capability[0] == 10)
+
+
+def _compile_everything(capability: Capability) -> Report:
     compiling: list[tuple[str, Any]] = []
+    shared_bytes, calls_all = COMPILED[capability], [capability == H200]
 
     def compile_only(kernel: Any, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
-            compiling.append((_name(kernel), kernel.run(*args, grid=grid, warmup=True, **kwargs)))
+            name = _name(kernel)
+            is_wanted = calls_all[0] or name not in (it for it, _ in compiling)
+            if is_wanted and not _is_refused(args, kwargs, capability):
+                compiling.append((name, kernel.run(*args, grid=grid, warmup=True, **kwargs)))
 
         return launch
 
-    triton.runtime.driver.set_active(_H200())
+    triton.runtime.driver.set_active(_Gpu(capability))
     mark_compilations()  # has Triton describe every one of them
     KernelInterface.__getitem__ = compile_only
     for module in list(sys.modules.values()):
         # They ask about CUDA tensors, which there are none of here.
         for name in ("has_dependent_launch", "is_dependent"):
             if hasattr(module, name):
-                setattr(module, name, lambda *of: True)
+                setattr(module, name, lambda *of: capability >= H200)
+        if hasattr(module, "shared_bytes"):
+            module.shared_bytes = lambda *of: shared_bytes
+        if hasattr(module, "is_b200"):
+            module.is_b200 = lambda *of: capability[0] == 10
     errors: dict[str, list[str]] = {}
     reductions: dict[str, dict[str, set[str]]] = {}
     fp8_widths: set[str] = set()
@@ -665,11 +726,13 @@ def _compile_everything() -> Report:
     mxfp4_in_place: dict[str, bool] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         _call_everything()
+        calls_all[0] = True
+        _call_widest()
         for kernel, compilation in dict.fromkeys(compiling):
             said = errors.setdefault(kernel, [])
             try:
                 compiled = compilation.result()
-                if compiled.metadata.shared > SHARED_BYTES:
+                if compiled.metadata.shared > shared_bytes:
                     said.append(f"takes {compiled.metadata.shared} bytes of shared memory")
                 if "mov.b32 $0, $1;" in compiled.asm["ttgir"]:  # of `plain_tile`
                     fp8_widths.update(re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"]))
@@ -689,4 +752,4 @@ def _compile_everything() -> Report:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(asdict(_compile_everything())))
+    Path(sys.argv[1]).write_text(json.dumps(asdict(_compile_everything((int(sys.argv[2]), int(sys.argv[3]))))))

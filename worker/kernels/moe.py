@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start, let_next_start_beside
+from parallel.kernels.shared_memory import fitting_stages, has_little
 from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.node_gemm import add_leaf, border, pack_parts
 from parallel.numerics.mxfp4 import Mxfp4Matrix
@@ -222,6 +223,10 @@ def mixture(
     if num_tokens == 0:
         return torch.empty((1, 0, len(router)), device=x.device)
     tiles = tiles or choose_tiles(num_tokens, top_k, num_experts, type(w13), exact=leaf is not None)
+    if has_little(x.device):
+        both = tiles.gate_up, tiles.down
+        fitting = [replace(it, num_stages=fitting_stages(it.num_stages, tiles.block_m, x.device)) for it in both]
+        tiles = Tiles(tiles.block_m, *fitting)
     counts = None
     if width > 0 and tiles.block_m > 1:
         counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from configs.numerics import MOST_LEAVES
 from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
+from parallel.kernels.shared_memory import fitting_stages
 from parallel.kernels.tree_sum import append, sum_subtrees
 from parallel.numerics.kernels.fp8_tile import AnyWeight, pieces_of, plain_tile, scales_of
 from parallel.plan import Span
@@ -202,6 +203,7 @@ def tree_gemm(
     even = leaf % block_k == 0 and in_features % leaf == 0
     # Blocks of `x` and the weight that TMA loads need no addresses in registers, so the tree can use these registers.
     described = even and tile.block_m >= _DESCRIBED_ROWS and x.stride(0) % 8 == 0
+    num_stages = fitting_stages(tile.num_stages, tile.block_m, x.device)
     dependent = blocks_m == 1 and not described and has_dependent_launch(x.device)
     described = described and (x.data_ptr() | values.data_ptr()) % 16 == 0 and in_features * values.itemsize % 16 == 0
     _tree_gemm_kernel[(blocks_m * triton.cdiv(out_features, tile.block_n), len(parts))](
@@ -228,10 +230,10 @@ def tree_gemm(
         ONE_BLOCK=blocks_m == 1,
         # A weight that is read once should leave the L2 cache first.
         EVICTION="evict_first" if blocks_m == 1 else "",
-        STAGES=tile.num_stages,
+        STAGES=num_stages,
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=num_stages,
         launch_pdl=dependent,
     )
 
