@@ -20,11 +20,14 @@ import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 
 from cluster.messages.engine import FinishReason, SamplingParams
+from cluster.ranks.host import known_card
 from cluster.ranks.rank_actor import Location
 from cluster.requests.engine_client import RequestStream
 from cluster.serve.placement import group_bundles
 from cluster.serve.running_engine import RunningEngine, describe
+from configs.cards import Card
 from configs.load import parse_engine_config
+from tests.helpers.fake_driver import make_driver
 from tests.helpers.streams import chunks_of, next_chunk
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -42,16 +45,18 @@ main()
 
 
 @contextmanager
-def another_node() -> Iterator[subprocess.Popen[bytes]]:
-    """Another node in the run's cluster: its first process."""
+def another_node(*options: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Another node in the run's cluster, started with `options` of `ray start` and environment `variables`: its first
+    process."""
     import ray
 
+    count = sum(node["Alive"] for node in ray.nodes())
     address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-c", JOIN, "start", "--block", "--address", address, "--num-cpus=4"]
-    environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+    command = [sys.executable, "-c", JOIN, "start", "--block", "--address", address, "--num-cpus=4", *options]
+    environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", **variables}
     node = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while sum(node["Alive"] for node in ray.nodes()) < 2:
+    while sum(node["Alive"] for node in ray.nodes()) <= count:
         assert node.poll() is None, "the second node did not start"
         assert time.monotonic() < deadline, "the second node did not join"
         time.sleep(0.2)
@@ -76,6 +81,15 @@ def second_node(ray_cluster: None) -> Iterator[None]:
     """A second node in the run's cluster."""
     with another_node():
         yield
+
+
+def test_the_gpus_of_another_node_are_asked_on_that_node(ray_cluster: None, tmp_path: Path) -> None:
+    import ray
+
+    x9000 = Card("X9000", (13, 1), 300 << 10, 500 << 30)
+    make_driver(tmp_path, [x9000])
+    with another_node("--num-gpus=1", LD_LIBRARY_PATH=str(tmp_path)):
+        assert known_card(ray.nodes()) == x9000
 
 
 def generate(
