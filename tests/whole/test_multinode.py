@@ -39,12 +39,9 @@ from cluster.serve.placement import group_bundles
 from cluster.serve.running_engine import RunningEngine, describe
 from configs.cards import Card
 from configs.load import parse_engine_config
-<<<<<<< HEAD
 from tests.conftest import ROOT, unused_port
-from tests.helpers.gpu_engine import write_shape
-=======
 from tests.helpers.fake_driver import make_driver
->>>>>>> h-cards
+from tests.helpers.gpu_engine import write_shape
 from tests.helpers.streams import chunks_of, next_chunk
 from tests.helpers.tiny_engine import make_tokenizer
 
@@ -70,24 +67,14 @@ HOSTS = [
 
 
 @contextmanager
-<<<<<<< HEAD
-def another_node(num_gpus: int = 0, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Another node in the run's cluster: its first process."""
-=======
 def another_node(*options: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     """Another node in the run's cluster, started with `options` of `ray start` and environment `variables`: its first
     process."""
->>>>>>> h-cards
     import ray
 
     count = sum(node["Alive"] for node in ray.nodes())
     address = ray.get_runtime_context().gcs_address
-<<<<<<< HEAD
-    resources = ["--num-cpus=4", f"--num-gpus={num_gpus}"]
-    command = [sys.executable, "-c", JOIN, "start", "--block", "--address", address, *resources]
-=======
     command = [sys.executable, "-c", JOIN, "start", "--block", "--address", address, "--num-cpus=4", *options]
->>>>>>> h-cards
     environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", **variables}
     node = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -140,7 +127,7 @@ def a_gpu_each() -> Iterator[subprocess.Popen[bytes]]:
             patch.setenv(name, value)
         ray.init(address="local", num_cpus=8, num_gpus=1, include_dashboard=False, log_to_driver=False)
         try:
-            with another_node(1, **second) as node:
+            with another_node("--num-gpus=1", **second) as node:
                 yield node
         finally:
             ray.shutdown()
