@@ -16,7 +16,7 @@ from configs.resolve import HostFacts
 from worker.device.card import node_card
 from worker.device.cgroup import available_cores
 
-_TIMEOUT_S = 120.0  # of a node that may have to start a process first
+_TIMEOUT_S = 120.0  # a node may have to start a process first
 
 logger = logging.getLogger(__name__)
 
