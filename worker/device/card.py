@@ -50,8 +50,8 @@ def node_card(driver: str = _DRIVER) -> Card:
 
 
 def _facts(driver: str) -> list[tuple[str, int, int, int, int, bool]]:
-    """Returns for each GPU: name, compute capability, bytes of shared memory of a block, bytes of memory, and whether all
-    GPUs reach each other's memory."""
+    """Returns for each GPU: name, compute capability, bytes of shared memory of a block, bytes of memory, and whether
+    all GPUs reach each other's memory."""
     cuda = ctypes.CDLL(driver)
 
     def call(name: str, *args: Any) -> None:
