@@ -50,8 +50,6 @@ class Client:
     """Of a call that finds the file `canal.txt`."""
     path: str
     """Of the route that it uses."""
-    after: tuple[str, ...] = ()
-    """Arguments behind the prompt."""
 
 
 CLIENTS = [
@@ -79,7 +77,14 @@ CLIENTS = [
         {"pattern": "*.txt"},
         "/v1/chat/completions",
     ),
-    Client("opencode", ("run",), ("run", "--continue"), "glob", {"pattern": "*.txt"}, "/v1/chat/completions"),
+    Client(
+        "opencode",
+        ("run",),
+        ("run", "--continue"),
+        "bash",
+        {"command": "ls", "description": "List the folder"},
+        "/v1/chat/completions",
+    ),
 ]
 
 
@@ -187,9 +192,15 @@ def test_a_client_holds_ten_turns_through_a_cancel_and_a_restart(
     environment = configure(work, f"http://127.0.0.1:{port}")
 
     async def start(*arguments: str) -> asyncio.subprocess.Process:
-        pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(
-            program, *arguments, cwd=work, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
+            program,
+            *arguments,
+            cwd=work,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
         )
 
     async def turn(index: int) -> None:
@@ -208,7 +219,7 @@ def test_a_client_holds_ten_turns_through_a_cancel_and_a_restart(
             num_paths = len(seen.paths)
             process = await start(*client.later, "A question that nobody waits for.")
             await asyncio.sleep(8)
-            process.send_signal(signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does, since clients start themselves again
             await asyncio.wait_for(process.communicate(), 60)
             while len(seen.paths) == num_paths:  # noqa: ASYNC110 -- the app has no event for it
                 await asyncio.sleep(0.05)
