@@ -157,13 +157,13 @@ def test_tool_choice_names_a_function_of_a_namespace(run: Run, smollm2: Tokenize
 @pytest.mark.parametrize(
     ("choice", "code", "param"),
     [
-        ({"type": "web_search"}, "unsupported_parameter", "tool_choice.type"),
-        ({"type": "custom", "name": "apply_patch"}, "unsupported_parameter", "tool_choice.type"),
+        ({"type": "web_search"}, "invalid_value", "tool_choice.type"),
+        ({"type": "custom", "name": "apply_patch"}, "invalid_value", "tool_choice.type"),
         ({"type": "function", "name": "apply_patch"}, "invalid_value", "tool_choice.name"),
         ({"type": "function", "namespace": "b", "name": "weather"}, "invalid_value", "tool_choice.name"),
         (
             {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp", "server_label": "a"}]},
-            "unsupported_parameter",
+            "invalid_value",
             "tool_choice.tools[0].type",
         ),
     ],
@@ -370,3 +370,103 @@ def test_nothing_in_an_item_of_another_server_fails_here(run: Run, kind: str, va
         assert reply.status_code in ((200, 400) if kind == "mcp_call" else (200,)), reply.text
 
     run(scenario, max_model_len=2048)
+
+
+# --- Stored items, and conversations that do not fit ------------------------------------------------------------------
+
+
+def test_ai_sdk_6_0_326_refers_to_items_of_stored_responses(run: Run, smollm2: Tokenizer) -> None:
+    async def scenario(stack: Stack) -> None:
+        asked = {"role": "user", "content": [{"type": "input_text", "text": "Weather in Oslo?"}]}
+        body: dict[str, Any] = {"model": MODEL, "input": [asked], "tools": [NAMESPACE], "store": True}
+        response, _, _ = await answered(stack, body)
+        [call] = response.output
+        items = [
+            asked,
+            {"type": "item_reference", "id": call.id},
+            {"type": "function_call_output", "call_id": call.call_id, "output": "4 C"},
+        ]
+        said, _, whole = await answered(stack, {**body, "input": items})
+        assert "x-ignored-fields" not in whole.headers
+        assert '{"name": "mcp__w__weather", "arguments": {"city": "Oslo"}}' in prompt(stack)
+        counted = await stack.http.post("/v1/responses/input_tokens", json={**body, "input": items})
+        assert counted.json()["input_tokens"] == said.usage.input_tokens
+        # The second response is stored with the item itself, so its conversation goes on without the first one.
+        await stack.http.delete(f"/v1/responses/{response.id}")
+        later = {"model": MODEL, "previous_response_id": said.id, "input": "And?"}
+        assert (await stack.http.post("/v1/responses", json=later)).status_code == 200
+        lost = await stack.http.post("/v1/responses", json={**body, "input": items, "store": False})
+        error = error_of(lost, 404, "item_not_found")
+        assert "send the item itself" in error["message"]
+
+    run(scenario, **replying(smollm2, CALL, CALL, "Cold.", "Cold.", "Bye."))
+
+
+def long_run(num_turns: int, num_calls: int) -> list[dict[str, Any]]:
+    """`num_turns` turns of a user with an answer, then a question with `num_calls` calls and their outputs."""
+    items: list[dict[str, Any]] = [{"role": "developer", "content": "Rule one."}]
+    for i in range(num_turns):
+        items += [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": f"answer {i}"}]
+    items += [{"role": "user", "content": "the last question"}]
+    for i in range(num_calls):
+        call = {"type": "function_call", "call_id": f"c{i}", "name": "exec_command", "arguments": '{"city": "a"}'}
+        items += [call, {"type": "function_call_output", "call_id": f"c{i}", "output": f"output {i} " + "word " * 20}]
+    return items
+
+
+@pytest.mark.parametrize(("num_turns", "num_calls"), [(0, 1), (1, 1), (40, 0), (40, 1), (3, 40), (0, 40)])
+def test_openai_agents_0_24_with_truncation_auto_keeps_what_is_newest(run: Run, num_turns: int, num_calls: int) -> None:
+    async def scenario(stack: Stack) -> None:
+        body = {
+            "model": MODEL,
+            "instructions": "Be kind.",
+            "input": long_run(num_turns, num_calls),
+            "truncation": "auto",
+            "max_output_tokens": 100,
+        }
+        response, events, _ = await answered(stack, body)
+        assert response.truncation == events[-1]["response"]["truncation"] == "auto"
+        ids, text = prompt_ids(stack.coordinator.requests[-1]), prompt(stack)
+        assert response.usage.input_tokens == len(ids) <= 412
+        for kept in ("Be kind.", "Rule one.", "the last question"):
+            assert kept in text
+        # Of the turns, only the oldest are missing, each with its answer; and of the calls, each with its output.
+        turns_left = [i for i in range(num_turns) if f"question {i}<" in text]
+        calls_left = [i for i in range(num_calls) if f"output {i} " in text]
+        assert turns_left == [i for i in range(num_turns) if f"answer {i}<" in text]
+        assert turns_left == list(range(num_turns - len(turns_left), num_turns))
+        assert calls_left == list(range(num_calls - len(calls_left), num_calls))
+        assert text.count('<tool_call>\n{"name"') == len(calls_left)
+        assert bool(calls_left) == bool(num_calls)
+        if len(calls_left) < num_calls:
+            assert not turns_left
+        # No turn was dropped without need.
+        if num_turns + num_calls > 3:
+            assert 412 - len(ids) < 80
+        whole = await stack.http.post("/v1/responses", json={**body, "truncation": "disabled"})
+        if num_turns + num_calls > 3:
+            error_of(whole, 400, "context_length_exceeded")
+        else:
+            assert whole.json()["usage"]["input_tokens"] == len(ids)
+
+    run(scenario, max_model_len=512)
+
+
+def test_an_output_is_dropped_with_its_call_wherever_it_stands(run: Run) -> None:
+    """Here the user spoke between the call and its output."""
+
+    async def scenario(stack: Stack) -> None:
+        call = {"type": "function_call", "call_id": "early", "name": "exec_command", "arguments": "{}"}
+        output = {"type": "function_call_output", "call_id": "early", "output": "the early output"}
+        items = [{"role": "user", "content": "word " * 150}, call, {"role": "user", "content": "Wait."}, output, ASKED]
+        for size, is_there in ((10, True), (150, False)):
+            items[0] = {"role": "user", "content": "word " * size}
+            body = {"model": MODEL, "input": items, "truncation": "auto"}
+            assert (await stack.http.post("/v1/responses", json=body)).status_code == 200
+            assert ("the early output" in prompt(stack)) == is_there
+            assert "Go on." in prompt(stack)
+        # What may not be dropped is refused if it does not fit.
+        body["input"] = [{"role": "user", "content": "word " * 300}]
+        error_of(await stack.http.post("/v1/responses", json=body), 400, "context_length_exceeded")
+
+    run(scenario, max_model_len=200)

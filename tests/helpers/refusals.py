@@ -264,7 +264,8 @@ RESPONSES: list[Refusal] = [
     Refusal({"tools": [{"type": "namespace", "name": "a"}]}, "missing_required_parameter", "tools[0].tools"),
     Refusal({"tools": [{"type": "function", "name": "a b"}]}, "invalid_value", "tools[0].name"),
     *values("metadata", "invalid_value", {"k": "v" * 513}),
-    *values("truncation", "invalid_value", "auto"),
+    *values("truncation", "invalid_value", "middle"),
+    Refusal({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_not_found", "input", 404),
     Refusal({"text": {"format": {"type": "xml"}}}, "invalid_value", "text.format.type"),
     Refusal({"stream": False, "stream_options": {}}, "invalid_value", "stream_options"),
     Refusal(

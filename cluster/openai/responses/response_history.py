@@ -19,7 +19,7 @@ _CALLS: Mapping[str, tuple[str, str | None]] = {
     "shell_call": ("action", None),
 }
 """Type of a call -> its fields with the arguments and with the result. None if another item has the result."""
-_OWN = ("message", "reasoning", "function_call", "function_call_output")
+_OWN = ("message", "reasoning", "function_call", "function_call_output", "item_reference")
 
 
 def as_functions(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:

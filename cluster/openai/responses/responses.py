@@ -50,7 +50,12 @@ class ResponsesServing:
 
     def answers(self) -> dict[str, Callable[..., Any]]:
         """The functions that find a client's stored response on this replica: `OtherReplicas.answers`."""
-        return {"response": self._encoded, "conversation": self._conversation, "deletion": self._delete}
+        return {
+            "response": self._encoded,
+            "conversation": self._conversation,
+            "deletion": self._delete,
+            "items": self._store.items,
+        }
 
     async def create(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/responses. Raises RequestError for a bad request."""
@@ -59,7 +64,7 @@ class ResponsesServing:
         request, ignored, new_items, tools = await model.threads.prepared(body, checked)
         check_options(request)
         earlier, num_bytes = await self._earlier(request.previous_response_id, context)
-        items = earlier + new_items
+        items = earlier + await self._with_stored(new_items, context)
         num_bytes += len(body)
         chat = await model.threads.off_loop(num_bytes, lambda: conversation(request, items, len(earlier), tools.use))
         num_logprobs = (request.top_logprobs or 0) if request.with_logprobs else -1
@@ -75,6 +80,7 @@ class ResponsesServing:
             ignored=ignored,
             max_tokens=request.max_output_tokens,
             own_grammar=text_grammar(request),
+            drops_turns=request.truncation == "auto",
         )
         response = _response(request, run.job.id, run.job.sampling[0][0], model.model_name)
         builder = ResponseBuilder(response, tools.names)
@@ -95,6 +101,7 @@ class ResponsesServing:
         checked = partial(self._checked, InputTokensRequest)
         request, ignored, new_items, tools = await model.threads.prepared(body, checked)
         earlier, num_bytes = await self._earlier(request.previous_response_id, context)
+        new_items = await self._with_stored(new_items, context)
 
         def check() -> Conversation:
             if request.input is None and not earlier:
@@ -142,6 +149,13 @@ class ResponsesServing:
                 status=404,
             ) from error
         return found
+
+    async def _with_stored(self, items: list[dict[str, Any]], context: RequestContext) -> list[dict[str, Any]]:
+        """Returns `items` with items of stored responses in place of references. Raises RequestError (404) if such an
+        item is not stored."""
+        ids = [str(item.get("id")) for item in items if item["type"] == "item_reference"]
+        stored = iter(await self._model.others.find("items", context.client, ids) if ids else ())
+        return [next(stored) if item["type"] == "item_reference" else item for item in items]
 
     def _encoded(self, client: str, response_id: str) -> Iterator[bytes]:
         return self._store.get(client, response_id).builder.encoded()
@@ -223,5 +237,6 @@ def _response(request: ResponsesRequest, id_: str, sampling: SamplingParams, mod
         tools=request.tools or [],
         top_logprobs=request.top_logprobs or 0,
         top_p=sampling.top_p,
+        truncation=request.truncation or "disabled",
         user=request.user,
     )

@@ -34,8 +34,8 @@ def _list_by_type(field: Any, **kinds: type[Shape]) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
         return next(iter(kinds)) if kind is None else kind if isinstance(kind, str) and kind in kinds else "other"
 
-    fields = {"type": {"type": "string", "not": {"enum": list(kinds)}}, "namespace": {"type": ["string", "null"]}}
-    other = {"type": "object", "properties": fields, "required": ["type"], "description": _Other.__doc__}
+    other = _Other.model_json_schema()
+    other["properties"]["type"]["not"] = {"enum": list(kinds)}
     tagged: list[Any] = [Annotated[kind, Tag(name)] for name, kind in kinds.items()]
     tagged.append(Annotated[_Other, Tag("other"), WithJsonSchema(other)])
     return Annotated[list[Annotated[reduce(or_, tagged), Discriminator(tag)]], field]  # type: ignore[misc]
@@ -135,21 +135,10 @@ class NamespaceTool(CalledName):
 _Tools = _list_by_type(_MANY, function=FunctionTool, namespace=NamespaceTool)
 
 
-def _function_chosen(choice: Any) -> Any:
-    """Returns `choice`. Raises RequestError if it names a tool that is no function."""
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
-        raise RequestError(
-            f"must be function: the tool {kind[:100]} is left out, because this server runs no tools",
-            code="unsupported_parameter",
-            param="type",
-        )
-    return choice
-
-
 class NamespacedName(CalledName):
     """A function that the answer may call."""
 
+    type: Literal["function"] = "function"
     namespace: str | None = None
     """The function's namespace. May be null if no other function has the name."""
 
@@ -165,7 +154,7 @@ class AllowedTools(Shape):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[Annotated[NamespacedName, BeforeValidator(_function_chosen)]] = Field(min_length=1, fail_fast=True)
+    tools: list[NamespacedName] = Field(min_length=1, fail_fast=True)
 
 
 class JsonSchemaFormat(Shape):
@@ -199,10 +188,9 @@ class ResponsesStreamOptions(Shape):
     """Has no effect, because events are never padded."""
 
 
-_ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")] | None,
-    BeforeValidator(_function_chosen),
-]
+_ToolChoice = (
+    Literal["none", "auto", "required"] | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")] | None
+)
 
 
 class InputTokensRequest(Shape):
@@ -242,7 +230,8 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """auto: drops the oldest turns of a conversation that does not fit. Null means disabled."""
     include: list[str] | None = Field(None, max_length=16)
     user: str | None = None
 
@@ -270,6 +259,11 @@ FIELDS = FieldPolicy(
         {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier"}
     ),
     STYLING,
+    instead={
+        "background": "use stream: true for a long answer",
+        "conversation": "continue a stored response with previous_response_id, or send all items as input",
+        "prompt": "send its text as instructions and input",
+    },
 )
 
 
