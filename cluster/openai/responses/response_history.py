@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from cluster.requests.media import placeholder
+from configs.errors import RequestError
 
 _CALLS: Mapping[str, tuple[str, str | None]] = {
     "apply_patch_call": ("operation", None),
@@ -35,23 +36,25 @@ def as_functions(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if call_kind != kind:
         return [{**output, "output": item.get("output")}]
     arguments, name = item.get(given), str(item.get("name") or kind.removesuffix("_call"))
-    if given != "arguments" and not isinstance(arguments, dict):
+    if not isinstance(arguments, dict | str if given == "arguments" else dict):
         arguments = {given: arguments}
     call = {**item, "type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
     return [call] if result is None else [call, {**output, "output": item.get(result) or item.get("error")}]
 
 
 def shown_text(content: Any) -> str:
-    """What the model sees of a message's content or of an output: texts, placeholders of images and files, and JSON."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "\n".join(map(shown_text, content))
-    if isinstance(content, dict):
-        texts = [placeholder(content), *(content.get(key) for key in ("text", "refusal", "logs"))]
+    """What the model sees of a message's content or of an output: texts, placeholders of images and files, and JSON.
+    Raises RequestError for JSON that is nested too deep."""
+    shown = []
+    for part in content if isinstance(content, list) else [content]:
+        fields = part if isinstance(part, dict) else {"text": "" if part is None else part}
+        texts = (placeholder(part), *map(fields.get, ("text", "refusal", "logs")))
         text = next((it for it in texts if isinstance(it, str)), None)
-        return msgspec.json.encode(content).decode() if text is None else text
-    return "" if content is None else str(content)
+        try:
+            shown.append(msgspec.json.encode(part).decode() if text is None else text)
+        except RecursionError:
+            raise RequestError("input has JSON that is nested too deep.", param="input") from None
+    return "\n".join(shown)
 
 
 def left_out(items: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -56,7 +56,7 @@ def read_tools(request: InputTokensRequest) -> ResponseTools:
     if isinstance(choice, dict):
         # A name without its namespace is enough.
         known = {name: it for it, (_, name) in names.items()} | {tool.name: tool.name for tool in functions}
-        called = [{**it, "name": known.get(name_in_model(it), it["name"])} for it in choice.get("tools", [choice])]
+        called = [{**it, "name": known.get(name := name_in_model(it), name)} for it in choice.get("tools", [choice])]
         choice = {**choice, "tools": called, "name": called[0]["name"]}
     parallel = request.parallel_tool_calls is not False
     return ResponseTools(tool_use(functions, as_tool_choice(choice, nested=False), parallel=parallel), names, left_out)
