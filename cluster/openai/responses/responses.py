@@ -120,7 +120,7 @@ class ResponsesServing:
         return json_response(objects.DeletedResponse(id_))
 
     def _checked(self, kind: type[_Request], raw: Mapping[str, Any]) -> _Checked[_Request]:
-        """Checks a request. Returns the request, the names of what is ignored, its items and its tools."""
+        """The request in `raw`, the names of what is ignored, its items and its tools. Raises RequestError."""
         strict = self._model.server.strict_fields
         # A client may send the whole request to have its tokens counted.
         request, ignored = self._model.checked(kind, raw, FIELDS, known=ResponsesRequest)
