@@ -38,12 +38,18 @@ test-exhaustive: setup agents
 	$(call run,exhaustive and $(CPU))
 	git log -1 --format='make test-exhaustive last passed on %cs, at %h.' > tests/exhaustive.txt
 
-# In an environment of their own: they would not all go with ours.
-agents: .venv-agents/.installed
+# In environments of their own: they would not all go with ours.
+agents: .venv-agents/.installed .venv-clients/.installed
 
 .venv-agents/.installed: tests/agents/requirements.txt
 	$(PYTHON) -m venv .venv-agents
 	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check -r tests/agents/requirements.txt
+	touch $@
+
+.venv-clients/.installed: tests/clients/package.json
+	mkdir -p .venv-clients
+	cp tests/clients/package.json .venv-clients
+	npm install --prefix .venv-clients --no-audit --no-fund --silent
 	touch $@
 
 # On a GPU host, with the Python whose torch sees the GPUs.
@@ -82,4 +88,4 @@ $(MODEL): | .venv/.installed
 	rm -rf $(MODEL).partial
 
 clean:
-	rm -rf .venv .venv-agents .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-agents .venv-clients .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,9 +16,13 @@ from configs.resolve import HostFacts
 from worker.device.card import node_card
 from worker.device.cgroup import available_cores
 
-_TIMEOUT_S = 120.0  # of a node that may have to start a process first
+_TIMEOUT_S = 120.0  # a node may have to start a process first
 
 logger = logging.getLogger(__name__)
+
+
+def _card_here() -> Card:
+    return node_card()
 
 
 def known_card(nodes: Iterable[Mapping[str, Any]]) -> Card | None:
@@ -26,7 +30,7 @@ def known_card(nodes: Iterable[Mapping[str, Any]]) -> Card | None:
     a warning, if a node cannot say."""
     here = ray.get_runtime_context().get_node_id()
     of_nodes = [node["NodeID"] for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
-    ask = ray.remote(num_cpus=0, max_retries=0)(node_card.__wrapped__)
+    ask = ray.remote(num_cpus=0, max_retries=0)(_card_here)
     asked = {
         node: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
         for node in of_nodes

@@ -67,7 +67,7 @@ class ReplicaCalls:
 
     def __init__(self, app: str, deployment: str) -> None:
         """Blocks. `deployment` is the app's only deployment."""
-        # By reference: Ray makes the calls, with its token. Ray Serve's gRPC servers listen on loopback only.
+        # Ray makes calls by reference, with its token. Ray Serve's gRPC servers listen on loopback only.
         self._handle = serve.get_deployment_handle(deployment, app).options(_by_reference=True)
 
     async def ask(self, asker: str, question: str, arguments: tuple[Any, ...]) -> list[Any]:

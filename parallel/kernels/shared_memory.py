@@ -29,7 +29,8 @@ def has_little(device: torch.device) -> bool:
 
 @functools.cache
 def is_b200(device: torch.device) -> bool:
-    """Whether `device` has tensor cores that read all operands from shared memory: those of compute capability 10."""
+    """Whether `device` has compute capability 10. There, a tile of latents takes 245 KiB where an H200 takes less than
+    227."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 

@@ -19,6 +19,7 @@ import httpx
 import msgspec
 import numpy as np
 import uvicorn
+from starlette.types import ASGIApp
 
 from cluster.http.guard import Guard
 from cluster.messages.engine import (
@@ -267,12 +268,13 @@ def error_of(response: httpx.Response, status: int, code: str) -> dict[str, Any]
 
 
 @contextlib.asynccontextmanager
-async def served(what: ServedModel | Guard, **options: Any) -> AsyncIterator[str]:
-    """The URL of a model, or of its app, behind uvicorn on a free loopback port."""
+async def served(what: ServedModel | Guard | ASGIApp, at: int = 0, **options: Any) -> AsyncIterator[str]:
+    """The URL of a model, or of its app, behind uvicorn on a loopback port: `at`, or a free one."""
     app = create_app(what) if isinstance(what, ServedModel) else what
     listening = socket.socket(proto=socket.IPPROTO_TCP)  # else asyncio leaves Nagle on: 40 ms an answer
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)  # else megabytes wait for a client
-    listening.bind(("127.0.0.1", 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind(("127.0.0.1", at))
     config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1, **options)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve(sockets=[listening]))

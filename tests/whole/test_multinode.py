@@ -31,13 +31,16 @@ import pytest
 
 from benchmarks.make_checkpoint import write_checkpoint
 from cluster.messages.engine import FinishReason, SamplingParams
+from cluster.ranks.host import known_card
 from cluster.ranks.rank_actor import Location
 from cluster.requests.engine_client import RequestStream
 from cluster.serve.app_replicas import coordinators
 from cluster.serve.placement import group_bundles
 from cluster.serve.running_engine import RunningEngine, describe
+from configs.cards import Card
 from configs.load import parse_engine_config
 from tests.conftest import ROOT, unused_port
+from tests.helpers.fake_driver import make_driver
 from tests.helpers.gpu_engine import write_shape
 from tests.helpers.streams import chunks_of, next_chunk
 from tests.helpers.tiny_engine import make_tokenizer
@@ -64,17 +67,18 @@ HOSTS = [
 
 
 @contextmanager
-def another_node(num_gpus: int = 0, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Another node in the run's cluster: its first process."""
+def another_node(*options: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Another node in the run's cluster, started with `options` of `ray start` and environment `variables`: its first
+    process."""
     import ray
 
+    count = sum(node["Alive"] for node in ray.nodes())
     address = ray.get_runtime_context().gcs_address
-    resources = ["--num-cpus=4", f"--num-gpus={num_gpus}"]
-    command = [sys.executable, "-c", JOIN, "start", "--block", "--address", address, *resources]
+    command = [sys.executable, "-c", JOIN, "start", "--block", "--address", address, "--num-cpus=4", *options]
     environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", **variables}
     node = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while sum(node["Alive"] for node in ray.nodes()) < 2:
+    while sum(node["Alive"] for node in ray.nodes()) <= count:
         assert node.poll() is None, "the second node did not start"
         assert time.monotonic() < deadline, "the second node did not join"
         time.sleep(0.2)
@@ -123,7 +127,7 @@ def a_gpu_each() -> Iterator[subprocess.Popen[bytes]]:
             patch.setenv(name, value)
         ray.init(address="local", num_cpus=8, num_gpus=1, include_dashboard=False, log_to_driver=False)
         try:
-            with another_node(1, **second) as node:
+            with another_node("--num-gpus=1", **second) as node:
                 yield node
         finally:
             ray.shutdown()
@@ -163,6 +167,15 @@ def group_settings(settings: dict[str, Any], strategy: str, size: int = 2) -> di
 def sampled(index: int, max_tokens: int = 32) -> SamplingParams:
     how: dict[str, Any] = {"temperature": 0.0} if index % 2 == 0 else {"temperature": 1.0, "seed": index}
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **how)
+
+
+def test_the_gpus_of_another_node_are_asked_on_that_node(ray_cluster: None, tmp_path: Path) -> None:
+    import ray
+
+    x9000 = Card("X9000", (13, 1), 300 << 10, 500 << 30)
+    make_driver(tmp_path, [x9000])
+    with another_node("--num-gpus=1", LD_LIBRARY_PATH=str(tmp_path)):
+        assert known_card(ray.nodes()) == x9000
 
 
 def generate(

@@ -60,7 +60,11 @@ def test_streams_that_ended_do_not_pile_up_in_the_process_whose_memory_is_noted(
     chaos.count(streamed)
     del streamed
     assert kept() is None
-    assert (chaos.num_ended, chaos.num_failed, chaos.pauses) == (1, 1, {"SIGKILL": [8.5], "SIGSTOP": []})
+    assert (chaos.num_ended, chaos.num_failed, chaos.pauses) == (
+        1,
+        1,
+        {"SIGKILL": [8.5], "SIGSTOP": [], "two ranks": []},
+    )
 
 
 def test_what_was_held_is_drawn_on_axes_that_begin_at_zero() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from configs.cards import Card
 
 _DRIVER = "libcuda.so.1"
-_MAJOR, _MINOR, _SHARED_BYTES = 75, 76, 97  # of CUdevice_attribute
+_MAJOR, _MINOR, _SHARED_BYTES = 75, 76, 97  # values of CUdevice_attribute
 _TIMEOUT_S = 60.0
 
 
@@ -50,8 +50,8 @@ def node_card(driver: str = _DRIVER) -> Card:
 
 
 def _facts(driver: str) -> list[tuple[str, int, int, int, int, bool]]:
-    """Of each GPU: name, compute capability, bytes of shared memory of a block, bytes of memory, and whether all GPUs
-    reach each other's memory."""
+    """Returns for each GPU: name, compute capability, bytes of shared memory of a block, bytes of memory, and whether
+    all GPUs reach each other's memory."""
     cuda = ctypes.CDLL(driver)
 
     def call(name: str, *args: Any) -> None:

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from configs.numerics import MOST_LEAVES
 from parallel.kernels.dependent_launch import follow, has_dependent_launch, let_next_start
-from parallel.kernels.shared_memory import fitting_stages
+from parallel.kernels.shared_memory import fitting_stages, has_little
 from parallel.kernels.tree_sum import append, sum_subtrees
 from parallel.numerics.kernels.fp8_tile import AnyWeight, pieces_of, plain_tile, scales_of
 from parallel.plan import Span
@@ -275,7 +275,7 @@ def node_gemm(
         of_leaves = weight.unflatten(1, (-1, leaf)).permute(1, 2, 0)
         torch.bmm(x.unflatten(1, (-1, leaf)).transpose(0, 1), of_leaves, out_dtype=torch.float32, out=sums)
     else:
-        tile = tile or _choose_tile(num_rows, leaf, parts, x.itemsize)
+        tile = tile or _choose_tile(x, leaf, parts)
         tree_gemm(x, weight, None, leaf=leaf, parts=parts, out=sums, tile=tile)
     return out if sums is out else sum_subtrees(sums, *additions_of(parts, nodes), out=out)
 
@@ -330,10 +330,10 @@ def _tile_for(num_rows: int, in_features: int) -> Tile:
     return _SOME if num_rows <= _SOME_ROWS else _MORE if num_rows <= _MORE_ROWS else _MANY
 
 
-def _choose_tile(num_rows: int, leaf: int, parts: tuple[Span, ...], itemsize: int) -> Tile:
-    """The tile for this number of rows. Its iterations do not cross leaves and fit in shared memory."""
-    tile = _tile_for(num_rows, leaf * (parts[-1][1] - parts[0][0]))
-    if tile is _MANY and itemsize > 2:
+def _choose_tile(x: torch.Tensor, leaf: int, parts: tuple[Span, ...]) -> Tile:
+    """The tile for the rows of `x`. Its iterations do not cross leaves and fit in shared memory."""
+    tile = _tile_for(len(x), leaf * (parts[-1][1] - parts[0][0]))
+    if tile is _MANY and (x.itemsize > 2 or has_little(x.device)):
         return replace(tile, block_k=64)
     if leaf % tile.block_k:
         return Tile(tile.block_m, tile.block_n, 64, tile.num_warps, tile.num_stages + 1)
