@@ -1,4 +1,5 @@
-"""Reads `tools` and `tool_choice` of OpenAI's two APIs, which nest the fields of a function differently."""
+"""Reads `tools` and `tool_choice` of chat completions. Responses, which nest a function's fields differently, share
+`as_tool_choice`."""
 
 from __future__ import annotations
 
@@ -12,28 +13,23 @@ def parse_tools(
     tools: Sequence[Mapping[str, Any]] | None,
     choice: str | Mapping[str, Any] | None = None,
     parallel: bool | None = None,
-    *,
-    nested: bool = True,
 ) -> ToolUse | None:
     """The tools of a request, or None if it has none. The types are checked already.
-
-    Args:
-        nested: whether a function's fields are below `function`, as in chat completions. If False, they are in the tool
-            itself, as in responses.
 
     Raises:
         RequestError: a field is wrong; the error names its path, such as `tools[0].function.name`.
     """
-    functions = [
-        function_tool(tool["function"], f"tools[{i}].function")
-        if nested
-        else function_tool({key: it for key, it in tool.items() if key != "type" and it is not None}, f"tools[{i}]")
-        for i, tool in enumerate(tools or ())
-    ]
-    return tool_use(functions, _choice(choice, nested=nested), parallel=parallel is not False)
+    functions = [function_tool(tool["function"], f"tools[{i}].function") for i, tool in enumerate(tools or ())]
+    return tool_use(functions, as_tool_choice(choice), parallel=parallel is not False)
 
 
-def _choice(choice: str | Mapping[str, Any] | None, *, nested: bool) -> ToolChoice:
+def as_tool_choice(choice: str | Mapping[str, Any] | None, *, nested: bool = True) -> ToolChoice:
+    """The meaning of a checked `tool_choice`. None means auto.
+
+    Args:
+        nested: whether a function's name is below `function`, as in chat completions. If False, it is in the choice
+            itself, as in responses.
+    """
     if choice is None:
         return ToolChoice()
     if isinstance(choice, str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from cluster.http.context import RequestContext
 from cluster.requests.fields import ignored_header
@@ -14,6 +15,7 @@ from cluster.requests.served_model import ServedModel
 from cluster.structured.spec import GrammarKind, GrammarSpec, schema_grammar, text_grammar
 from cluster.text.answer_parser import AnswerFormat
 from cluster.text.conversation import Conversation
+from cluster.text.shortened import shortened_ids
 from cluster.text.tools.grammar import after_reasoning
 from cluster.text.tools.tool_use import ToolUse
 from configs.errors import RequestError
@@ -34,6 +36,7 @@ async def chat_run(
     max_tokens: int | None,
     own_grammar: GrammarSpec | None = None,
     truncate_prompt_tokens: int | None = None,
+    drops_turns: bool = False,
     needs_no_telling: str | None = None,
 ) -> tuple[Run, dict[str, str]]:
     """Submits a conversation. Returns the run and the response headers. The headers list ignored fields (including
@@ -45,13 +48,19 @@ async def chat_run(
         max_tokens: maximum length of the answer. If None, as many tokens as fit.
         own_grammar: argument of `SamplingFields.grammar`.
         truncate_prompt_tokens: argument of `ServedModel.truncated`.
+        drops_turns: whether a conversation that does not fit together with `max_tokens` loses its oldest turns. If
+            `max_tokens` is None, an eighth of the context is left for the answer. At most half of it is.
         needs_no_telling: a field that the model follows although its template does not read it.
 
     Raises:
         RequestError: a field is wrong; the error names its path.
         OverloadedError: too many chats or grammars wait to be prepared.
     """
-    ids = await model.encode_chat(conversation, num_bytes, "run" if truncate_prompt_tokens is None else "end")
+    if drops_turns:
+        most = model.max_model_len - min(max_tokens or model.max_model_len // 8, model.max_model_len // 2)
+        ids = await model.threads.run(num_bytes, partial(shortened_ids, model.prompts, conversation, most))
+    else:
+        ids = await model.encode_chat(conversation, num_bytes, "run" if truncate_prompt_tokens is None else "end")
     continued = conversation.turns[-1].text if conversation.continue_final else ""
     ending = model.tokenizer.decode(ids[-_ENDING_TOKENS:], skip_special_tokens=False)
     form = model.formats.answer_format(conversation.tools, ending, continued)

@@ -47,6 +47,8 @@ class FieldPolicy:
     one, the field is ignored and listed, like an unknown field."""
     options: Mapping[str, type[BaseModel]] = field(default_factory=dict)
     """Fields with objects as values, and the model of each. The fields of these objects are checked too."""
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """Unsupported fields, and what to do instead, for those that it does not help to leave out."""
 
     def check(self, kind: type[BaseModel], raw: Mapping[str, Any], *, strict: bool) -> list[str]:
         """Names of the fields of `raw` that are ignored. With `strict` (`server.strict_fields`), they are refused.
@@ -57,9 +59,8 @@ class FieldPolicy:
         own = field_names(kind)
         for name in self.unsupported.keys() & raw.keys():
             if name not in own and not self.unsupported[name](raw[name]):
-                raise RequestError(
-                    f"{name} is not supported by this server; leave it out.", code="unsupported_parameter", param=name
-                )
+                message = f"{name} is not supported by this server; {self.instead.get(name, 'leave it out')}."
+                raise RequestError(message, code="unsupported_parameter", param=name)
         asks_nothing = {name for name, is_neutral in self.styling.items() if name in raw and is_neutral(raw[name])}
         passed = own | self.unsupported.keys() | self.without_effect | asks_nothing
         options = {f"{name}.{it}" for name, kind in self.options.items() for it in field_names(kind)}

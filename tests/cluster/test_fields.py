@@ -11,7 +11,7 @@ import pytest
 from cluster.requests.json_body import decode_body
 from configs.errors import RequestError
 from configs.schema import ServerConfig
-from tests.helpers.scripted_engine import MODEL, Run, Stack
+from tests.helpers.scripted_engine import MODEL, Run, Stack, error_of
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 ROUTES: dict[str, dict[str, Any]] = {
@@ -66,6 +66,29 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(run: Run, path:
         reply = await stack.http.post(path, json={"model": MODEL, **ROUTES[path], **field})
         assert reply.status_code == 400
         assert f"{next(iter(field))} is not supported" in reply.json()["error"]["message"]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("field", "instead"),
+    [
+        ({"conversation": {"id": "conv_1"}}, "continue a stored response with previous_response_id"),
+        ({"prompt": {"id": "pmpt_1", "version": "2"}}, "send its text as instructions and input"),
+        ({"background": True}, "use stream: true"),
+    ],
+)
+def test_what_openai_keeps_for_a_client_is_refused_with_another_way(
+    run: Run, field: dict[str, Any], instead: str
+) -> None:
+    async def scenario(stack: Stack) -> None:
+        for stream in (False, True):
+            reply = await stack.http.post(
+                "/v1/responses", json={"model": MODEL, "input": "hi", "stream": stream, **field}
+            )
+            error = error_of(reply, 400, "unsupported_parameter")
+            assert error["param"] == next(iter(field))
+            assert instead in error["message"]
 
     run(scenario)
 

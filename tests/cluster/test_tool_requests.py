@@ -12,7 +12,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from cluster.openai.tool_fields import parse_tools as flat_tools
+from cluster.openai.responses.response_tools import read_tools
+from cluster.openai.responses.responses_request import InputTokensRequest
 from cluster.structured.compiler import GrammarCompiler
 from cluster.structured.spec import schema_grammar
 from cluster.text.answer_parser import AnswerFormat, AnswerReader
@@ -71,9 +72,13 @@ def test_the_forms_of_tool_choice() -> None:
     assert [tool.name for tool in some.callable] == ["now"]
 
 
+def flat_tools(tools: Any, choice: Any) -> ToolUse | None:
+    return read_tools(InputTokensRequest(input="hi", tools=tools, tool_choice=choice)).use
+
+
 def test_responses_have_functions_in_the_place_of_tools() -> None:
     tools = [{"type": "function", "name": "now", "description": None}, {"name": "f", "strict": True}]
-    parsed = flat_tools(tools, {"type": "allowed_tools", "mode": "required", "tools": [{"name": "f"}]}, nested=False)
+    parsed = flat_tools(tools, {"type": "allowed_tools", "mode": "required", "tools": [{"name": "f"}]})
     assert parsed is not None
     assert [tool.shown["function"].keys() for tool in parsed.tools] == [
         {"name", "parameters"},
@@ -85,7 +90,7 @@ def test_responses_have_functions_in_the_place_of_tools() -> None:
         ({"type": "allowed_tools", "mode": "auto", "tools": [{"name": "g"}]}, "tool_choice.tools[0].name"),
     ):
         with pytest.raises(RequestError) as raised:
-            flat_tools(tools, choice, nested=False)
+            flat_tools(tools, choice)
         assert raised.value.param == param
 
 

@@ -243,7 +243,7 @@ CHAT: list[Refusal] = [
     Refusal({"tools": [1]}, "invalid_type", "tools[0]"),
 ]
 
-IMAGE = {"type": "input_image", "image_url": "http://x"}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
 RESULT = {"type": "function_call_output", "call_id": "x", "output": "y"}
 RESPONSES: list[Refusal] = [
     *values("input", "empty_array", []),
@@ -252,18 +252,20 @@ RESPONSES: list[Refusal] = [
     *values("input", "context_length_exceeded", "word " * 200),
     Refusal({"max_output_tokens": 10**6}, "context_length_exceeded", "input"),
     Refusal({"input": [7]}, "invalid_type", "input[0]"),
-    Refusal({"input": [{"type": "image_generation_call"}]}, "invalid_value", "input[0].type"),
+    Refusal({"input": [{"type": 7}]}, "invalid_type", "input[0].type"),
     Refusal({"input": [{"role": "user"}]}, "missing_required_parameter", "input[0].content"),
     Refusal({"input": [{"role": "king", "content": "a"}]}, "invalid_value", "input[0].role"),
-    Refusal({"input": content(IMAGE)}, "unsupported_parameter", "input[0].content[0].type"),
+    Refusal({"input": content(AUDIO)}, "unsupported_parameter", "input[0].content[0].type"),
     Refusal({"model": "other"}, "model_not_found", "model", 404),
     *values("max_output_tokens", "invalid_value", 0),
     *values("background", "unsupported_parameter", True),
     Refusal({"include": ["file_search_call.results"]}, "unsupported_parameter", "include[0]"),
-    Refusal({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools[0].type"),
+    Refusal({"tools": [{"type": ["web_search"]}]}, "invalid_type", "tools[0].type"),
+    Refusal({"tools": [{"type": "namespace", "name": "a"}]}, "missing_required_parameter", "tools[0].tools"),
     Refusal({"tools": [{"type": "function", "name": "a b"}]}, "invalid_value", "tools[0].name"),
     *values("metadata", "invalid_value", {"k": "v" * 513}),
-    *values("truncation", "invalid_value", "auto"),
+    *values("truncation", "invalid_value", "middle"),
+    Refusal({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_not_found", "input", 404),
     Refusal({"text": {"format": {"type": "xml"}}}, "invalid_value", "text.format.type"),
     Refusal({"stream": False, "stream_options": {}}, "invalid_value", "stream_options"),
     Refusal(

@@ -61,6 +61,8 @@ class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
     name: str
     arguments: str = ""
     """The arguments as JSON text."""
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    """The function's namespace, if it has one."""
     status: ItemStatus = "in_progress"
 
 
@@ -131,7 +133,7 @@ class Response(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None = None
 
@@ -236,6 +238,7 @@ class FunctionCallArgumentsDelta(_InnerEvent, tag="response.function_call_argume
 class FunctionCallArgumentsDone(_InnerEvent, tag="response.function_call_arguments.done", kw_only=True):
     arguments: str
     name: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
 StreamEvent = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -37,10 +37,15 @@ class StoredResponse:
     def id(self) -> str:
         return self.builder.response.id
 
+    def output(self) -> list[dict[str, Any]]:
+        """The items of the response, without log probabilities."""
+        said: list[dict[str, Any]] = msgspec.to_builtins(self.builder.response.output, enc_hook=lambda _: [])
+        return said
+
     def conversation(self) -> list[dict[str, Any]]:
         """The conversation including the response, which the next turn continues."""
-        # Log probabilities are left out. An empty answer counts as a turn, because turns must alternate.
-        said = msgspec.to_builtins(self.builder.response.output, enc_hook=lambda _: [])
+        # An empty answer counts as a turn, because turns must alternate.
+        said = self.output()
         return [*self.items, *(said or [{"type": "message", "role": "assistant", "content": []}])]
 
 
@@ -110,6 +115,17 @@ class ResponseStore:
         shelf.entries[response_id] = (stored, self._clock())
         shelf.entries.move_to_end(response_id)
         return stored
+
+    def items(self, client: str, ids: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns items of finished responses. Raises RequestError (404) if one of `ids` is not among the client's."""
+        self._expire()
+        entries = self._shelves.get(client, _Shelf()).entries.values()
+        ended = [stored for stored, _ in entries if stored.run is None]
+        found = {item.id: stored for stored in ended for item in stored.builder.response.output}
+        if missing := [id_ for id_ in ids if id_ not in found]:
+            message = f"There is no stored item {missing[0][:100]!r}; send the item itself."
+            raise RequestError(message, code="item_not_found", param="input", status=404)
+        return [next(item for item in found[id_].output() if item["id"] == id_) for id_ in ids]
 
     def delete(self, client: str, response_id: str) -> StoredResponse:
         """Removes a response and returns it. Raises RequestError (404) if none with this id is stored for the

@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.openai.openai_request import decoded_arguments
+from cluster.openai.responses.response_history import as_functions, shown_text
+from cluster.openai.responses.response_tools import name_in_model
 from cluster.openai.responses.responses_request import InputTokensRequest, JsonSchemaFormat, ResponsesRequest
-from cluster.openai.tool_fields import parse_tools
 from cluster.structured.spec import GrammarSpec, object_grammar, schema_grammar
 from cluster.text.conversation import Call, Conversation, Role, TemplateOption, Turn
+from cluster.text.tools.tool_use import ToolUse
 from configs.errors import RequestError
 
 _BEGINS_TURN: Mapping[str, frozenset[str]] = {
@@ -22,12 +24,15 @@ _BEGINS_TURN: Mapping[str, frozenset[str]] = {
 """Kind of item -> kinds in the assistant's last turn after which such an item begins a new turn."""
 
 
-def conversation(request: InputTokensRequest, items: Sequence[Mapping[str, Any]], num_earlier: int) -> Conversation:
+def conversation(
+    request: InputTokensRequest, items: Sequence[Mapping[str, Any]], num_earlier: int, tools: ToolUse | None
+) -> Conversation:
     """The conversation that the model continues.
 
     Args:
         items: items that `input_items` has checked, or that earlier responses contain.
         num_earlier: number of leading items that do not come from this request.
+        tools: `ResponseTools.use` of the request.
 
     Raises:
         RequestError: a field is wrong; the error names its path.
@@ -36,7 +41,7 @@ def conversation(request: InputTokensRequest, items: Sequence[Mapping[str, Any]]
     return Conversation(
         turns=turns(items, request.instructions, num_earlier),
         param="input",
-        tools=parse_tools(request.tools, request.tool_choice, request.parallel_tool_calls, nested=False),
+        tools=tools,
         options=[] if effort is None else [TemplateOption("reasoning_effort", effort, "reasoning.effort")],
     )
 
@@ -67,33 +72,36 @@ def turns(items: Sequence[Mapping[str, Any]], instructions: str | None, num_earl
     made = [Turn(role="system", text=instructions)] if instructions else []
     called: set[str] = set()
     said: set[str] = set()  # kinds of items in the last turn, if it is a turn of the assistant
-    for i, item in enumerate(items, -num_earlier):
-        kind = item.get("type", "message")
+    for i, given, item in ((i, it, read) for i, it in enumerate(items, -num_earlier) for read in as_functions(it)):
+        kind = item["type"]
         path = "previous_response_id" if i < 0 else f"input[{i}]"
         if kind == "function_call_output":
-            if item["call_id"] not in called:
-                param = f"{path}.call_id"
+            text, call_id = shown_text(item["output"]), item["call_id"]
+            if call_id in called:
+                made.append(Turn(role="tool", text=text, call_id=call_id, path=path))
+            elif given is item:
                 raise RequestError(
-                    f"{param}: no function call has the id {item['call_id'][:100]!r}; send the call before its output.",
-                    param=param,
+                    f"{path}.call_id: no function call has the id {call_id[:100]!r}; send the call before its output.",
+                    param=f"{path}.call_id",
                 )
-            made.append(Turn(role="tool", text=_text(item["output"]), call_id=item["call_id"], path=path))
+            else:
+                made.append(Turn(role="user", text=text, path=path))  # another server's call may not be in `input`
         elif kind == "message" and item["role"] != "assistant":
             role: Role = "user" if item["role"] == "user" else "system"
-            made.append(Turn(role=role, text=_text(item["content"]), path=path))
+            made.append(Turn(role=role, text=shown_text(item["content"]), path=path))
         else:
             if not made or made[-1].role != "assistant" or said & _BEGINS_TURN[kind]:
                 made.append(Turn(role="assistant", path=path))
                 said = set()
             turn = made[-1]
             if kind == "message":
-                turn = replace(turn, text=_text(item["content"]))
+                turn = replace(turn, text=shown_text(item["content"]))
             elif kind == "reasoning":
-                turn = replace(turn, thinking="\n".join(part["text"] for part in item.get("content") or ()))
+                turn = replace(turn, thinking=shown_text(item.get("content") or item.get("summary")))
             else:
                 called.add(item["call_id"])
                 arguments = _arguments(item, path if i < 0 else f"{path}.arguments")
-                call = Call(item["name"], arguments, item["call_id"])
+                call = Call(name_in_model(item), arguments, item["call_id"])
                 turn = replace(turn, calls=(*turn.calls, call), path=turn.path if turn.calls else path)
             made[-1] = turn
             if turn.thinking if kind == "reasoning" else item.get("content") != []:
@@ -106,10 +114,3 @@ def _arguments(call: Mapping[str, Any], path: str) -> dict[str, Any] | str:
         return decoded_arguments(call["arguments"])
     except RequestError as error:
         raise RequestError(f"{path} {error}.", param=path) from error
-
-
-def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a checked `content`."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from cluster.messages.engine import FinishReason
 from cluster.openai.openai_writer import token_logprobs
@@ -34,10 +36,12 @@ class ResponseBuilder(BlockBuilder):
     """One growing response: call `begin`, then `tell` any number of times, then one of `finish`, `cancel` and `fail`.
     The last events, which may be long, are made while the caller reads them."""
 
-    def __init__(self, response: objects.Response) -> None:
-        """`response` must have no output. It belongs to this object from now on."""
+    def __init__(self, response: objects.Response, names: Mapping[str, tuple[str, str]] | None = None) -> None:
+        """`response` must have no output. It belongs to this object from now on. `names` is
+        `ResponseTools.names`, or None if no function is in a namespace."""
         super().__init__()
         self.response = response
+        self._names = names or {}
         self.num_bytes = 0
         """Approximate bytes of the response's output."""
         self._next_number = 0
@@ -121,7 +125,8 @@ class ResponseBuilder(BlockBuilder):
             case Content():
                 item = objects.OutputMessage(f"msg_{name}")
             case CallStarted(_, call_id, function):
-                item = objects.CallItem(f"fc_{name}", call_id, function)
+                namespace, called = self._names.get(function, (msgspec.UNSET, function))
+                item = objects.CallItem(f"fc_{name}", call_id, called, namespace=namespace)
         self.response.output.append(item)
         events = self._event(objects.OutputItemAdded, output_index=self._index, item=item)
         if isinstance(item, objects.CallItem):
@@ -161,7 +166,8 @@ class ResponseBuilder(BlockBuilder):
         self._open = None
         item.status = status
         if isinstance(item, objects.CallItem):
-            yield self._event(objects.FunctionCallArgumentsDone, **place, arguments=text, name=item.name)
+            named = {"name": item.name, "namespace": item.namespace}
+            yield self._event(objects.FunctionCallArgumentsDone, **place, arguments=text, **named)
         else:
             [part] = item.content
             if isinstance(part, objects.OutputText):

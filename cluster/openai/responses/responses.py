@@ -6,14 +6,16 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.http.context import RequestContext
 from cluster.http.http_errors import as_request_error
 from cluster.http.response import HttpResponse
 from cluster.messages.engine import SamplingParams
 from cluster.openai.responses import response_objects as objects
+from cluster.openai.responses.response_history import left_out
 from cluster.openai.responses.response_store import ResponseStore, StoredResponse
+from cluster.openai.responses.response_tools import ResponseTools, read_tools
 from cluster.openai.responses.response_turns import conversation, input_items, text_grammar
 from cluster.openai.responses.response_writer import ResponseBuilder, ResponseWriter
 from cluster.openai.responses.responses_request import (
@@ -35,6 +37,8 @@ from cluster.text.conversation import Conversation
 from configs.errors import RequestError
 
 _ID_PREFIX = "resp_"
+_Request = TypeVar("_Request", bound=InputTokensRequest)
+_Checked = tuple[_Request, list[str], list[dict[str, Any]], ResponseTools]
 
 
 class ResponsesServing:
@@ -46,22 +50,23 @@ class ResponsesServing:
 
     def answers(self) -> dict[str, Callable[..., Any]]:
         """The functions that find a client's stored response on this replica: `OtherReplicas.answers`."""
-        return {"response": self._encoded, "conversation": self._conversation, "deletion": self._delete}
+        return {
+            "response": self._encoded,
+            "conversation": self._conversation,
+            "deletion": self._delete,
+            "items": self._store.items,
+        }
 
     async def create(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/responses. Raises RequestError for a bad request."""
         model = self._model
-
-        def check(raw: Mapping[str, Any]) -> tuple[ResponsesRequest, list[str], list[dict[str, Any]]]:
-            request, ignored = model.checked(ResponsesRequest, raw, FIELDS)
-            check_options(request)
-            return request, [*ignored, *ignored_options(request)], input_items(request.input)
-
-        request, ignored, new_items = await model.threads.prepared(body, check)
+        checked = partial(self._checked, ResponsesRequest)
+        request, ignored, new_items, tools = await model.threads.prepared(body, checked)
+        check_options(request)
         earlier, num_bytes = await self._earlier(request.previous_response_id, context)
-        items = earlier + new_items
+        items = earlier + await self._with_stored(new_items, context)
         num_bytes += len(body)
-        chat = await model.threads.off_loop(num_bytes, lambda: conversation(request, items, len(earlier)))
+        chat = await model.threads.off_loop(num_bytes, lambda: conversation(request, items, len(earlier), tools.use))
         num_logprobs = (request.top_logprobs or 0) if request.with_logprobs else -1
         checks.num_logprobs(num_logprobs, "top_logprobs", model.server)
         run, headers = await chat_run(
@@ -75,8 +80,10 @@ class ResponsesServing:
             ignored=ignored,
             max_tokens=request.max_output_tokens,
             own_grammar=text_grammar(request),
+            drops_turns=request.truncation == "auto",
         )
-        builder = ResponseBuilder(_response(request, run.job.id, run.job.sampling[0][0], model.model_name))
+        response = _response(request, run.job.id, run.job.sampling[0][0], model.model_name)
+        builder = ResponseBuilder(response, tools.names)
         writer = ResponseWriter(run, builder, model.tokenizer)
         stored = StoredResponse(builder=builder, items=items, run=run, num_bytes=num_bytes)
         make = self._events if request.stream else self._whole
@@ -91,16 +98,15 @@ class ResponsesServing:
         """POST /v1/responses/input_tokens: the number of tokens of a response's prompt. Raises RequestError for a bad
         request."""
         model = self._model
-        # A client may send the whole request to have its tokens counted.
-        check_fields = partial(model.checked, InputTokensRequest, policy=FIELDS, known=ResponsesRequest)
-        request, ignored = await model.threads.prepared(body, check_fields)
+        checked = partial(self._checked, InputTokensRequest)
+        request, ignored, new_items, tools = await model.threads.prepared(body, checked)
         earlier, num_bytes = await self._earlier(request.previous_response_id, context)
+        new_items = await self._with_stored(new_items, context)
 
         def check() -> Conversation:
             if request.input is None and not earlier:
                 raise RequestError("input is required; add it.", code="missing_required_parameter", param="input")
-            new_items = [] if request.input is None else input_items(request.input)
-            return conversation(request, earlier + new_items, len(earlier))
+            return conversation(request, earlier + new_items, len(earlier), tools.use)
 
         num_bytes += len(body)
         chat = await model.threads.off_loop(num_bytes, check)
@@ -112,6 +118,18 @@ class ResponsesServing:
         it is not stored."""
         id_: str = await self._model.others.find("deletion", context.client, context.path_params["response_id"])
         return json_response(objects.DeletedResponse(id_))
+
+    def _checked(self, kind: type[_Request], raw: Mapping[str, Any]) -> _Checked[_Request]:
+        """The request in `raw`, the names of what is ignored, its items and its tools. Raises RequestError."""
+        strict = self._model.server.strict_fields
+        # A client may send the whole request to have its tokens counted.
+        request, ignored = self._model.checked(kind, raw, FIELDS, known=ResponsesRequest)
+        items, tools = input_items(request.input or []), read_tools(request)
+        unread = [*tools.left_out, *left_out(items), *ignored_options(request)]
+        if strict and unread:
+            name = unread[0]
+            raise RequestError(f"{name} is not supported; leave it out.", code="unsupported_parameter", param=name)
+        return request, list(dict.fromkeys(ignored + unread)), items, tools
 
     async def _earlier(self, response_id: str | None, context: RequestContext) -> tuple[list[dict[str, Any]], int]:
         """The conversation that a request continues, and the bytes of that conversation."""
@@ -131,6 +149,13 @@ class ResponsesServing:
                 status=404,
             ) from error
         return found
+
+    async def _with_stored(self, items: list[dict[str, Any]], context: RequestContext) -> list[dict[str, Any]]:
+        """Returns `items` with items of stored responses in place of references. Raises RequestError (404) if such an
+        item is not stored."""
+        ids = [str(item.get("id")) for item in items if item["type"] == "item_reference"]
+        stored = iter(await self._model.others.find("items", context.client, ids) if ids else ())
+        return [next(stored) if item["type"] == "item_reference" else item for item in items]
 
     def _encoded(self, client: str, response_id: str) -> Iterator[bytes]:
         return self._store.get(client, response_id).builder.encoded()
@@ -212,5 +237,6 @@ def _response(request: ResponsesRequest, id_: str, sampling: SamplingParams, mod
         tools=request.tools or [],
         top_logprobs=request.top_logprobs or 0,
         top_p=sampling.top_p,
+        truncation=request.truncation or "disabled",
         user=request.user,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
 from cluster.openai.openai_request import CalledName, FunctionParam, RefusalPart
@@ -17,6 +19,28 @@ _MAX_METADATA = 16
 _INCLUDABLE = frozenset({"message.output_text.logprobs", "reasoning.encrypted_content"})
 
 
+class _Other(Shape):
+    """Another object. It is read as text or left out; the header `x-ignored-fields` names what is left out."""
+
+    type: str
+    namespace: str | None = None
+
+
+def _list_by_type(field: Any, **kinds: type[Shape]) -> Any:
+    """The type of a list of `kinds`, by the value of `type`, and of objects with any other type. Without a type, the
+    first of `kinds` is meant. `field` is the list's pydantic Field."""
+
+    def tag(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else None
+        return next(iter(kinds)) if kind is None else kind if isinstance(kind, str) and kind in kinds else "other"
+
+    other = _Other.model_json_schema()
+    other["properties"]["type"]["not"] = {"enum": list(kinds)}
+    tagged: list[Any] = [Annotated[kind, Tag(name)] for name, kind in kinds.items()]
+    tagged.append(Annotated[_Other, Tag("other"), WithJsonSchema(other)])
+    return Annotated[list[Annotated[reduce(or_, tagged), Discriminator(tag)]], field]  # type: ignore[misc]
+
+
 # --- Input items ------------------------------------------------------------------------------------------------------
 
 
@@ -27,7 +51,13 @@ class TextPart(Shape):
     text: str
 
 
-_Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+class MediaPart(Shape):
+    """An image or a file. The model sees a text that says so in its place."""
+
+    type: Literal["input_image", "input_file"]
+
+
+_Part = Annotated[TextPart | MediaPart | RefusalPart, Field(discriminator="type")]
 
 
 class MessageItem(Shape):
@@ -44,6 +74,7 @@ class FunctionCallItem(Shape):
     type: Literal["function_call"]
     call_id: str
     name: str = Field(min_length=1)
+    namespace: str | None = None
     arguments: str
 
 
@@ -56,9 +87,9 @@ class FunctionCallOutputItem(Shape):
 
 
 class ReasoningPart(Shape):
-    """A piece of reasoning."""
+    """A piece of reasoning, or of its summary."""
 
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "summary_text", "text"]
     text: str
 
 
@@ -67,19 +98,18 @@ class ReasoningInputItem(Shape):
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] | None = Field(None, fail_fast=True)
+    summary: list[ReasoningPart] | None = Field(None, fail_fast=True)
+    """Read in place of an empty `content`."""
 
 
-def _with_type(item: Any) -> Any:
-    return {"type": "message", **item} if isinstance(item, dict) else item
-
-
-_InputItem = Annotated[
-    Annotated[
-        MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningInputItem, Field(discriminator="type")
-    ],
-    BeforeValidator(_with_type),
-]
-_Input = str | Annotated[list[_InputItem], Field(min_length=1, fail_fast=True), BeforeValidator(filled)]
+_Items = _list_by_type(
+    Field(min_length=1, fail_fast=True),
+    message=MessageItem,
+    function_call=FunctionCallItem,
+    function_call_output=FunctionCallOutputItem,
+    reasoning=ReasoningInputItem,
+)
+_Input = str | Annotated[_Items, BeforeValidator(filled)]  # type: ignore[valid-type]
 
 # --- The request ------------------------------------------------------------------------------------------------------
 
@@ -90,7 +120,30 @@ class FunctionTool(FunctionParam):
     type: Literal["function"] | None = None
 
 
-class NamedFunction(CalledName):
+_MANY = Field(max_length=MAX_TOOLS, fail_fast=True)
+
+
+class NamespaceTool(CalledName):
+    """Functions that share a namespace. Calls of them have the fields `namespace` and `name`."""
+
+    type: Literal["namespace"]
+    description: str | None = None
+    """Shown for functions without a description."""
+    tools: Annotated[list[dict[str, Any]], Checked(_list_by_type(_MANY, function=FunctionTool))]
+
+
+_Tools = _list_by_type(_MANY, function=FunctionTool, namespace=NamespaceTool)
+
+
+class NamespacedName(CalledName):
+    """A function that the answer may call."""
+
+    type: Literal["function"] = "function"
+    namespace: str | None = None
+    """The function's namespace. May be null if no other function has the name."""
+
+
+class NamedFunction(NamespacedName):
     """A `tool_choice` that requires one function."""
 
     type: Literal["function"]
@@ -101,7 +154,7 @@ class AllowedTools(Shape):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[CalledName] = Field(min_length=1, fail_fast=True)
+    tools: list[NamespacedName] = Field(min_length=1, fail_fast=True)
 
 
 class JsonSchemaFormat(Shape):
@@ -156,10 +209,7 @@ class InputTokensRequest(Shape):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: ResponseTextConfig | None = None
-    tools: Annotated[
-        list[dict[str, Any]] | None,
-        Checked(Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None),
-    ] = None
+    tools: Annotated[list[dict[str, Any]] | None, Checked(_Tools | None)] = None
     tool_choice: Annotated[str | dict[str, Any] | None, Checked(_ToolChoice)] = None
 
 
@@ -180,7 +230,8 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """auto: drops the oldest turns of a conversation that does not fit. Null means disabled."""
     include: list[str] | None = Field(None, max_length=16)
     user: str | None = None
 
@@ -208,10 +259,15 @@ FIELDS = FieldPolicy(
         {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier"}
     ),
     STYLING,
+    instead={
+        "background": "use stream: true for a long answer",
+        "conversation": "continue a stored response with previous_response_id, or send all items as input",
+        "prompt": "send its text as instructions and input",
+    },
 )
 
 
-def ignored_options(request: ResponsesRequest) -> list[str]:
+def ignored_options(request: InputTokensRequest) -> list[str]:
     """Style options of `request` that this server does not support."""
     ignored = []
     if request.text is not None and request.text.verbosity not in (None, "medium"):

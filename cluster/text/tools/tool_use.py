@@ -99,7 +99,7 @@ def tool_use(tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> To
     """
     if not tools:
         if choice.names is not None or choice.mode not in (ToolMode.NONE, ToolMode.AUTO):
-            raise RequestError("tool_choice is only allowed with tools.", param="tool_choice")
+            raise RequestError("tool_choice needs tools that are functions.", param="tool_choice")
         return None
     by_name: dict[str, Tool] = {}
     for tool in tools:
