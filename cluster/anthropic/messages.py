@@ -19,6 +19,7 @@ from cluster.requests.fields import ignored_header
 from cluster.requests.job import JobOptions
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
+from configs.errors import ContextLengthError
 
 _Request = TypeVar("_Request", bound=CountTokensRequest)
 
@@ -32,19 +33,23 @@ async def messages(model: ServedModel, body: bytes, context: RequestContext) -> 
         fields = request.model_copy(update={"stop": list(stops.values())})
     thinking = request.thinking
     as_asked = thinking is not None and (thinking.type == "enabled") == (model.formats.reasoning is not None)
-    run, headers = await chat_run(
-        model,
-        "msg_",
-        chat,
-        fields,
-        context,
-        JobOptions(),
-        num_bytes=len(body),
-        ignored=ignored,
-        max_tokens=request.max_tokens,
-        own_grammar=output_grammar(request),
-        needs_no_telling="thinking" if as_asked else None,
-    )
+    try:
+        run, headers = await chat_run(
+            model,
+            "msg_",
+            chat,
+            fields,
+            context,
+            JobOptions(),
+            num_bytes=len(body),
+            ignored=ignored,
+            max_tokens=request.max_tokens,
+            own_grammar=output_grammar(request),
+            needs_no_telling="thinking" if as_asked else None,
+        )
+    except ContextLengthError as error:
+        error.max_tokens = request.max_tokens  # a prompt that is refused before it is encoded has no number
+        raise
     writer = MessageWriter(run, model.model_name, context.request_id)
     return answer(writer, streamed=bool(request.stream), headers=headers)
 

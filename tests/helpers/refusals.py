@@ -171,7 +171,8 @@ COMPLETIONS: list[Refusal] = [
     *values("prompt", "invalid_type", 5, {}, []),
     *values("prompt", "invalid_value", ["x"] * 1025, [[1]] * 5000),
     *values("prompt", "context_length_exceeded", [5] * 200),
-    Refusal({"max_tokens": 10**6}, "context_length_exceeded", "prompt"),
+    Refusal({"max_tokens": 10**6, "prompt": [5] * 128}, "context_length_exceeded", "prompt"),
+    Refusal({"max_tokens": 128, "truncate_prompt_tokens": -1}, "context_length_exceeded", "max_tokens"),
     Refusal({"prompt": [""]}, "empty_string", "prompt[0]"),
     Refusal({"prompt": [[]]}, "empty_array", "prompt[0]"),
     Refusal({"prompt": [True]}, "invalid_type", "prompt[0]"),
@@ -250,7 +251,6 @@ RESPONSES: list[Refusal] = [
     *values("input", "invalid_type", 7),
     Refusal({"input": [RESULT]}, "invalid_value", "input[0].call_id"),
     *values("input", "context_length_exceeded", "word " * 200),
-    Refusal({"max_output_tokens": 10**6}, "context_length_exceeded", "input"),
     Refusal({"input": [7]}, "invalid_type", "input[0]"),
     Refusal({"input": [{"type": "image_generation_call"}]}, "invalid_value", "input[0].type"),
     Refusal({"input": [{"role": "user"}]}, "missing_required_parameter", "input[0].content"),
@@ -285,7 +285,11 @@ ANTHROPIC: list[Refusal] = [
     Refusal({"tools": [{"name": "a b", "input_schema": {}}]}, "invalid_value", "tools[0].name"),
     Refusal({"tool_choice": {"type": "tool"}}, "missing_required_parameter", "tool_choice.name"),
     Refusal({"model": "claude"}, "model_not_found", "'claude'", 404),
-    Refusal({"max_tokens": 4096}, "context_length_exceeded", "maximum context length is 128 tokens"),
+    Refusal(
+        {"max_tokens": 4096, "messages": [{"role": "user", "content": "word " * 3000}]},
+        "context_length_exceeded",
+        "+ 4096 > 128; prompt is too long: ",
+    ),
 ]
 """Whose errors have no field but their message, which names it."""
 
