@@ -254,6 +254,9 @@ class ServerConfig(_Section):
     such as {temperature: 0.7}: these values, and the model's for all others."""
     chat_template: str | None = None
     """A Jinja file that replaces the model's chat template."""
+    images: Literal["placeholder", "refuse"] = "placeholder"
+    """What happens to images, documents, files and audio in a request; models read text only. placeholder: the model is
+    shown a short text in their place, and the header `x-ignored-fields` names them. refuse: the request gets 400."""
     special_tokens_in_text: bool = False
     """Whether the characters of a special token, such as `<|im_end|>`, become that token inside the text of a chat:
     messages, tools, documents. false: only the chat template writes special tokens, so a user's text cannot end its

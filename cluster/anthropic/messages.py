@@ -16,6 +16,7 @@ from cluster.requests import checks
 from cluster.requests.answer import answer, json_response
 from cluster.requests.chat_run import chat_run
 from cluster.requests.fields import ignored_header
+from cluster.requests.images import LeftOut
 from cluster.requests.job import JobOptions
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
@@ -67,4 +68,6 @@ def _checked(
     """Returns a request, its ignored fields, and the conversation that the model continues. Raises RequestError."""
     # A client may send the whole request to have its tokens counted.
     request, ignored = model.checked(kind, raw, FIELDS, MessagesRequest)
-    return request, ignored, conversation(request)
+    left_out = LeftOut(model.server)
+    chat = conversation(request, left_out)
+    return request, [*ignored, *left_out.names], chat

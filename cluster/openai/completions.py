@@ -18,6 +18,7 @@ from cluster.requests import checks
 from cluster.requests.answer import answer
 from cluster.requests.chat_run import chat_run
 from cluster.requests.fields import ignored_header, lowered_header
+from cluster.requests.images import LeftOut
 from cluster.requests.job import JobOptions
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
@@ -80,7 +81,9 @@ def _checked_chat(model: ServedModel, raw: Mapping[str, Any]) -> tuple[ChatReque
     """Returns a request, the conversation that the model continues, and the ignored fields."""
     request, ignored = check_request(ChatRequest, raw, model.server)
     model.check_name(request.model)
-    return request, conversation(request), ignored
+    left_out = LeftOut(model.server)
+    turns = conversation(request, left_out)
+    return request, turns, [*ignored, *left_out.names]
 
 
 def _checked_completion(

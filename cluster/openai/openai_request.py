@@ -26,6 +26,7 @@ from cluster.requests.shapes import (
     Prompts,
     ReasoningEffort,
     Shape,
+    by_type,
     filled,
 )
 from configs.errors import RequestError
@@ -82,7 +83,8 @@ class AllowedChoice(Shape):
     allowed_tools: AllowedFunctions
 
 
-_Tools = Annotated[list[ToolOffer], Field(max_length=MAX_TOOLS, fail_fast=True)] | None
+_Tool: Any = by_type(function=ToolOffer)
+_Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None
 _ToolChoice = (
     Literal["none", "auto", "required"] | Annotated[ChosenFunction | AllowedChoice, Field(discriminator="type")] | None
 )
@@ -91,7 +93,7 @@ _ToolChoice = (
 
 
 class ContentPart(Shape):
-    """A piece of a message's text. Parts of other types are refused."""
+    """A piece of a message's text."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -104,8 +106,9 @@ class RefusalPart(Shape):
     refusal: str
 
 
-Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
-_Said = Annotated[ContentPart | RefusalPart, Field(discriminator="type")]
+_Part: Any = by_type(text=ContentPart, input_text=ContentPart, output_text=ContentPart)
+_Said: Any = by_type(text=ContentPart, input_text=ContentPart, output_text=ContentPart, refusal=RefusalPart)
+Content = str | Annotated[list[_Part], Field(fail_fast=True)]
 
 
 def decoded_arguments(given: dict[str, Any] | str | None) -> dict[str, Any] | str:

@@ -15,7 +15,7 @@ def parse_tools(
     *,
     nested: bool = True,
 ) -> ToolUse | None:
-    """The tools of a request, or None if it has none. The types are checked already.
+    """The functions that a request offers, or None if it has none. The types are checked already.
 
     Args:
         nested: whether a function's fields are below `function`, as in chat completions. If False, they are in the tool
@@ -29,6 +29,7 @@ def parse_tools(
         if nested
         else function_tool({key: it for key, it in tool.items() if key != "type" and it is not None}, f"tools[{i}]")
         for i, tool in enumerate(tools or ())
+        if tool.get("type") in (None, "function")
     ]
     return tool_use(functions, _choice(choice, nested=nested), parallel=parallel is not False)
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from cluster.text.tokenizer import Tokenizer
+from configs.schema import ServerConfig
 from tests.helpers.scripted_engine import MODEL, Run, Stack, error_of, prompt_ids, runner
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.36.{turn}; cc_entrypoint=cli; cch={turn};"
@@ -159,5 +160,281 @@ def test_limits_that_cannot_be_lowered_are_refused_as_before(run: Run) -> None:
         error_of(await stack.complete(prompt=[9] * ROOM, max_tokens=0, echo=True), 400, "context_length_exceeded")
         full = await stack.complete(prompt=[9] * (ROOM - 1), max_tokens=0, echo=True)
         assert (full.status_code, full.headers.get("x-max-tokens")) == (200, None)
+
+    run(scenario)
+
+
+@streamed
+def test_claude_code_2_1_finds_its_prompt_cached_although_its_billing_line_changes(run: Run, *, stream: bool) -> None:
+    async def scenario(stack: Stack) -> None:
+        prompts = []
+        for turn in range(2):
+            body = claude_code()
+            body["system"][0]["text"] = BILLING.format(turn=turn)
+            await send(stack, "/v1/messages", body, stream=stream)
+            prompts.append(prompt_of(stack))
+        assert prompts[0] == prompts[1]
+        assert "billing" not in prompts[0]
+        assert "You are Claude Code" in prompts[0]
+        counted = [
+            await stack.http.post("/v1/messages/count_tokens", json={**body, "system": body["system"][first:]})
+            for first in (0, 1)
+        ]
+        assert (
+            counted[0].json() == counted[1].json() == {"input_tokens": len(prompt_ids(stack.coordinator.requests[-1]))}
+        )
+        alone = {**body, "system": body["system"][:1], "tools": []}
+        await send(stack, "/v1/messages", alone, stream=stream)
+        without = prompt_of(stack)
+        del alone["system"]
+        await send(stack, "/v1/messages", alone, stream=stream)
+        assert prompt_of(stack) == without
+
+    run(scenario)
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+NOTE = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Buy milk."}}
+PASTED = [
+    {"role": "user", "content": [IMAGE, PDF, NOTE, {"type": "text", "text": "What is this?"}]},
+    {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"file": "a.png"}}],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "toolu_1",
+                "content": [IMAGE, {"type": "text", "text": "[Image: 800x600]"}],
+            }
+        ],
+    },
+]
+OMITTED = "[image omitted: this model reads text only]"
+
+
+@streamed
+def test_claude_code_2_1_gets_an_answer_to_images_and_documents(run: Run, *, stream: bool) -> None:
+    async def scenario(stack: Stack) -> None:
+        reply = await send(stack, "/v1/messages", claude_code(messages=PASTED), stream=stream)
+        assert reply.headers["x-ignored-fields"].split(",")[:2] == ["messages.image", "messages.document"]
+        prompt = prompt_of(stack)
+        document = OMITTED.replace("image", "document")
+        assert f"{OMITTED}\n{document}\nBuy milk.\nWhat is this?" in prompt
+        assert f"{OMITTED}\n[Image: 800x600]" in prompt
+        assert "base64" not in prompt
+        counted = await stack.http.post("/v1/messages/count_tokens", json=claude_code(messages=PASTED))
+        assert "messages.image" in counted.headers["x-ignored-fields"]
+
+    run(scenario)
+
+
+@streamed
+def test_claude_code_2_1_drops_an_image_that_is_refused_in_its_words(run: Run, *, stream: bool) -> None:
+    async def scenario(stack: Stack) -> None:
+        reply = await stack.http.post("/v1/messages", json=claude_code(messages=PASTED, stream=stream))
+        error = reply.json()["error"]
+        assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+        assert error["message"].startswith("Could not process image messages[0].content[0]: ")
+        await send(stack, "/v1/messages", claude_code(), stream=stream)
+
+    run(scenario, ServerConfig(images="refuse"))
+
+
+SEARCHED = [
+    {"role": "user", "content": "Weather in Rome?"},
+    {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "toolu_1", "name": "ToolSearch", "input": {"query": "select:weather"}}],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "toolu_1",
+                "content": [{"type": "tool_reference", "tool_name": "mcp__sky__weather"}],
+            }
+        ],
+    },
+]
+
+
+@streamed
+def test_claude_code_2_1_loads_tools_by_references_to_them(run: Run, *, stream: bool) -> None:
+    names = ("weather", "tides")
+    deferred = [{**BASH, "name": f"mcp__sky__{name}", "defer_loading": True} for name in names]
+    tools = [{**BASH, "name": "ToolSearch"}, *deferred]
+
+    async def scenario(stack: Stack) -> None:
+        shown = {}
+        for length in (1, 3):
+            body = claude_code(messages=SEARCHED[:length], tools=tools)
+            reply = await send(stack, "/v1/messages", body, stream=stream)
+            assert "tools" not in reply.headers.get("x-ignored-fields", "")
+            shown[length] = prompt_of(stack)
+        assert "mcp__sky" not in shown[1]
+        assert '"name": "mcp__sky__weather"' in shown[3]
+        assert "The tool mcp__sky__weather is available now." in shown[3]
+        assert "tides" not in shown[3]
+        assert "defer_loading" not in shown[3]
+        chosen = claude_code(
+            messages=SEARCHED[:1], tools=tools, tool_choice={"type": "tool", "name": "mcp__sky__tides"}
+        )
+        assert (await stack.http.post("/v1/messages", json={**chosen, "stream": stream})).status_code == 200
+        assert '"name": "mcp__sky__tides"' in prompt_of(stack)
+        # The conversation was compacted: its call is left, and the reference is gone.
+        use = {"type": "tool_use", "id": "toolu_2", "name": "mcp__sky__tides", "input": {"command": "x"}}
+        result = {"type": "tool_result", "tool_use_id": "toolu_2", "content": "high"}
+        compacted = [SEARCHED[0], {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+        await send(stack, "/v1/messages", claude_code(messages=compacted, tools=tools), stream=stream)
+        assert prompt_of(stack).count('"name": "mcp__sky__tides"') == 2
+
+    run(scenario)
+
+
+SERVER_TOOLS = [
+    {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+    {"type": "bash_20250124", "name": "bash"},
+    {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+    {"type": "computer_20250124", "name": "computer", "display_width_px": 8, "display_height_px": 8},
+    {"type": "code_execution_20250522", "name": "code_execution"},
+    {"type": "memory_20250818", "name": "memory"},
+    {"type": "web_fetch_20250910", "name": "web_fetch"},
+    {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
+    {"type": "mcp_toolset", "mcp_server_name": "sky"},
+]
+
+
+@streamed
+def test_claude_code_2_1_offers_anthropics_tools_which_are_left_out(run: Run, *, stream: bool) -> None:
+    async def scenario(stack: Stack) -> None:
+        body = claude_code(tools=[*SERVER_TOOLS, BASH])
+        reply = await send(stack, "/v1/messages", body, stream=stream)
+        named = [f"tools.{tool['type']}" for tool in SERVER_TOOLS]
+        assert reply.headers["x-ignored-fields"].split(",")[: len(named)] == named
+        shown = prompt_of(stack)
+        await send(stack, "/v1/messages", claude_code(), stream=stream)
+        assert prompt_of(stack) == shown
+        # Its web search is a request of its own, with this tool alone.
+        search = claude_code(messages=[{"role": "user", "content": "Perform a web search"}], tools=SERVER_TOOLS[:1])
+        await send(stack, "/v1/messages", search, stream=stream)
+        for tools, choice in (
+            (SERVER_TOOLS[:1], {"type": "tool", "name": "web_search"}),
+            (SERVER_TOOLS[:1], {"type": "any"}),
+            ([*SERVER_TOOLS, BASH], {"type": "tool", "name": "web_search"}),
+        ):
+            forced = {**search, "tools": tools, "tool_choice": choice, "stream": stream}
+            refused = await stack.http.post("/v1/messages", json=forced)
+            assert refused.status_code == 400
+            assert "This server cannot run web_search: " in refused.json()["error"]["message"]
+
+    run(scenario)
+
+
+@streamed
+def test_claude_code_2_1_resumes_a_session_that_began_at_anthropic(run: Run, *, stream: bool) -> None:
+    found = [{"type": "web_search_result", "url": "https://a.b", "title": "A", "encrypted_content": "Eq=="}]
+    said = [
+        {"type": "thinking", "thinking": "Look.", "signature": "Eq=="},
+        {"type": "text", "text": "I search."},
+        {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": found},
+        {"type": "mcp_tool_use", "id": "mcptoolu_1", "name": "echo", "server_name": "s", "input": {}},
+        {"type": "mcp_tool_result", "tool_use_id": "mcptoolu_1", "content": [{"type": "text", "text": "It rains."}]},
+        {"type": "text", "text": "Rain."},
+    ]
+    result = {"type": "search_result", "source": "s", "title": "t", "content": [{"type": "text", "text": "Found."}]}
+    told = [result, {"type": "container_upload", "file_id": "file_1"}]
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": told},
+    ]
+
+    async def scenario(stack: Stack) -> None:
+        reply = await send(stack, "/v1/messages", claude_code(messages=messages), stream=stream)
+        left = ["server_tool_use", "web_search_tool_result", "mcp_tool_use", "container_upload"]
+        assert reply.headers["x-ignored-fields"].split(",")[:4] == [f"messages.{kind}" for kind in left]
+        assert "I search.\nIt rains.\nRain." in prompt_of(stack)
+        assert "user\nFound.<|im_end|>" in prompt_of(stack)
+        only = [*messages[:1], {"role": "assistant", "content": said[2:4]}, {"role": "user", "content": told[1:]}]
+        await send(stack, "/v1/messages", claude_code(messages=only), stream=stream)
+
+    run(scenario)
+
+
+def test_strict_servers_refuse_what_they_would_leave_out(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        body = {"model": MODEL, "max_tokens": 8, "messages": PASTED[:1]}
+        await send(stack, "/v1/messages", body, stream=False)  # a setting of its own says what happens to images
+        upload = {"role": "user", "content": [{"type": "container_upload", "file_id": "f"}]}
+        for fields, path in (
+            ({"tools": SERVER_TOOLS[:1]}, "tools[0]"),
+            ({"messages": [upload]}, "messages[0].content[0]"),
+        ):
+            reply = await stack.http.post("/v1/messages", json={**body, **fields})
+            assert reply.json()["error"]["message"] == f"{path} is not supported; leave it out."
+
+    run(scenario, ServerConfig(strict_fields=True))
+
+
+# --- Clients of OpenAI's API ------------------------------------------------------------------------------------------
+
+URL = {"url": "data:image/png;base64,iVBORw0KGgo="}
+PARTS = [
+    {"type": "image_url", "image_url": URL},
+    {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+    {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}},
+    {"type": "text", "text": "What is this?"},
+]
+
+
+@streamed
+def test_cline_3_and_qwen_code_0_8_get_an_answer_to_images(run: Run, *, stream: bool) -> None:
+    messages = [
+        {"role": "user", "content": PARTS},
+        {"role": "assistant", "content": "A dog.", "tool_calls": [{"id": "c", "function": {"name": "look"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": PARTS[:1]},
+    ]
+
+    async def scenario(stack: Stack) -> None:
+        reply = await send(stack, "/v1/chat/completions", {**QWEN_CODE, "messages": messages}, stream=stream)
+        assert reply.headers["x-ignored-fields"] == "messages.image_url,messages.input_audio,messages.file"
+        shown = [OMITTED.replace("image", kind) for kind in ("image", "audio", "file")]
+        assert "\n".join([*shown, "What is this?"]) in prompt_of(stack)
+        assert prompt_of(stack).count(OMITTED) == 2
+        tokens = await stack.http.post("/tokenize", json={"model": MODEL, "messages": messages})
+        assert tokens.headers["x-ignored-fields"] == reply.headers["x-ignored-fields"]
+
+    run(scenario)
+
+
+def test_images_of_a_chat_are_refused_if_the_server_says_so(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        reply = await stack.chat(messages=[{"role": "user", "content": PARTS}])
+        error = error_of(reply, 400, "unsupported_parameter")
+        assert error["param"] == "messages[0].content[0]"
+        assert error["message"].startswith("Could not process image ")
+
+    run(scenario, ServerConfig(images="refuse"))
+
+
+@streamed
+def test_openai_agents_sdk_0_6_offers_a_custom_tool_which_is_left_out(run: Run, *, stream: bool) -> None:
+    custom = {"type": "custom", "custom": {"name": "apply_patch", "format": {"type": "text"}}}
+    function = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+    async def scenario(stack: Stack) -> None:
+        prompts = []
+        for tools in ([custom, function], [function]):
+            reply = await send(stack, "/v1/chat/completions", {**QWEN_CODE, "tools": tools}, stream=stream)
+            prompts.append(prompt_of(stack))
+            assert reply.headers.get("x-ignored-fields") == ("tools.custom" if custom in tools else None)
+        assert prompts[0] == prompts[1]
+        error_of(await stack.chat(tools=[custom], tool_choice="required"), 400, "invalid_value")
 
     run(scenario)

@@ -28,7 +28,7 @@ from configs.errors import CheckpointError
 from configs.read_config import read_model_config
 from configs.schema import ServerConfig
 from tests.conftest import SMALL
-from tests.helpers.scripted_engine import MODEL, Run, Stack, error_of
+from tests.helpers.scripted_engine import MODEL, Run, Stack, prompt_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("attention", "cluster", "configs", "parallel", "worker")
@@ -154,7 +154,7 @@ PARTS: list[dict[str, Any]] = [
 ]
 
 
-def test_media_are_refused_and_no_socket_is_opened(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_are_refused_or_replaced_and_no_socket_is_opened(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(stack: Stack) -> None:
         opened: list[object] = []
 
@@ -167,14 +167,15 @@ def test_media_are_refused_and_no_socket_is_opened(run: Run, monkeypatch: pytest
         monkeypatch.setattr(socket, "getaddrinfo", refuse)
         for part in PARTS:
             content = [{"type": "text", "text": "see"}, part]
-            error_of(await stack.chat(messages=[{"role": "user", "content": content}]), 400, "unsupported_parameter")
-            for path in ("/v1/messages", "/v1/responses"):
-                key = "messages" if path.endswith("messages") else "input"
+            for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+                key = "input" if path.endswith("responses") else "messages"
                 body = {"model": MODEL, "max_tokens": 2, key: [{"role": "user", "content": content}]}
                 response = await stack.http.post(path, json=body)
-                assert response.status_code == 400, (path, part, response.text)
+                assert response.status_code == (400 if key == "input" else 200), (path, part, response.text)
+                assert key == "input" or f"messages.{part['type']}" in response.headers["x-ignored-fields"]
         assert opened == []
-        assert stack.coordinator.requests == []
+        for request in stack.coordinator.requests:
+            assert "192.0.2.1" not in stack.model.tokenizer.decode(prompt_ids(request))
 
     run(scenario)
 

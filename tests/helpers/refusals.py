@@ -207,12 +207,7 @@ CHAT: list[Refusal] = [
     *turn("invalid_type", ".tool_call_id", {"role": "tool", "content": "x", "tool_call_id": 1}),
     *turn("invalid_type", ".content[0]", *content("x")),
     *turn("invalid_type", ".content[0].text", *content({"type": "text", "text": 1})),
-    *turn(
-        "unsupported_parameter",
-        ".content[0].type",
-        *content({"type": "image_url", "image_url": {"url": "http://x"}}),
-        *content({"type": "input_audio"}),
-    ),
+    *turn("invalid_type", ".content[0].type", *content({"type": ["image_url"]})),
     *turn("invalid_type", ".tool_calls", {"role": "assistant", "content": "", "tool_calls": {}}),
     *turn("missing_required_parameter", ".tool_calls[0].function", {"role": "assistant", "tool_calls": [{}]}),
     *turn("invalid_value", ".tool_calls", {"role": "user", "content": "x", "tool_calls": [{}]}),
@@ -273,15 +268,20 @@ RESPONSES: list[Refusal] = [
     ),
 ]
 
-USE = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
 ANTHROPIC: list[Refusal] = [
     *values("max_tokens", "missing_required_parameter", None),
     *values("max_tokens", "invalid_value", 0),
     *values("messages", "empty_array", []),
-    Refusal({"messages": content({"type": "image"})}, "unsupported_parameter", "messages[0].content[0].type"),
+    Refusal({"messages": content({"type": ["image"]})}, "invalid_type", "messages[0].content[0].type"),
+    Refusal({"messages": content({"text": "a"})}, "missing_required_parameter", "messages[0].content[0].type"),
     Refusal({"messages": content()}, "empty_array", "messages[0].content"),
-    Refusal({"messages": content(USE)}, "invalid_value", "messages[0].content[0].type"),
-    Refusal({"tools": [{"type": "web_search_20250305", "name": "a"}]}, "unsupported_parameter", "tools[0].type"),
+    Refusal({"tools": [{"type": 1, "name": "a"}]}, "invalid_type", "tools[0].type"),
+    Refusal({"tools": [7]}, "invalid_type", "tools[0]"),
+    Refusal(
+        {"tools": [{"type": "web_search_20250305", "name": "a"}], "tool_choice": {"type": "any"}},
+        "unsupported_parameter",
+        "This server cannot run a: ",
+    ),
     Refusal({"tools": [{"name": "a b", "input_schema": {}}]}, "invalid_value", "tools[0].name"),
     Refusal({"tool_choice": {"type": "tool"}}, "missing_required_parameter", "tool_choice.name"),
     Refusal({"model": "claude"}, "model_not_found", "'claude'", 404),
