@@ -293,8 +293,9 @@ class EngineConfig(_Section):
     load_format: Literal["auto", "dummy"] = "auto"
     """auto: load the weights of `model`. dummy: use random weights of its shape and `revision`, equal on every run and
     for every number of ranks; a local directory only needs config.json."""
-    served_model_name: str | None = None
-    """The model name that clients use. None: derived from `model`."""
+    served_model_name: str | list[str] | None = None
+    """The model name that clients use, or a list of names. Answers have the first. A `*` in a later name stands for any
+    characters: `[qwen3-8b, claude-*]` also serves requests for `claude-haiku-4-5`. None: derived from `model`."""
     tokenizer: str | None = None
     """A directory with a tokenizer, or a Hugging Face id. None: the model's own."""
     revision: str | None = None
@@ -334,6 +335,12 @@ class EngineConfig(_Section):
     placement: PlacementConfig = PlacementConfig()
     server: ServerConfig = ServerConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names in `served_model_name`. Empty if it is None."""
+        names = self.served_model_name
+        return [names] if isinstance(names, str) else list(names or ())
 
     @property
     def kv_dtype(self) -> str:

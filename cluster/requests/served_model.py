@@ -69,6 +69,7 @@ class ServedModel:
         tokenizer: Tokenizer,
         *,
         model_name: str,
+        other_names: Sequence[str] = (),
         max_model_len: int,
         server: ServerConfig,
         vocab_size: int | None = None,
@@ -82,6 +83,7 @@ class ServedModel:
         operations: Operations | None = None,
     ) -> None:
         """Args:
+        other_names: names in requests that also stand for this model. A `*` in one stands for any characters.
         vocab_size: number of ids with an embedding. If None, the tokenizer's number of ids.
         info: what clients may know about the engine.
         max_item_tokens: maximum tokens of all scored items of a prompt. 0: the model cannot score items.
@@ -93,6 +95,7 @@ class ServedModel:
         self.engine = engine
         self.tokenizer = tokenizer
         self.model_name = model_name
+        self.other_names = other_names
         self.max_model_len = max_model_len
         self.server = server
         self.version = version
@@ -195,13 +198,18 @@ class ServedModel:
 
     def check_name(self, name: str | None) -> None:
         """Raises RequestError (404) for the name of another model. None stands for the served model."""
-        if name not in (None, self.model_name):
-            raise RequestError(
-                f"The model {str(name)[:200]!r} does not exist; send {self.model_name!r} or no name.",
-                code="model_not_found",
-                param="model",
-                status=404,
-            )
+        if name in (None, self.model_name):
+            return
+        for pattern in self.other_names:
+            begin, _, end = pattern.partition("*")
+            if name == pattern or ("*" in pattern and name.startswith(begin) and name[len(begin) :].endswith(end)):
+                return
+        raise RequestError(
+            f"The model {name[:200]!r} does not exist; send {self.model_name!r} or no name.",
+            code="model_not_found",
+            param="model",
+            status=404,
+        )
 
     def _known(self, token_id: int | None) -> list[int]:
         """A list with `token_id`, or an empty list if the tokenizer or the model has no such token."""

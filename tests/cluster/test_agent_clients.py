@@ -438,3 +438,59 @@ def test_openai_agents_sdk_0_6_offers_a_custom_tool_which_is_left_out(run: Run, 
         error_of(await stack.chat(tools=[custom], tool_choice="required"), 400, "invalid_value")
 
     run(scenario)
+
+
+@streamed
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_continue_1_3_asks_for_as_many_tokens_as_fit_with_minus_one(run: Run, name: str, *, stream: bool) -> None:
+    async def scenario(stack: Stack) -> None:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], name: -1}
+        reply = await send(stack, "/v1/chat/completions", body, stream=stream)
+        request = stack.coordinator.requests[-1]
+        assert request.sampling.max_tokens == ROOM - len(prompt_ids(request)) == int(reply.headers["x-max-tokens"])
+        zero = await stack.http.post("/v1/chat/completions", json={**body, name: 0})
+        assert "must be at least 1, or -1" in error_of(zero, 400, "invalid_value")["message"]
+
+    run(scenario)
+
+
+@streamed
+def test_claude_code_1_0_asks_for_json_under_the_old_name(run: Run, *, stream: bool) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"isNewTopic": {"type": "boolean"}}}}
+
+    async def scenario(stack: Stack) -> None:
+        grammars = []
+        for fields in ({"output_format": form}, {"output_config": {"format": form}}):
+            body = {"model": MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": "hi"}], **fields}
+            reply = await send(stack, "/v1/messages", body, stream=stream)
+            assert "x-ignored-fields" not in reply.headers
+            grammars.append(stack.coordinator.requests[-1].sampling.grammar)
+        assert grammars[0] == grammars[1] is not None
+        no_type = {"type": "json_schema", "schema": {"type": 7}}
+        wrong = await stack.http.post("/v1/messages", json={**body, "output_format": no_type, "output_config": None})
+        assert wrong.status_code == 400
+
+    run(scenario)
+
+
+@streamed
+def test_claude_code_2_1_reaches_the_model_of_its_subagents(run: Run, *, stream: bool) -> None:
+    async def scenario(stack: Stack) -> None:
+        haiku = claude_code(model="claude-haiku-4-5-20251001")
+        refused = await stack.http.post("/v1/messages", json=haiku)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")
+        stack.model.other_names = ["second", "claude-*", "*-latest", "a*a"]
+        for name in (haiku["model"], "second", "claude-", "gpt-latest", "aa"):
+            await send(stack, "/v1/messages", {**haiku, "model": name}, stream=stream)
+            answer = await stack.http.post("/v1/messages", json={**haiku, "model": name})
+            assert answer.json()["model"] == MODEL
+            await send(stack, "/v1/chat/completions", {**QWEN_CODE, "model": name}, stream=stream)
+            await send(stack, "/v1/responses", {"model": name, "input": "hi"}, stream=stream)
+            assert (await stack.http.get(f"/v1/models/{name}")).json()["id"] == name
+        for name in ("seconds", "a-claude-", "a", "latest", "claude"):
+            assert (await stack.http.get(f"/v1/models/{name}")).status_code == 404
+        listed = (await stack.http.get("/v1/models")).json()
+        assert [card["id"] for card in listed["data"]] == [MODEL, "second"]
+        assert (listed["first_id"], listed["last_id"]) == (MODEL, "second")
+
+    run(scenario)

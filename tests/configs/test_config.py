@@ -586,3 +586,12 @@ def test_the_served_name_follows_from_the_model(tmp_path: Path) -> None:
     assert model_name("owner/tiny") == "owner/tiny"
     assert model_name(str(tmp_path / "tiny.Q4_1")) == "tiny.Q4_1"
     assert model_name("/models/tiny/") == "tiny"
+
+
+def test_a_model_has_one_name_or_several() -> None:
+    assert _resolved().config.model_names == ["owner/tiny"]
+    assert _resolved(served_model_name="mine").config.model_names == ["mine"]
+    assert _resolved(served_model_name=["mine", "claude-*"]).config.model_names == ["mine", "claude-*"]
+    for wrong in (7, ["mine", 7], [], "claude-*", ["claude-*", "mine"], ["mine", "a*b*"]):
+        with pytest.raises(ConfigError, match="served_model_name"):
+            _resolved(served_model_name=wrong)

@@ -80,7 +80,7 @@ SHARED: list[Refusal] = [
     *values("repetition_penalty", "invalid_value", 0),
     *values("repetition_penalty", "invalid_type", 10**400),
     *values("min_tokens", "invalid_value", -1),
-    *values("max_tokens", "invalid_value", -1, 10**30),
+    *values("max_tokens", "invalid_value", -2, 10**30),
     *values("max_tokens", "invalid_type", True, "1"),
     Refusal({"min_tokens": 17, "max_tokens": 16}, "invalid_value", "min_tokens"),
     *values("skip_special_tokens", "invalid_type", 1),
