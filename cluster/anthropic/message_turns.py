@@ -70,15 +70,16 @@ def _tools(request: CountTokensRequest, left_out: LeftOut) -> ToolUse | None:
     for i, tool in enumerate(request.tools or ()):
         if isinstance(tool, Other):
             left_out.unknown(f"tools.{tool.type}", f"tools[{i}]")
-            theirs.append((tool.model_extra or {}).get("name"))
+            name = (tool.model_extra or {}).get("name")
+            theirs.append(name if isinstance(name, str) else tool.type)
         elif not tool.defer_loading or tool.name in left_out.loaded or (choice and tool.name == choice.name):
             tools.append(_tool(tool, f"tools[{i}]"))
     if choice is None:
         return tool_use(tools, ToolChoice(), parallel=True)
     if theirs and (choice.name in theirs if choice.type == "tool" else choice.type == "any" and not tools):
         raise RequestError(
-            f"This server cannot run {theirs[0]}: it has none of the tools that Anthropic defines, only tools with an "
-            "input_schema, which the client runs. Leave tool_choice out.",
+            f"This server cannot run {theirs[0][:64]}: it has none of the tools that Anthropic defines, only "
+            "tools with an input_schema, which the client runs. Leave tool_choice out.",
             code="unsupported_parameter",
             param="tool_choice",
         )

@@ -7,7 +7,7 @@ from configs.errors import RequestError
 from configs.schema import ServerConfig
 
 _MEDIA = {"document": "document", "file": "file", "image": "image", "image_url": "image", "input_audio": "audio"}
-_MEDIA |= {"audio_url": "audio", "video_url": "video"}
+_MEDIA |= {"audio_url": "audio", "input_file": "file", "input_image": "image", "video_url": "video"}
 
 
 class LeftOut:
@@ -24,10 +24,11 @@ class LeftOut:
         """The text that the model is shown in place of the part of a message at `path`. Empty if it is left out. Raises
         RequestError for a part that the settings refuse."""
         given, name = part.model_extra or {}, f"messages.{part.type}"
-        if part.type == "tool_reference":
-            self.loaded.add(str(given.get("tool_name")))
-            return [f"The tool {given.get('tool_name')} is available now."]
-        if texts := _texts(given.get("content", given.get("source"))):
+        if part.type == "tool_reference" and isinstance(tool := given.get("tool_name"), str):
+            self.loaded.add(tool)
+            return [f"The tool {tool} is available now."]
+        source = given.get("source")  # of a search result, this is an address
+        if texts := _texts(source if isinstance(source, dict) else given.get("content")):
             return texts
         if (media := _MEDIA.get(part.type)) is None:
             self.unknown(name, path)

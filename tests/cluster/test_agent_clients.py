@@ -325,12 +325,14 @@ def test_claude_code_2_1_offers_anthropics_tools_which_are_left_out(run: Run, *,
         for tools, choice in (
             (SERVER_TOOLS[:1], {"type": "tool", "name": "web_search"}),
             (SERVER_TOOLS[:1], {"type": "any"}),
+            ([SERVER_TOOLS[-1]], {"type": "any"}),
             ([*SERVER_TOOLS, BASH], {"type": "tool", "name": "web_search"}),
         ):
             forced = {**search, "tools": tools, "tool_choice": choice, "stream": stream}
             refused = await stack.http.post("/v1/messages", json=forced)
             assert refused.status_code == 400
-            assert "This server cannot run web_search: " in refused.json()["error"]["message"]
+            name = tools[0].get("name", "mcp_toolset")
+            assert f"This server cannot run {name}: " in refused.json()["error"]["message"]
 
     run(scenario)
 
@@ -348,7 +350,11 @@ def test_claude_code_2_1_resumes_a_session_that_began_at_anthropic(run: Run, *, 
         {"type": "text", "text": "Rain."},
     ]
     result = {"type": "search_result", "source": "s", "title": "t", "content": [{"type": "text", "text": "Found."}]}
-    told = [result, {"type": "container_upload", "file_id": "file_1"}]
+    deep: Any = []
+    for _ in range(200):
+        deep = [deep]
+    odd = [{"type": "tool_reference", "tool_name": deep}, {"type": "image", "source": "https://a.b/c.png"}]
+    told = [result, {"type": "container_upload", "file_id": "file_1"}, *odd]
     messages = [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": said},
@@ -357,10 +363,10 @@ def test_claude_code_2_1_resumes_a_session_that_began_at_anthropic(run: Run, *, 
 
     async def scenario(stack: Stack) -> None:
         reply = await send(stack, "/v1/messages", claude_code(messages=messages), stream=stream)
-        left = ["server_tool_use", "web_search_tool_result", "mcp_tool_use", "container_upload"]
-        assert reply.headers["x-ignored-fields"].split(",")[:4] == [f"messages.{kind}" for kind in left]
+        left = ["server_tool_use", "web_search_tool_result", "mcp_tool_use", "container_upload", "tool_reference"]
+        assert reply.headers["x-ignored-fields"].split(",")[:5] == [f"messages.{kind}" for kind in left]
         assert "I search.\nIt rains.\nRain." in prompt_of(stack)
-        assert "user\nFound.<|im_end|>" in prompt_of(stack)
+        assert f"user\nFound.\n{OMITTED}<|im_end|>" in prompt_of(stack)
         only = [*messages[:1], {"role": "assistant", "content": said[2:4]}, {"role": "user", "content": told[1:]}]
         await send(stack, "/v1/messages", claude_code(messages=only), stream=stream)
 
