@@ -93,6 +93,7 @@ class ContextLengthError(RequestError):
         at_least: bool = False,
     ):
         """`at_least`: the prompt was not encoded to its end, so it has this number of tokens or more."""
+        self.max_model_len, self.num_prompt_tokens, self.max_tokens = max_model_len, num_prompt_tokens, max_tokens
         asked = f"{'at least ' * at_least}{num_prompt_tokens + max_tokens} tokens"
         detail = f"{num_prompt_tokens} in the prompt" + (f", {max_tokens} for the completion" if max_tokens else "")
         # Proxy libraries recognise this error by the words "This model's maximum context length is".

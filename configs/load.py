@@ -41,8 +41,8 @@ class AppConfig:
 
     @property
     def served_model_name(self) -> str:
-        """The model name for clients."""
-        return self.engine.served_model_name or model_name(self.engine.model)
+        """The first model name for clients."""
+        return next(iter(self.engine.model_names), None) or model_name(self.engine.model)
 
 
 def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:

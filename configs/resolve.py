@@ -123,6 +123,12 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
         _check_card(resolver, config, model, card)
     needs = attention_needs(decided, model, None if card is None else card.compute_capability)
     _decide_attention(resolver, config, model, needs, host.packages)
+    names = config.model_names
+    if config.served_model_name == [] or "*" in "".join(names[:1]) or any(name.count("*") > 1 for name in names):
+        raise ConfigError(
+            f"served_model_name={config.served_model_name!r}: must be a name, or a list that begins with one; only "
+            "later names may have a `*`, one each"
+        )
     decide("served_model_name", config.served_model_name, model_name(config.model), "from model")
     _decide_parallel(resolver, config, device, host)
     # Ranks on CPUs reserve few Ray CPUs: sharing cores makes them slower, not wrong.

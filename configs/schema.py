@@ -254,6 +254,9 @@ class ServerConfig(_Section):
     such as {temperature: 0.7}: these values, and the model's for all others."""
     chat_template: str | None = None
     """A Jinja file that replaces the model's chat template."""
+    images: Literal["placeholder", "refuse"] = "placeholder"
+    """What happens to images, documents, files and audio in a request; models read text only. placeholder: the model is
+    shown a short text in their place, and the header `x-ignored-fields` names them. refuse: the request gets 400."""
     special_tokens_in_text: bool = False
     """Whether the characters of a special token, such as `<|im_end|>`, become that token inside the text of a chat:
     messages, tools, documents. false: only the chat template writes special tokens, so a user's text cannot end its
@@ -290,8 +293,9 @@ class EngineConfig(_Section):
     load_format: Literal["auto", "dummy"] = "auto"
     """auto: load the weights of `model`. dummy: use random weights of its shape and `revision`, equal on every run and
     for every number of ranks; a local directory only needs config.json."""
-    served_model_name: str | None = None
-    """The model name that clients use. None: derived from `model`."""
+    served_model_name: str | list[str] | None = None
+    """The model name that clients use, or a list of names. Answers have the first. A `*` in a later name stands for any
+    characters: `[qwen3-8b, claude-*]` also serves requests for `claude-haiku-4-5`. None: derived from `model`."""
     tokenizer: str | None = None
     """A directory with a tokenizer, or a Hugging Face id. None: the model's own."""
     revision: str | None = None
@@ -331,6 +335,12 @@ class EngineConfig(_Section):
     placement: PlacementConfig = PlacementConfig()
     server: ServerConfig = ServerConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names in `served_model_name`. Empty if it is None."""
+        names = self.served_model_name
+        return [names] if isinstance(names, str) else list(names or ())
 
     @property
     def kv_dtype(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from configs.errors import RequestError
+from configs.errors import ContextLengthError, RequestError
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -142,7 +142,16 @@ class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
     def of(cls, error: RequestError, request_id: str | None = None) -> AnthropicError:
         """The body that shows `error` to clients."""
         kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        return cls(AnthropicErrorDetail(kind, str(error)), request_id)
+        words = _too_long(error) if isinstance(error, ContextLengthError) else str(error)
+        return cls(AnthropicErrorDetail(kind, words), request_id)
+
+
+def _too_long(error: ContextLengthError) -> str:
+    """Both sentences that Anthropic's API has for this error. Claude Code reads the numbers of the first, and others
+    recognise the second."""
+    prompt, limit = error.num_prompt_tokens, error.max_model_len
+    first = f"input length and `max_tokens` exceed context limit: {prompt} + {error.max_tokens} > {limit}; "
+    return first * (error.max_tokens > 0) + f"prompt is too long: {prompt} tokens > {limit} maximum"
 
 
 MessageEvent = (

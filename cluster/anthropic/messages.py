@@ -16,9 +16,11 @@ from cluster.requests import checks
 from cluster.requests.answer import answer, json_response
 from cluster.requests.chat_run import chat_run
 from cluster.requests.fields import ignored_header
+from cluster.requests.images import LeftOut
 from cluster.requests.job import JobOptions
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
+from configs.errors import ContextLengthError
 
 _Request = TypeVar("_Request", bound=CountTokensRequest)
 
@@ -32,19 +34,23 @@ async def messages(model: ServedModel, body: bytes, context: RequestContext) -> 
         fields = request.model_copy(update={"stop": list(stops.values())})
     thinking = request.thinking
     as_asked = thinking is not None and (thinking.type == "enabled") == (model.formats.reasoning is not None)
-    run, headers = await chat_run(
-        model,
-        "msg_",
-        chat,
-        fields,
-        context,
-        JobOptions(),
-        num_bytes=len(body),
-        ignored=ignored,
-        max_tokens=request.max_tokens,
-        own_grammar=output_grammar(request),
-        needs_no_telling="thinking" if as_asked else None,
-    )
+    try:
+        run, headers = await chat_run(
+            model,
+            "msg_",
+            chat,
+            fields,
+            context,
+            JobOptions(),
+            num_bytes=len(body),
+            ignored=ignored,
+            max_tokens=request.max_tokens,
+            own_grammar=output_grammar(request),
+            needs_no_telling="thinking" if as_asked else None,
+        )
+    except ContextLengthError as error:
+        error.max_tokens = request.max_tokens  # a prompt that is refused before it is encoded has no number
+        raise
     writer = MessageWriter(run, model.model_name, context.request_id)
     return answer(writer, streamed=bool(request.stream), headers=headers)
 
@@ -62,4 +68,6 @@ def _checked(
     """Returns a request, its ignored fields, and the conversation that the model continues. Raises RequestError."""
     # A client may send the whole request to have its tokens counted.
     request, ignored = model.checked(kind, raw, FIELDS, MessagesRequest)
-    return request, ignored, conversation(request)
+    left_out = LeftOut(model.server)
+    chat = conversation(request, left_out)
+    return request, [*ignored, *left_out.names], chat

@@ -14,8 +14,10 @@ from cluster.requests.shapes import (
     ArgumentsSchema,
     Description,
     FunctionName,
+    Other,
     ReasoningEffort,
     Shape,
+    by_type,
     filled,
 )
 
@@ -54,18 +56,23 @@ class ToolUseParam(Shape):
     input: dict[str, Any]
 
 
+_Output: Any = by_type(text=TextParam)
+
+
 class ToolResultParam(Shape):
     """The output of a tool that the model used."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Texts | None = None
+    content: str | Annotated[list[_Output], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
 
 
-Block = TextParam | ThinkingParam | RedactedThinkingParam | ToolUseParam | ToolResultParam
-_Told = Annotated[TextParam | ToolResultParam, Field(discriminator="type")]
-_Said = Annotated[TextParam | ThinkingParam | RedactedThinkingParam | ToolUseParam, Field(discriminator="type")]
+Block = TextParam | ThinkingParam | RedactedThinkingParam | ToolUseParam | ToolResultParam | Other
+_Told: Any = by_type(text=TextParam, tool_result=ToolResultParam)
+_Said: Any = by_type(
+    text=TextParam, thinking=ThinkingParam, redacted_thinking=RedactedThinkingParam, tool_use=ToolUseParam
+)
 
 
 class SystemParam(Shape):
@@ -102,6 +109,11 @@ class ToolParam(Shape):
     description: Description | None = None
     input_schema: ArgumentsSchema
     strict: bool | None = None
+    defer_loading: bool | None = None
+    """Whether the model is shown the tool only once a `tool_reference` in the conversation names it."""
+
+
+_Tool: Any = by_type(custom=ToolParam)
 
 
 class ToolChoiceParam(Shape):
@@ -145,7 +157,7 @@ class CountTokensRequest(Shape):
     model: str
     messages: list[Annotated[Message, Field(discriminator="role")]] = Field(min_length=1, fail_fast=True)
     system: str | Texts | None = None
-    tools: list[ToolParam] | None = Field(None, max_length=MAX_TOOLS)
+    tools: list[_Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -158,6 +170,8 @@ class MessagesRequest(SamplingFields, CountTokensRequest):
     stop_sequences: list[StopText] | None = Field(None, max_length=32, fail_fast=True)
     stream: bool | None = None
     metadata: RequestMetadata | None = None
+    output_format: OutputFormat | None = None
+    """Older name of `output_config.format`, which counts if both are given."""
 
 
 FIELDS = FieldPolicy(
@@ -165,11 +179,7 @@ FIELDS = FieldPolicy(
         **UNSUPPORTED,
         "compaction": neutral(),
         "container": neutral(),
-        # This server never clears context, so a request to keep all of it, as Claude Code sends, has no effect.
-        "context_management": neutral({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
         "mcp_servers": neutral([]),
-        "output_format": neutral(),
-        "speed": neutral("standard"),
         "thread": neutral(),
     },
     frozenset(
@@ -184,5 +194,10 @@ FIELDS = FieldPolicy(
             "workspace_id",
         }
     ),
-    STYLING,
+    {
+        **STYLING,
+        # This server never clears context, so a request to keep all of it, as Claude Code sends, has no effect.
+        "context_management": neutral({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+        "speed": neutral("standard"),
+    },
 )

@@ -74,7 +74,7 @@ def print_plan(
     resolved = resolve(config, model, host)
     plan = ShardPlan.create(model, config.tensor_parallel_size, exact=resolved.config.is_exact)
     lines = [
-        f"{resolved.config.served_model_name}: {model.model_type}, {model.num_hidden_layers} layers, "
+        f"{resolved.config.model_names[0]}: {model.model_type}, {model.num_hidden_layers} layers, "
         f"{_heads(model)}, {resolved.config.dtype}, {resolved.config.numerics}",
         f"  from {model_path}",
         "",

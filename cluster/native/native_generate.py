@@ -19,7 +19,7 @@ from cluster.http.response import HttpResponse
 from cluster.native.native_answer import NativeWriter
 from cluster.requests import checks
 from cluster.requests.answer import answer
-from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, neutral
+from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, lowered_header, neutral
 from cluster.requests.job import Job, JobOptions
 from cluster.requests.json_body import below
 from cluster.requests.sampling_fields import SamplingFields
@@ -120,7 +120,9 @@ async def generate(model: ServedModel, body: bytes, context: RequestContext) -> 
         as_list=checked.is_batch or job.num_choices > 1,
         with_text=bool(request.return_text_in_logprobs),
     )
-    return answer(writer, streamed=bool(request.stream), headers=ignored_header(checked.ignored))
+    limits = [choices[0].max_tokens for choices in job.sampling]
+    lowered = lowered_header([fields.max_new_tokens for fields in checked.sampling], limits)
+    return answer(writer, streamed=bool(request.stream), headers=ignored_header(checked.ignored) | lowered)
 
 
 def _checked(model: ServedModel, raw: Mapping[str, Any]) -> _Checked:

@@ -9,7 +9,7 @@ from cluster.observability.ray_export import RayExport
 from cluster.observability.record import Identity
 from cluster.observability.telemetry import Telemetry
 from cluster.observability.tracing import open_tracer
-from configs.schema import EngineConfig, resolved
+from configs.schema import EngineConfig
 
 
 def replica_telemetry(config: EngineConfig, context: ReplicaContext, life: EngineLife) -> Telemetry:
@@ -17,7 +17,7 @@ def replica_telemetry(config: EngineConfig, context: ReplicaContext, life: Engin
     `observability.otlp_traces_endpoint` is set and cannot be used."""
     settings = config.observability
     identity = Identity(
-        model_name=resolved(config.served_model_name),
+        model_name=config.model_names[0],
         application=context.app_name,
         deployment=context.deployment,
         replica=context.replica_id.unique_id,

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from cluster.openai.openai_request import (
     AssistantTurn,
     ChatRequest,
-    ContentPart,
     Message,
-    RefusalPart,
     ToolMessage,
 )
 from cluster.openai.tool_fields import parse_tools
+from cluster.requests.images import LeftOut
+from cluster.requests.shapes import Other
 from cluster.text.conversation import Call, Conversation, TemplateOption, Turn
 from configs.errors import RequestError
 
 _OWN_VARIABLES = frozenset({"chat_template", "tokenize", "messages", "tools", "documents", "add_generation_prompt"})
 
 
-def conversation(request: ChatRequest) -> Conversation:
-    """The conversation that the model continues. Raises RequestError with the path of the wrong field."""
+def conversation(request: ChatRequest, left_out: LeftOut) -> Conversation:
+    """The conversation that the model continues. What the model is not shown is added to `left_out`. Raises
+    RequestError with the path of the wrong field."""
+    for i, tool in enumerate(request.tools or ()):
+        if tool.get("type", "function") != "function":
+            left_out.unknown(f"tools.{tool['type']}", f"tools[{i}]")
     tools = parse_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
-    turns = parse_turns(request.messages)
+    turns = [_turn(message, f"messages[{i}]", left_out) for i, message in enumerate(request.messages)]
     options = []
     for name, value in (request.chat_template_kwargs or {}).items():
         path = f"chat_template_kwargs.{name}"
@@ -46,13 +51,8 @@ def conversation(request: ChatRequest) -> Conversation:
     )
 
 
-def parse_turns(messages: Sequence[Message]) -> list[Turn]:
-    """The turns of the conversation in a chat's messages."""
-    return [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _turn(message: Message, path: str) -> Turn:
-    text = _text(message.content)
+def _turn(message: Message, path: str, left_out: LeftOut) -> Turn:
+    text = _text(message.content, f"{path}.content", left_out)
     if isinstance(message, AssistantTurn):
         calls = tuple(
             Call(call.function.name, call.function.arguments or {}, call.id) for call in message.tool_calls or ()
@@ -71,7 +71,13 @@ def _turn(message: Message, path: str) -> Turn:
     return Turn(role="user" if message.role == "user" else "system", text=text, name=message.name, path=f"{path}.role")
 
 
-def _text(content: str | Sequence[ContentPart | RefusalPart] | None) -> str:
+def _text(content: str | Sequence[Any] | None, path: str, left_out: LeftOut) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content or ())
+    texts: list[str] = []
+    for i, part in enumerate(content or ()):
+        if isinstance(part, Other):
+            texts += left_out.text(part, f"{path}[{i}]")
+        else:
+            texts.append(part.refusal if part.type == "refusal" else part.text)
+    return "\n".join(texts)

@@ -17,7 +17,8 @@ from cluster.openai.openai_request import COMPLETION_DEFAULT_MAX_TOKENS, ChatReq
 from cluster.requests import checks
 from cluster.requests.answer import answer
 from cluster.requests.chat_run import chat_run
-from cluster.requests.fields import ignored_header
+from cluster.requests.fields import ignored_header, lowered_header
+from cluster.requests.images import LeftOut
 from cluster.requests.job import JobOptions
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
@@ -72,14 +73,17 @@ async def completions(model: ServedModel, body: bytes, context: RequestContext) 
             for prompt in prompts
         ]
     writer = CompletionWriter(model.run(job), request, model, echoes)
-    return answer(writer, streamed=bool(request.stream), headers=ignored_header(ignored))
+    headers = ignored_header(ignored) | lowered_header([request.max_tokens] * len(limits), limits)
+    return answer(writer, streamed=bool(request.stream), headers=headers)
 
 
 def _checked_chat(model: ServedModel, raw: Mapping[str, Any]) -> tuple[ChatRequest, Conversation, list[str]]:
     """Returns a request, the conversation that the model continues, and the ignored fields."""
     request, ignored = check_request(ChatRequest, raw, model.server)
     model.check_name(request.model)
-    return request, conversation(request), ignored
+    left_out = LeftOut(model.server)
+    turns = conversation(request, left_out)
+    return request, turns, [*ignored, *left_out.names]
 
 
 def _checked_completion(

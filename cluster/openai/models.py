@@ -17,6 +17,6 @@ def model_card(model: ServedModel, name: str) -> ModelCard:
 
 
 def model_list(model: ServedModel) -> ModelList:
-    """The list with the served model, the only one."""
-    card = model_card(model, model.model_name)
-    return ModelList(data=[card], first_id=card.id, last_id=card.id)
+    """The served model, under each of its names without `*`."""
+    names = [model.model_name, *(name for name in model.other_names if "*" not in name)]
+    return ModelList(data=[model_card(model, name) for name in names], first_id=names[0], last_id=names[-1])

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from cluster.requests import checks
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy
@@ -26,6 +26,7 @@ from cluster.requests.shapes import (
     Prompts,
     ReasoningEffort,
     Shape,
+    by_type,
     filled,
 )
 from configs.errors import RequestError
@@ -82,7 +83,8 @@ class AllowedChoice(Shape):
     allowed_tools: AllowedFunctions
 
 
-_Tools = Annotated[list[ToolOffer], Field(max_length=MAX_TOOLS, fail_fast=True)] | None
+_Tool: Any = by_type(function=ToolOffer)
+_Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None
 _ToolChoice = (
     Literal["none", "auto", "required"] | Annotated[ChosenFunction | AllowedChoice, Field(discriminator="type")] | None
 )
@@ -91,7 +93,7 @@ _ToolChoice = (
 
 
 class ContentPart(Shape):
-    """A piece of a message's text. Parts of other types are refused."""
+    """A piece of a message's text."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -104,8 +106,9 @@ class RefusalPart(Shape):
     refusal: str
 
 
-Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
-_Said = Annotated[ContentPart | RefusalPart, Field(discriminator="type")]
+_Part: Any = by_type(text=ContentPart, input_text=ContentPart, output_text=ContentPart)
+_Said: Any = by_type(text=ContentPart, input_text=ContentPart, output_text=ContentPart, refusal=RefusalPart)
+Content = str | Annotated[list[_Part], Field(fail_fast=True)]
 
 
 def decoded_arguments(given: dict[str, Any] | str | None) -> dict[str, Any] | str:
@@ -203,7 +206,7 @@ class GenerationRequest(SamplingFields):
     model: str
     """The model's name in /v1/models."""
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    """Maximum number of tokens of the answer. If null, 16 for a completion, and as many as fit for a chat."""
+    """Maximum number of tokens of the answer."""
     n: int | None = Field(None, ge=1)
     """Number of answers to each prompt."""
     stream: bool | None = None
@@ -234,12 +237,26 @@ class GenerationRequest(SamplingFields):
         return -1 if self.prompt_logprobs is None else self.prompt_logprobs
 
 
+def _limit(value: int | None) -> int | None:
+    if value == 0:
+        raise RequestError("must be at least 1, or -1 for the most that fit")
+    return MAX_TOKENS if value == -1 else value
+
+
+_LIMITS: Any = [{"enum": [-1]}, {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS}, {"type": "null"}]
+_Limit = Annotated[
+    int | None, Field(ge=-1, le=MAX_TOKENS), AfterValidator(_limit), WithJsonSchema({"anyOf": _LIMITS, "default": None})
+]
+
+
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
+    max_tokens: _Limit = None
+    """Maximum number of tokens of the answer. -1 or null: the most that fit, or a default of the operator for null."""
     messages: Messages
     """The conversation, oldest message first."""
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    max_completion_tokens: _Limit = None
     """Newer name of max_tokens, which counts if both are given."""
     logprobs: bool | None = None
     """Whether the answer contains log probabilities of its tokens."""

@@ -19,6 +19,7 @@ from cluster.openai.openai_request import ChatRequest, Messages, check_request
 from cluster.requests.answer import json_response
 from cluster.requests.checks import check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
+from cluster.requests.images import LeftOut
 from cluster.requests.json_body import validated
 from cluster.requests.json_parts import long_list
 from cluster.requests.served_model import ServedModel
@@ -93,7 +94,9 @@ def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[TokenizeReques
     fields = {name: value for name, value in raw.items() if name not in _OWN_FIELDS}
     chat = {**fields, "model": model.model_name, "messages": raw["messages"]}
     whole, ignored = check_request(ChatRequest, chat, model.server)
-    return request, conversation(whole), ignored
+    left_out = LeftOut(model.server)
+    turns = conversation(whole, left_out)
+    return request, turns, [*ignored, *left_out.names]
 
 
 async def detokenize(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:

@@ -14,12 +14,16 @@ def parse_tools(
     choice: str | Mapping[str, Any] | None = None,
     parallel: bool | None = None,
 ) -> ToolUse | None:
-    """The tools of a request, or None if it has none. The types are checked already.
+    """The functions that a request offers, or None if it has none. The types are checked already.
 
     Raises:
         RequestError: a field is wrong; the error names its path, such as `tools[0].function.name`.
     """
-    functions = [function_tool(tool["function"], f"tools[{i}].function") for i, tool in enumerate(tools or ())]
+    functions = [
+        function_tool(tool["function"], f"tools[{i}].function")
+        for i, tool in enumerate(tools or ())
+        if tool.get("type") in (None, "function")
+    ]
     return tool_use(functions, as_tool_choice(choice), parallel=parallel is not False)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from cluster.http.context import RequestContext
-from cluster.requests.fields import ignored_header
+from cluster.requests.fields import ignored_header, lowered_header
 from cluster.requests.job import JobOptions, Run
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.served_model import ServedModel
@@ -40,7 +40,8 @@ async def chat_run(
     needs_no_telling: str | None = None,
 ) -> tuple[Run, dict[str, str]]:
     """Submits a conversation. Returns the run and the response headers. The headers list ignored fields (including
-    fields that the chat template does not read) and say in which form the model was shown tools, calls or results.
+    fields that the chat template does not read) and say in which form the model was shown tools, calls or results, and
+    to which number `max_tokens` was lowered.
 
     Args:
         prefix: prefix of the answer's id, such as `chatcmpl-`.
@@ -72,7 +73,7 @@ async def chat_run(
     unread = [path for path in conversation.unread(model.tokenizer.template) if path != needs_no_telling]
     if unread and model.server.strict_fields:
         raise RequestError(f"This model's chat template reads no {unread[0]}; leave it out.", param=unread[0])
-    headers = ignored_header([*ignored, *unread])
+    headers = ignored_header([*ignored, *unread]) | lowered_header([max_tokens], [limit])
     if conversation.tools is not None or conversation.speaks_of_tools:
         headers["x-tool-template"] = model.formats.tool_template
     return model.run(job), headers

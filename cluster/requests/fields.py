@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +122,13 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
     # Names come from the caller, so they are escaped.
     shown = [_NO_NAME.sub("_", name[:_MAX_SHOWN_CHARS]) for name in names[:_MAX_SHOWN]]
     return {"x-ignored-fields": ",".join(shown)}
+
+
+def lowered_header(asked: Iterable[int | None], limits: Iterable[int]) -> dict[str, str]:
+    """The header that says to what the answers' maximum number of tokens was lowered: the least of `limits` that is
+    below the number `asked` for the same prompt. Empty if none is. None asks for no number."""
+    lowered = [limit for wanted, limit in zip(asked, limits, strict=True) if wanted is not None and limit < wanted]
+    return {"x-max-tokens": str(min(lowered))} if lowered else {}
 
 
 def field_names(kind: type[BaseModel]) -> set[str]:

@@ -69,6 +69,7 @@ class ServedModel:
         tokenizer: Tokenizer,
         *,
         model_name: str,
+        other_names: Sequence[str] = (),
         max_model_len: int,
         server: ServerConfig,
         vocab_size: int | None = None,
@@ -82,6 +83,7 @@ class ServedModel:
         operations: Operations | None = None,
     ) -> None:
         """Args:
+        other_names: names in requests that also stand for this model. A `*` in one stands for any characters.
         vocab_size: number of ids with an embedding. If None, the tokenizer's number of ids.
         info: what clients may know about the engine.
         max_item_tokens: maximum tokens of all scored items of a prompt. 0: the model cannot score items.
@@ -93,6 +95,7 @@ class ServedModel:
         self.engine = engine
         self.tokenizer = tokenizer
         self.model_name = model_name
+        self.other_names = other_names
         self.max_model_len = max_model_len
         self.server = server
         self.version = version
@@ -195,30 +198,40 @@ class ServedModel:
 
     def check_name(self, name: str | None) -> None:
         """Raises RequestError (404) for the name of another model. None stands for the served model."""
-        if name not in (None, self.model_name):
-            raise RequestError(
-                f"The model {str(name)[:200]!r} does not exist; send {self.model_name!r} or no name.",
-                code="model_not_found",
-                param="model",
-                status=404,
-            )
+        if name in (None, self.model_name):
+            return
+        for pattern in self.other_names:
+            begin, _, end = pattern.partition("*")
+            if name == pattern or ("*" in pattern and name.startswith(begin) and name[len(begin) :].endswith(end)):
+                return
+        raise RequestError(
+            f"The model {name[:200]!r} does not exist; send {self.model_name!r} or no name.",
+            code="model_not_found",
+            param="model",
+            status=404,
+        )
 
     def _known(self, token_id: int | None) -> list[int]:
         """A list with `token_id`, or an empty list if the tokenizer or the model has no such token."""
         return [token_id] if token_id is not None and token_id < self.vocab_size else []
 
     def truncated(self, prompt: list[int], keep: int | None, max_tokens: int | None) -> list[int]:
-        """The last `keep` tokens of `prompt`. None keeps all; -1 keeps as many as fit together with `max_tokens`."""
+        """The last `keep` tokens of `prompt`. None keeps all; -1 keeps as many as fit together with `max_tokens`.
+
+        Raises:
+            ContextLengthError: -1 would keep none.
+        """
         if keep is None:
             return prompt
-        if keep < 0:
-            keep = max(self.max_model_len - (max_tokens or 1), 1)
+        if keep < 0 and (keep := self.max_model_len - (max_tokens or 1)) < 1:
+            raise self._too_long(prompt, max_tokens, "max_tokens")
         return prompt[-keep:] if keep else []
 
     def checked_max_tokens(
         self, prompt: Sequence[int], asked: int | None, *, param: str, default: int | None = None
     ) -> int:
-        """The number of tokens that may follow `prompt`. Every prompt is checked here before it is submitted.
+        """The number of tokens that may follow `prompt`: `asked`, lowered to what fits in the context. Every prompt is
+        checked here before it is submitted.
 
         Args:
             param: name of the prompt's field, for errors.
@@ -226,17 +239,13 @@ class ServedModel:
 
         Raises:
             RequestError: the prompt has no tokens, or a token without an embedding.
-            ContextLengthError: the prompt and the requested tokens do not fit in the context.
+            ContextLengthError: the prompt leaves no room for a token.
         """
         if not prompt:
             raise RequestError(f"{param} has no tokens; send some text.", code="empty_string", param=param)
-        room = max(self.max_model_len - len(prompt), 1)  # at least 1, so that the error has the prompt's length
-        max_tokens = asked if asked is not None else room if default is None else min(default, room)
         # The engine always generates a token, even if only the prompt is of interest.
-        if len(prompt) + max(max_tokens, 1) > self.max_model_len:
-            raise ContextLengthError(
-                max_model_len=self.max_model_len, num_prompt_tokens=len(prompt), max_tokens=max_tokens, param=param
-            )
+        if (room := self.max_model_len - len(prompt)) < 1:
+            raise self._too_long(prompt, 1 if asked is None else asked, param)
         if (largest := max(prompt)) >= self.vocab_size:
             # A prompt's text may contain such a token, because the tokenizer has more tokens than the model.
             raise RequestError(
@@ -244,7 +253,13 @@ class ServedModel:
                 f"tokenizer, and this model has only tokens 0 to {self.vocab_size - 1}; leave it out.",
                 param=param,
             )
-        return max_tokens
+        limit = default if asked is None else asked
+        return room if limit is None else min(limit, room)
+
+    def _too_long(self, prompt: Sequence[int], max_tokens: int | None, param: str) -> ContextLengthError:
+        return ContextLengthError(
+            max_model_len=self.max_model_len, num_prompt_tokens=len(prompt), max_tokens=max_tokens or 0, param=param
+        )
 
     async def grammar(self, fields: SamplingFields) -> str | None:
         """The checked grammar that the answer must match. None for any text.

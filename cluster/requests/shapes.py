@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +19,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     Tag,
+    WithJsonSchema,
 )
 from pydantic_core import CoreSchema, core_schema
 
@@ -72,6 +73,30 @@ def exactly_one(**types: str | list[str]) -> dict[str, Any]:
             for name in types
         ]
     }
+
+
+# --- Objects of many types --------------------------------------------------------------------------------------------
+
+
+class Other(Shape):
+    """An object of a type that this server does not know, with all of its fields in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+
+
+def by_type(**kinds: type[Shape]) -> Any:
+    """The union of `kinds`, by the value of `type`, and of objects with any other type, which become `Other`. Without a
+    type, the first of `kinds` is meant."""
+
+    def tag(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else None
+        return next(iter(kinds)) if kind is None else kind if isinstance(kind, str) and kind in kinds else "other"
+
+    schema = {"type": "object", "properties": {"type": {"type": "string", "not": {"enum": list(kinds)}}}}
+    schema |= {"required": ["type"], "description": "Read as text or left out; `x-ignored-fields` says what was."}
+    tagged = [Annotated[kind, Tag(name)] for name, kind in kinds.items()]
+    return Annotated[Union[*tagged, Annotated[Other, Tag("other"), WithJsonSchema(schema)]], Discriminator(tag)]
 
 
 # --- Texts and token ids ----------------------------------------------------------------------------------------------

@@ -132,11 +132,12 @@ class RunningEngine:
         config = self.spec.config
         phases = dict(self.facts.phase_s)
         began = time.monotonic()
-        assert config.served_model_name is not None, "served_model_name is resolved before the engine starts"
+        first_name, *other_names = config.model_names
         served = ServedModel(
             self.client,
             tokenizer,
-            model_name=config.served_model_name,
+            model_name=first_name,
+            other_names=other_names,
             max_model_len=self.facts.max_model_len,
             server=config.server,
             vocab_size=self.spec.model.vocab_size,

@@ -262,7 +262,7 @@ def test_a_prompt_that_does_not_fit_is_refused_with_both_lengths(run: Run) -> No
         error = error_of(await stack.complete(prompt=[5] * 200), 400, "context_length_exceeded")
         assert "maximum context length is 128 tokens" in error["message"]
         assert "200 in the prompt" in error["message"]
-        error = error_of(await stack.complete(prompt=[5] * 100, max_tokens=29), 400, "context_length_exceeded")
+        error = error_of(await stack.complete(prompt=[5] * 128, max_tokens=29), 400, "context_length_exceeded")
         assert "29 for the completion" in error["message"]
         assert (await stack.complete(prompt=[5] * 100, max_tokens=28)).status_code == 200
         assert (await stack.complete(prompt=[5] * 127)).json()["usage"]["completion_tokens"] == 1

@@ -18,6 +18,7 @@ from cluster.anthropic.message_writer import MessageWriter
 from cluster.anthropic.messages_request import MessagesRequest
 from cluster.messages.engine import FinishReason
 from cluster.requests.generation import Delta
+from cluster.requests.images import LeftOut
 from cluster.requests.job import PromptTokensDetails, Usage
 from cluster.requests.job import Run as JobRun
 from cluster.requests.json_body import validated
@@ -25,6 +26,7 @@ from cluster.text.conversation import Call, Conversation, Turn
 from cluster.text.tools.events import Arguments, CallStarted, Content, Reasoning
 from cluster.text.tools.tool_use import ToolMode
 from configs.errors import RequestError
+from configs.schema import ServerConfig
 from tests.helpers.scripted_engine import MODEL, REPLY, Run, Stack, served
 
 USAGE = Usage(30, 4, 34, PromptTokensDetails(16))
@@ -53,7 +55,7 @@ def sse_events(text: str) -> list[dict[str, Any]]:
 
 def chat_of(**fields: Any) -> Conversation:
     body = {"model": MODEL, "max_tokens": 64, "messages": MESSAGES, **fields}
-    return conversation(validated(MessagesRequest, body))
+    return conversation(validated(MessagesRequest, body), LeftOut(ServerConfig()))
 
 
 def test_a_message_has_its_text_and_counts_what_was_cached_apart(run: Run) -> None:
@@ -235,7 +237,7 @@ TOOL = {"name": "f", "input_schema": {"type": "object"}}
                     *MESSAGES,
                     {
                         "role": "user",
-                        "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}],
+                        "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": 1}]}],
                     },
                 ]
             },

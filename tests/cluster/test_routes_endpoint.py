@@ -156,8 +156,9 @@ def test_a_message_uses_a_tool_and_goes_on_from_its_own_beginning(
 def test_a_refused_message_is_the_packages_own_error(claude: anthropic.Anthropic, endpoint: Endpoint) -> None:
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.create(model="other", messages=FRANCE, max_tokens=1)
-    with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
-        claude.messages.create(model=endpoint.model, messages=FRANCE, max_tokens=100_000)
+    long = {"role": "user", "content": "word " * 9000}
+    with pytest.raises(anthropic.BadRequestError, match=r"exceed context limit: \d+ \+ 100000 > 8192"):
+        claude.messages.create(model=endpoint.model, messages=[long], max_tokens=100_000)
 
 
 # --- /generate, /v1/score and the others ------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from configs.errors import CheckpointError
 from configs.read_config import read_model_config
 from configs.schema import ServerConfig
 from tests.conftest import SMALL
-from tests.helpers.scripted_engine import MODEL, Run, Stack, error_of, prompt_ids
+from tests.helpers.scripted_engine import MODEL, Run, Stack, prompt_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("attention", "cluster", "configs", "parallel", "worker")
@@ -154,7 +154,7 @@ PARTS: list[dict[str, Any]] = [
 ]
 
 
-def test_media_are_refused_or_left_out_and_no_socket_is_opened(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_are_refused_or_replaced_and_no_socket_is_opened(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(stack: Stack) -> None:
         opened: list[object] = []
 
@@ -167,16 +167,16 @@ def test_media_are_refused_or_left_out_and_no_socket_is_opened(run: Run, monkeyp
         monkeypatch.setattr(socket, "getaddrinfo", refuse)
         for part in PARTS:
             content = [{"type": "text", "text": "see"}, part]
-            error_of(await stack.chat(messages=[{"role": "user", "content": content}]), 400, "unsupported_parameter")
-            for path in ("/v1/messages", "/v1/responses"):
-                key = "messages" if path.endswith("messages") else "input"
+            for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+                key = "input" if path.endswith("responses") else "messages"
                 body = {"model": MODEL, "max_tokens": 2, key: [{"role": "user", "content": content}]}
                 response = await stack.http.post(path, json=body)
-                is_left_out = path == "/v1/responses" and part["type"] == "input_image"
+                is_left_out = key == "messages" or part["type"] == "input_image"
                 assert response.status_code == (200 if is_left_out else 400), (path, part, response.text)
+                assert not is_left_out or f"{key}.{part['type']}" in response.headers["x-ignored-fields"]
         assert opened == []
-        [request] = stack.coordinator.requests
-        assert URL not in stack.model.tokenizer.decode(prompt_ids(request))
+        for request in stack.coordinator.requests:
+            assert "192.0.2.1" not in stack.model.tokenizer.decode(prompt_ids(request))
 
     run(scenario)
 

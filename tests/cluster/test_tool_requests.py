@@ -111,7 +111,7 @@ def _function(**fields: Any) -> list[dict[str, Any]]:
         ({}, None, "tools"),
         ([NOW] * 513, None, "tools"),
         ([1], None, "tools[0]"),
-        ([{"type": "custom", "custom": {"name": "f"}}], None, "tools[0].type"),
+        ([{"type": 1}], None, "tools[0].type"),
         ([{"type": "function"}], None, "tools[0].function"),
         ([{"type": "function", "function": {}}], None, "tools[0].function.name"),
         (_function(name=""), None, "tools[0].function.name"),

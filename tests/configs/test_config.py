@@ -64,9 +64,9 @@ def _resolved(host: HostFacts = LAPTOP, **args: Any) -> ResolvedConfig:
 def test_settings_are_those_of_the_committed_list() -> None:
     committed = (ROOT / "tests" / "settings.txt").read_text().split()
     assert all_settings() == committed, "a setting came or went: change tests/settings.txt with it"
-    # The last two: host_names, since a server without keys answers its own names only, and special_tokens_in_text, for
-    # clients whose texts hold special tokens on purpose.
-    assert len(committed) <= 63
+    # The last three: host_names, since a server without keys answers its own names only, special_tokens_in_text, for
+    # clients whose texts hold special tokens on purpose, and images, since agents paste them into their sessions.
+    assert len(committed) <= 64
 
 
 def test_every_setting_says_what_it_does() -> None:
@@ -586,3 +586,12 @@ def test_the_served_name_follows_from_the_model(tmp_path: Path) -> None:
     assert model_name("owner/tiny") == "owner/tiny"
     assert model_name(str(tmp_path / "tiny.Q4_1")) == "tiny.Q4_1"
     assert model_name("/models/tiny/") == "tiny"
+
+
+def test_a_model_has_one_name_or_several() -> None:
+    assert _resolved().config.model_names == ["owner/tiny"]
+    assert _resolved(served_model_name="mine").config.model_names == ["mine"]
+    assert _resolved(served_model_name=["mine", "claude-*"]).config.model_names == ["mine", "claude-*"]
+    for wrong in (7, ["mine", 7], [], "claude-*", ["claude-*", "mine"], ["mine", "a*b*"]):
+        with pytest.raises(ConfigError, match="served_model_name"):
+            _resolved(served_model_name=wrong)

@@ -6,6 +6,7 @@ from typing import Any
 
 from cluster.openai.chat_turns import conversation
 from cluster.openai.openai_request import ChatRequest, check_request
+from cluster.requests.images import LeftOut
 from cluster.requests.json_body import validated
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.structured.spec import GrammarSpec
@@ -33,4 +34,4 @@ def read_grammar(**fields: Any) -> GrammarSpec | None:
 
 def _conversation(**fields: Any) -> Any:
     request, _ = check_request(ChatRequest, {"model": "m", "messages": MESSAGES, **fields}, ServerConfig())
-    return conversation(request)
+    return conversation(request, LeftOut(ServerConfig()))

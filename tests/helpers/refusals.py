@@ -80,7 +80,7 @@ SHARED: list[Refusal] = [
     *values("repetition_penalty", "invalid_value", 0),
     *values("repetition_penalty", "invalid_type", 10**400),
     *values("min_tokens", "invalid_value", -1),
-    *values("max_tokens", "invalid_value", -1, 10**30),
+    *values("max_tokens", "invalid_value", -2, 10**30),
     *values("max_tokens", "invalid_type", True, "1"),
     Refusal({"min_tokens": 17, "max_tokens": 16}, "invalid_value", "min_tokens"),
     *values("skip_special_tokens", "invalid_type", 1),
@@ -171,7 +171,8 @@ COMPLETIONS: list[Refusal] = [
     *values("prompt", "invalid_type", 5, {}, []),
     *values("prompt", "invalid_value", ["x"] * 1025, [[1]] * 5000),
     *values("prompt", "context_length_exceeded", [5] * 200),
-    Refusal({"max_tokens": 10**6}, "context_length_exceeded", "prompt"),
+    Refusal({"max_tokens": 10**6, "prompt": [5] * 128}, "context_length_exceeded", "prompt"),
+    Refusal({"max_tokens": 128, "truncate_prompt_tokens": -1}, "context_length_exceeded", "max_tokens"),
     Refusal({"prompt": [""]}, "empty_string", "prompt[0]"),
     Refusal({"prompt": [[]]}, "empty_array", "prompt[0]"),
     Refusal({"prompt": [True]}, "invalid_type", "prompt[0]"),
@@ -206,12 +207,7 @@ CHAT: list[Refusal] = [
     *turn("invalid_type", ".tool_call_id", {"role": "tool", "content": "x", "tool_call_id": 1}),
     *turn("invalid_type", ".content[0]", *content("x")),
     *turn("invalid_type", ".content[0].text", *content({"type": "text", "text": 1})),
-    *turn(
-        "unsupported_parameter",
-        ".content[0].type",
-        *content({"type": "image_url", "image_url": {"url": "http://x"}}),
-        *content({"type": "input_audio"}),
-    ),
+    *turn("invalid_type", ".content[0].type", *content({"type": ["image_url"]})),
     *turn("invalid_type", ".tool_calls", {"role": "assistant", "content": "", "tool_calls": {}}),
     *turn("missing_required_parameter", ".tool_calls[0].function", {"role": "assistant", "tool_calls": [{}]}),
     *turn("invalid_value", ".tool_calls", {"role": "user", "content": "x", "tool_calls": [{}]}),
@@ -250,7 +246,6 @@ RESPONSES: list[Refusal] = [
     *values("input", "invalid_type", 7),
     Refusal({"input": [RESULT]}, "invalid_value", "input[0].call_id"),
     *values("input", "context_length_exceeded", "word " * 200),
-    Refusal({"max_output_tokens": 10**6}, "context_length_exceeded", "input"),
     Refusal({"input": [7]}, "invalid_type", "input[0]"),
     Refusal({"input": [{"type": 7}]}, "invalid_type", "input[0].type"),
     Refusal({"input": [{"role": "user"}]}, "missing_required_parameter", "input[0].content"),
@@ -275,19 +270,28 @@ RESPONSES: list[Refusal] = [
     ),
 ]
 
-USE = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
 ANTHROPIC: list[Refusal] = [
     *values("max_tokens", "missing_required_parameter", None),
     *values("max_tokens", "invalid_value", 0),
     *values("messages", "empty_array", []),
-    Refusal({"messages": content({"type": "image"})}, "unsupported_parameter", "messages[0].content[0].type"),
+    Refusal({"messages": content({"type": ["image"]})}, "invalid_type", "messages[0].content[0].type"),
+    Refusal({"messages": content({"text": "a"})}, "missing_required_parameter", "messages[0].content[0].type"),
     Refusal({"messages": content()}, "empty_array", "messages[0].content"),
-    Refusal({"messages": content(USE)}, "invalid_value", "messages[0].content[0].type"),
-    Refusal({"tools": [{"type": "web_search_20250305", "name": "a"}]}, "unsupported_parameter", "tools[0].type"),
+    Refusal({"tools": [{"type": 1, "name": "a"}]}, "invalid_type", "tools[0].type"),
+    Refusal({"tools": [7]}, "invalid_type", "tools[0]"),
+    Refusal(
+        {"tools": [{"type": "web_search_20250305", "name": "a"}], "tool_choice": {"type": "any"}},
+        "unsupported_parameter",
+        "This server cannot run a: ",
+    ),
     Refusal({"tools": [{"name": "a b", "input_schema": {}}]}, "invalid_value", "tools[0].name"),
     Refusal({"tool_choice": {"type": "tool"}}, "missing_required_parameter", "tool_choice.name"),
     Refusal({"model": "claude"}, "model_not_found", "'claude'", 404),
-    Refusal({"max_tokens": 4096}, "context_length_exceeded", "maximum context length is 128 tokens"),
+    Refusal(
+        {"max_tokens": 4096, "messages": [{"role": "user", "content": "word " * 3000}]},
+        "context_length_exceeded",
+        "+ 4096 > 128; prompt is too long: ",
+    ),
 ]
 """Whose errors have no field but their message, which names it."""
 

@@ -125,7 +125,7 @@ class ResponsesServing:
         # A client may send the whole request to have its tokens counted.
         request, ignored = self._model.checked(kind, raw, FIELDS, known=ResponsesRequest)
         items, tools = input_items(request.input or []), read_tools(request)
-        unread = [*tools.left_out, *left_out(items), *ignored_options(request)]
+        unread = [*tools.left_out, *left_out(items, self._model.server), *ignored_options(request)]
         if strict and unread:
             name = unread[0]
             raise RequestError(f"{name} is not supported; leave it out.", code="unsupported_parameter", param=name)
