@@ -41,7 +41,7 @@ class LeftOut:
         if part.type == "tool_reference" and isinstance(tool := given.get("tool_name"), str):
             self.loaded.add(tool)
             return [f"The tool {tool} is available now."]
-        source = given.get("source")  # of a search result, this is an address
+        source = given.get("source")  # a search result has an address here
         if texts := _texts(source if isinstance(source, dict) else given.get("content")):
             return texts
         if (shown := placeholder({"type": part.type})) is None:

@@ -474,3 +474,14 @@ def test_an_output_is_dropped_with_its_call_wherever_it_stands(run: Run) -> None
         error_of(await stack.http.post("/v1/responses", json=body), 400, "context_length_exceeded")
 
     run(scenario, max_model_len=200)
+
+
+def test_images_are_refused_in_responses_if_the_settings_refuse_them(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        content = [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": "data:,"}]
+        body = {"model": MODEL, "input": [{"role": "user", "content": content}]}
+        error = error_of(await stack.http.post("/v1/responses", json=body), 400, "unsupported_parameter")
+        assert error["message"].startswith("Could not process image input[0]")
+        assert stack.coordinator.requests == []
+
+    run(scenario, ServerConfig(images="refuse"))

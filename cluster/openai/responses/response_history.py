@@ -59,8 +59,8 @@ def shown_text(content: Any) -> str:
 
 
 def left_out(items: Sequence[Mapping[str, Any]], server: ServerConfig) -> list[str]:
-    """What `x-ignored-fields` names for the items and parts of items that are left out. Raises RequestError for an image
-    or a file that `server` refuses."""
+    """What `x-ignored-fields` names for the items and parts of items that are left out. Raises RequestError for an
+    image or a file that `server` refuses."""
     names = []
     for i, item in enumerate(items):
         parts = item.get("content") or item.get("output") or item.get("summary")
