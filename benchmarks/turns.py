@@ -35,7 +35,7 @@ _SCHEMA = {
     "additionalProperties": False,
 }
 _TOOL = {"name": "read_gauge", "description": "Reads a lock's gauge.", "parameters": _SCHEMA}
-_MAX_TOKENS = 32
+_MAX_TOKENS = 24
 _CALL_EVERY = 3
 
 
@@ -54,7 +54,7 @@ def _question(turn: int) -> str:
 
 
 def _result(turn: int) -> str:
-    return "\n".join(f"gauge {line}: {turn * line} cm" for line in range(1, 5))
+    return "\n".join(f"gauge {line}: {turn * line} cm" for line in range(1, 3))
 
 
 def _ms_since(began: float) -> float:
