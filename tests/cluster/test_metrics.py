@@ -319,7 +319,7 @@ def test_requests_and_errors_show_in_the_metrics_route(run: Run) -> None:
         num_tokens = len(stack.coordinator.reply)
         assert (await stack.chat()).status_code == 200
         assert (await stack.complete(n=2, stream=True)).status_code == 200
-        assert (await stack.chat(max_tokens=-1)).status_code == 400
+        assert (await stack.chat(max_tokens=-2)).status_code == 400
         assert (await stack.http.get("/nowhere")).status_code == 404
         found = scraped(await stack.http.get("/metrics"))
         assert found["lockstep_requests_finished_total", labels(finished_reason="stop")] == 3
