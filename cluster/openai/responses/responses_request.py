@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import or_
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from cluster.openai.openai_request import CalledName, FunctionParam, RefusalPart
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, neutral
 from cluster.requests.sampling_fields import JsonObjectParam, SamplingFields, TextFormatParam
-from cluster.requests.shapes import MAX_TOKENS, MAX_TOOLS, Checked, ReasoningEffort, Shape, filled
+from cluster.requests.shapes import MAX_TOKENS, MAX_TOOLS, Checked, ReasoningEffort, Shape, by_type, filled
 from configs.errors import RequestError
 
 _MAX_METADATA = 16
 _INCLUDABLE = frozenset({"message.output_text.logprobs", "reasoning.encrypted_content"})
-
-
-class _Other(Shape):
-    """Another object. It is read as text or left out; the header `x-ignored-fields` names what is left out."""
-
-    type: str
-    namespace: str | None = None
-
-
-def _list_by_type(field: Any, **kinds: type[Shape]) -> Any:
-    """The type of a list of `kinds`, by the value of `type`, and of objects with any other type. Without a type, the
-    first of `kinds` is meant. `field` is the list's pydantic Field."""
-
-    def tag(value: Any) -> str:
-        kind = value.get("type") if isinstance(value, dict) else None
-        return next(iter(kinds)) if kind is None else kind if isinstance(kind, str) and kind in kinds else "other"
-
-    other = _Other.model_json_schema()
-    other["properties"]["type"]["not"] = {"enum": list(kinds)}
-    tagged: list[Any] = [Annotated[kind, Tag(name)] for name, kind in kinds.items()]
-    tagged.append(Annotated[_Other, Tag("other"), WithJsonSchema(other)])
-    return Annotated[list[Annotated[reduce(or_, tagged), Discriminator(tag)]], field]  # type: ignore[misc]
 
 
 # --- Input items ------------------------------------------------------------------------------------------------------
@@ -102,14 +78,14 @@ class ReasoningInputItem(Shape):
     """Read in place of an empty `content`."""
 
 
-_Items = _list_by_type(
-    Field(min_length=1, fail_fast=True),
+_Item: Any = by_type(
     message=MessageItem,
     function_call=FunctionCallItem,
     function_call_output=FunctionCallOutputItem,
     reasoning=ReasoningInputItem,
 )
-_Input = str | Annotated[_Items, BeforeValidator(filled)]  # type: ignore[valid-type]
+_Items = Annotated[list[_Item], Field(min_length=1, fail_fast=True)]
+_Input = str | Annotated[_Items, BeforeValidator(filled)]
 
 # --- The request ------------------------------------------------------------------------------------------------------
 
@@ -129,10 +105,11 @@ class NamespaceTool(CalledName):
     type: Literal["namespace"]
     description: str | None = None
     """Shown for functions without a description."""
-    tools: Annotated[list[dict[str, Any]], Checked(_list_by_type(_MANY, function=FunctionTool))]
+    tools: Annotated[list[dict[str, Any]], Checked(Annotated[list[by_type(function=FunctionTool)], _MANY])]
 
 
-_Tools = _list_by_type(_MANY, function=FunctionTool, namespace=NamespaceTool)
+_Tool: Any = by_type(function=FunctionTool, namespace=NamespaceTool)
+_Tools = Annotated[list[_Tool], _MANY]
 
 
 class NamespacedName(CalledName):
