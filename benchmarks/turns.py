@@ -1,6 +1,6 @@
 """A hundred turns of an agent: how much of each prompt the prefix cache has, and when the first token comes.
 
-    python -m benchmarks.turns CONFIG [--set KEY=VALUE ...] [--turns 100] [--json OUT]
+    python -m benchmarks.turns CONFIG [--set KEY=VALUE ...] [--turns 100] [--surfaces NAME,...] [--json OUT]
 
 The endpoint is started for the run. On each of three surfaces (chat completions, responses, messages) the vendor's own
 client holds one conversation: every third turn the model must call a tool, otherwise it may. The client then appends
@@ -188,6 +188,7 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--turns", type=int, default=100)
+    parser.add_argument("--surfaces", type=lambda text: text.split(","), default=list(SURFACES))
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
     report = Report(arguments.json, **circumstances(), config=arguments.config, overrides=arguments.overrides)
@@ -195,8 +196,8 @@ def main() -> None:
         model = httpx.get(f"{url}/models").json()["data"][0]["id"]
         info = httpx.get(f"{url.removesuffix('/v1')}/metrics").text
         page_size = int(info.partition('page_size="')[2].partition('"')[0])
-        for name, surface in SURFACES.items():
-            figures = summary(surface(url, model, arguments.turns), page_size)
+        for name in arguments.surfaces:
+            figures = summary(SURFACES[name](url, model, arguments.turns), page_size)
             print(f"{name}: {json.dumps(figures)}")
             report.add(**{name: figures})
 
