@@ -291,6 +291,8 @@ def app_on(nodes: Nodes, name: str) -> Iterator[str]:
 
     from cluster.serve.app import build_app
 
+    if serve.status().proxies:
+        pytest.skip("Ray Serve runs already, at another port, and others need it; run this file by itself")
     port = unused_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     settings = {"served_model_name": "m", **group_settings(nodes.settings, "SPREAD")}
