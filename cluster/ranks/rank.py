@@ -63,7 +63,8 @@ class Rank:
     def settle(self, location: Location) -> None:
         """Records where the rank's new process runs."""
         self.location = location
-        if location.node_id == ray.get_runtime_context().get_node_id():
+        # After another rank failed, a process that was starting is recorded once more.
+        if self.pidfd < 0 and location.node_id == ray.get_runtime_context().get_node_id():
             with contextlib.suppress(OSError):  # a sandbox may not support pidfds; the raylet ends the process too
                 self.pidfd = os.pidfd_open(location.pid)
 

@@ -47,9 +47,9 @@ class Client:
     tool: str
     """A tool of the client's that reads."""
     arguments: dict[str, str]
-    """Of a call that finds the file `canal.txt`."""
+    """Arguments of a call that finds the file `canal.txt`."""
     path: str
-    """Of the route that it uses."""
+    """Path of the route that the client uses."""
 
 
 CLIENTS = [
