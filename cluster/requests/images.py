@@ -10,17 +10,21 @@ _MEDIA = {"document": "document", "file": "file", "image": "image", "image_url":
 _MEDIA |= {"audio_url": "audio", "input_file": "file", "input_image": "image", "video_url": "video"}
 
 
+def _medium(part: object) -> str | None:
+    return _MEDIA.get(str(part.get("type"))) if isinstance(part, dict) else None
+
+
 def placeholder(part: object) -> str | None:
     """The text that the model is shown in place of a part of a message. None if the part is no medium."""
-    media = _MEDIA.get(str(part.get("type"))) if isinstance(part, dict) else None
-    return None if media is None else f"[{media} omitted: this model reads text only]"
+    medium = _medium(part)
+    return None if medium is None else f"[{medium} omitted: this model reads text only]"
 
 
 def check_media(part: object, path: str, server: ServerConfig) -> None:
     """Raises RequestError if the part at `path` is a medium and `server.images` refuses it."""
-    if server.images == "refuse" and isinstance(part, dict) and (media := _MEDIA.get(str(part.get("type")))):
+    if server.images == "refuse" and (medium := _medium(part)) is not None:
         # Claude Code takes an image out of the conversation if it reads the words "Could not process image".
-        message = f"Could not process {media} {path}: this model reads text only. Leave it out."
+        message = f"Could not process {medium} {path}: this model reads text only. Leave it out."
         raise RequestError(message, code="unsupported_parameter", param=path)
 
 
@@ -44,10 +48,11 @@ class LeftOut:
         source = given.get("source")  # a search result has an address here
         if texts := _texts(source if isinstance(source, dict) else given.get("content")):
             return texts
-        if (shown := placeholder({"type": part.type})) is None:
+        of_type = {"type": part.type}
+        if (shown := placeholder(of_type)) is None:
             self.unknown(name, path)
             return []
-        check_media({"type": part.type}, path, self._server)
+        check_media(of_type, path, self._server)
         self.names[name] = None
         return [shown]
 
