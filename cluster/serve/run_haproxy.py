@@ -39,6 +39,7 @@ both OpenAI's and Anthropic's API read this body."""
 _MAX_CONNECTIONS = 16384
 _BYTES_PER_CONNECTION = 20 << 10  # one buffer, which an incomplete head occupies, and HAProxy's own record
 _MEMORY_SHARE = 64  # connections may take a 64th of the machine's memory
+_NEVER = 1_000_000  # health checks, 5 s apart
 _OTHER_DESCRIPTORS = 512  # for HAProxy's listeners, health checks and logs
 
 
@@ -56,7 +57,7 @@ def proof() -> str | None:
     return hmac.new(token.encode(), b"address of HAProxy's client", hashlib.sha256).hexdigest() if token else None
 
 
-def hardened(config: str, max_connections: int) -> str:
+def hardened(config: str, max_connections: int, previous: str = "") -> str:
     """Ray Serve's HAProxy configuration `config` with these changes:
 
     - Only the user that runs HAProxy controls HAProxy through its socket.
@@ -67,6 +68,14 @@ def hardened(config: str, max_connections: int) -> str:
     - Replicas get the client's address.
     - Without an application or a replica, requests are answered at once with 503: neither with 404, nor by Ray's own
       proxy, which waits for a replica.
+    - An application without replicas keeps those that it has in `previous`. Ray Serve takes a replica out while the
+      replica applies a new `user_config`, although the replica goes on answering. A replica that fails its health
+      checks gets no more requests: later, its port may be another application's.
+
+    Args:
+        config: what Ray Serve wrote for the HAProxy that starts.
+        max_connections: number of connections that HAProxy accepts.
+        previous: result of this function for the HAProxy that ran before. Empty if none ran.
 
     Raises:
         TemplateError: a line to change is missing.
@@ -87,7 +96,23 @@ def hardened(config: str, max_connections: int) -> str:
     for pattern, replace in changes:
         found = _only(pattern, config)
         config = config[: found.start()] + replace(found) + config[found.end() :]
-    return re.sub(r"^    server .* check backup$", r"\g<0> disabled", config, flags=re.M)
+    config = re.sub(r"^    server .* check backup$", r"\g<0> disabled", config, flags=re.M)
+    replicas, before = _replicas(config), _replicas(previous)
+    for backend in [name for name, lines in replicas.items() if not lines and before.get(name)]:
+        lines = [line if " rise " in line else f"{line} rise {_NEVER}" for line in before[backend]]
+        place = rf"^backend {re.escape(backend)}\n(?:    .*\n)*?    default-server .*\n"
+        at = _only(place, config).end()
+        config = config[:at] + "".join(f"{line}\n" for line in lines) + config[at:]
+    return config
+
+
+def _replicas(config: str) -> dict[str, list[str]]:
+    """Lines of the replicas in each backend of `config`."""
+    _, *sections = re.split(r"^backend (\S+)\n", config, flags=re.M)
+    return {
+        name: re.findall(r"^    server \S+ \S+ check(?! backup).*$", section, re.M)
+        for name, section in zip(sections[::2], sections[1::2], strict=True)
+    }
 
 
 def _only(pattern: str, config: str) -> re.Match[str]:
@@ -139,7 +164,12 @@ def main(arguments: list[str]) -> None:
     config = path.read_text(encoding="utf-8")
     for directory in {path.parent, Path(_only(r"^\s+stats socket (\S+)", config)[1]).parent}:
         close_to_others(directory)
-    path.write_text(hardened(config, most_connections()), encoding="utf-8")
+    ran = path.with_name("lockstep-ran.cfg")
+    # With -sf, this HAProxy takes over from the one that runs.
+    previous = ran.read_text(encoding="utf-8") if "-sf" in arguments and ran.exists() else ""
+    config = hardened(config, most_connections(), previous)
+    for written in (path, ran):
+        written.write_text(config, encoding="utf-8")
     Path(_only(r"^\s+errorfile 503 (\S+)", config)[1]).write_text(_UNAVAILABLE, encoding="ascii")
     # The variable names this file, and `get_haproxy_binary` reads it
     os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)

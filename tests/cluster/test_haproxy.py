@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,12 @@ class Proxy:
             return response.status, json.loads(response.read())
 
 
-def write_as_ray(directory: Path, port: int, replica_port: int | None, fallback_port: int | None = None) -> Path:
+def write_as_ray(
+    directory: Path, port: int, replica_port: int | None, fallback_port: int | None = None, *, is_updating: bool = False
+) -> Path:
     """The configuration that Ray Serve writes for an application with one replica, and perhaps with Ray's own proxy
-    behind it. Without a port of the replica, there is no application."""
+    behind it. Without a port of the replica, there is no application. While its replica is updating, an application has
+    none."""
     path = directory / "haproxy.cfg"
     config = HAProxyConfig(
         http_options=HTTPOptions(host="127.0.0.1", port=port),
@@ -100,7 +103,8 @@ def write_as_ray(directory: Path, port: int, replica_port: int | None, fallback_
     if replica_port is not None:
         fallback = None if fallback_port is None else ServerConfig("fallback", "127.0.0.1", fallback_port)
         replica = ServerConfig("replica", "127.0.0.1", replica_port)
-        backends["app"] = BackendConfig("app", "/", servers=[replica], fallback_server=fallback)
+        servers = [] if is_updating else [replica]
+        backends["app"] = BackendConfig("app", "/", servers=servers, fallback_server=fallback)
     HAProxyApi(config, backends, str(path))._generate_config_file_internal()
     return path
 
@@ -187,6 +191,70 @@ def test_requests_without_a_replica_are_answered_at_once_with_503(has_applicatio
             assert response.headers["x-should-retry"] == "true"
             assert response.json()["error"]["code"] == "engine_overloaded"
             assert response.json()["type"] == "error"
+
+
+def test_a_replica_that_ray_takes_out_while_it_updates_is_used_until_it_fails_a_check() -> None:
+    directory = Path(tempfile.mkdtemp(dir="/tmp", prefix="h"))
+    port, replica_port = unused_port(), unused_port()
+
+    def status() -> int:
+        return httpx.get(f"http://127.0.0.1:{port}/", timeout=30).status_code
+
+    @contextlib.contextmanager
+    def served() -> Iterator[None]:
+        server = uvicorn.Server(
+            uvicorn.Config(Replica(), port=replica_port, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+        )
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            thread.join()
+
+    def start(*arguments: str, is_updating: bool) -> subprocess.Popen[bytes]:
+        if arguments:  # Ray hands on what the HAProxy that runs knows of its servers
+            with socket.socket(socket.AF_UNIX) as control:
+                control.connect(f"{directory}/admin.sock")
+                control.sendall(b"show servers state\n")
+                (directory / "server-state").write_bytes(b"".join(iter(lambda: control.recv(1 << 16), b"")))
+        path = write_as_ray(directory, port, replica_port, fallback, is_updating=is_updating)
+        process = stack.enter_context(subprocess.Popen([program, "-db", "-f", path, *arguments]))
+        stack.callback(process.kill)
+        return process
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory)
+        program = install(directory)["RAY_SERVE_HAPROXY_BINARY_PATH"]
+        fallback = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+        with served():
+            first = start(is_updating=False)
+            within(30, lambda: status() == 200)
+            second = start("-sf", str(first.pid), is_updating=True)
+            first.wait(30)
+            for _ in range(20):  # several health checks
+                assert status() == 200
+                time.sleep(0.3)
+        within(30, lambda: status() == 503)
+        # Another application's replica, at the same port.
+        with served():
+            time.sleep(6)
+            assert status() == 503
+            start("-sf", str(second.pid), is_updating=False)
+            second.wait(30)
+            within(30, lambda: status() == 200)
+
+
+def within(seconds: float, is_so: Callable[[], bool]) -> None:
+    """Waits until it is so, or fails. Until the port is open, it is not."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError, httpx.TransportError):
+            if is_so():
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_replica_is_told_the_address_of_haproxys_client_and_believes_nobody_else(proxy: Proxy) -> None:

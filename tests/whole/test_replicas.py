@@ -342,7 +342,9 @@ def test_a_job_serves_the_example_on_a_cluster_that_has_not_our_code(
     chat(url, [{"role": "user", "content": "Hello"}], session="one")
     listening = [it for it in psutil.net_connections("tcp") if it.status == psutil.CONN_LISTEN]
     assert {psutil.Process(it.pid).name() for it in listening if it.laddr.port == free_port} == {"haproxy"}
-    details = httpx.get(f"{head.dashboard_url}/api/serve/applications/", timeout=30).json()
+    token = (Path.home() / ".ray" / "auth_token").read_text().strip()  # `bare_head` has made it
+    asking = {"Authorization": f"Bearer {token}"}
+    details = httpx.get(f"{head.dashboard_url}/api/serve/applications/", headers=asking, timeout=30).json()
     application = details["applications"]["smollm2-135m"]
     assert application["source"] == "declarative"
     config = application["deployments"]["Engine"]["deployment_config"]
