@@ -41,12 +41,6 @@ class ThinkingParam(Shape):
     thinking: str
 
 
-class RedactedThinkingParam(Shape):
-    """Reasoning of another server's model, which this server cannot read and ignores."""
-
-    type: Literal["redacted_thinking"]
-
-
 class ToolUseParam(Shape):
     """A call that the model made earlier."""
 
@@ -68,11 +62,9 @@ class ToolResultParam(Shape):
     is_error: bool | None = None
 
 
-Block = TextParam | ThinkingParam | RedactedThinkingParam | ToolUseParam | ToolResultParam | Other
+Block = TextParam | ThinkingParam | ToolUseParam | ToolResultParam | Other
 _Told: Any = by_type(text=TextParam, tool_result=ToolResultParam)
-_Said: Any = by_type(
-    text=TextParam, thinking=ThinkingParam, redacted_thinking=RedactedThinkingParam, tool_use=ToolUseParam
-)
+_Said: Any = by_type(text=TextParam, thinking=ThinkingParam, tool_use=ToolUseParam)
 
 
 class SystemParam(Shape):
@@ -200,4 +192,5 @@ FIELDS = FieldPolicy(
         "context_management": neutral({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
         "speed": neutral("standard"),
     },
+    {"thinking": ThinkingConfig, "output_config": OutputConfig},
 )

@@ -236,6 +236,7 @@ FIELDS = FieldPolicy(
         {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier"}
     ),
     STYLING,
+    {"reasoning": ReasoningOptions, "text": ResponseTextConfig},
     instead={
         "background": "use stream: true for a long answer",
         "conversation": "continue a stored response with previous_response_id, or send all items as input",
