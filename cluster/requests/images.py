@@ -10,22 +10,10 @@ _MEDIA = {"document": "document", "file": "file", "image": "image", "image_url":
 _MEDIA |= {"audio_url": "audio", "input_file": "file", "input_image": "image", "video_url": "video"}
 
 
-def _medium(part: object) -> str | None:
-    return _MEDIA.get(str(part.get("type"))) if isinstance(part, dict) else None
-
-
 def placeholder(part: object) -> str | None:
     """The text that the model is shown in place of a part of a message. None if the part is no medium."""
-    medium = _medium(part)
+    medium = _MEDIA.get(str(part.get("type"))) if isinstance(part, dict) else None
     return None if medium is None else f"[{medium} omitted: this model reads text only]"
-
-
-def check_media(part: object, path: str, server: ServerConfig) -> None:
-    """Raises RequestError if the part at `path` is a medium and `server.images` refuses it."""
-    if server.images == "refuse" and (medium := _medium(part)) is not None:
-        # Claude Code takes an image out of the conversation if it reads the words "Could not process image".
-        message = f"Could not process {medium} {path}: this model reads text only. Leave it out."
-        raise RequestError(message, code="unsupported_parameter", param=path)
 
 
 class LeftOut:
@@ -41,20 +29,29 @@ class LeftOut:
     def text(self, part: Other, path: str) -> list[str]:
         """The text that the model is shown in place of the part of a message at `path`. Empty if it is left out. Raises
         RequestError for a part that the settings refuse."""
-        given, name = part.model_extra or {}, f"messages.{part.type}"
+        given = part.model_extra or {}
         if part.type == "tool_reference" and isinstance(tool := given.get("tool_name"), str):
             self.loaded.add(tool)
             return [f"The tool {tool} is available now."]
         source = given.get("source")  # a search result has an address here
         if texts := _texts(source if isinstance(source, dict) else given.get("content")):
             return texts
-        of_type = {"type": part.type}
-        if (shown := placeholder(of_type)) is None:
-            self.unknown(name, path)
-            return []
-        check_media(of_type, path, self._server)
-        self.names[name] = None
-        return [shown]
+        if shown := self.medium(part.type, "messages", path):
+            return [shown]
+        self.unknown(f"messages.{part.type}", path)
+        return []
+
+    def medium(self, kind: str, field: str, path: str) -> str | None:
+        """The `placeholder` of a part of type `kind`, at `path` within `field`. Raises RequestError if the settings
+        refuse it."""
+        if (medium := _MEDIA.get(kind)) is None:
+            return None
+        if self._server.images == "refuse":
+            # Claude Code takes an image out of the conversation if it reads the words "Could not process image".
+            message = f"Could not process {medium} {path}: this model reads text only. Leave it out."
+            raise RequestError(message, code="unsupported_parameter", param=path)
+        self.names[f"{field}.{kind}"] = None
+        return placeholder({"type": kind})
 
     def unknown(self, name: str, path: str) -> None:
         """Leaves out the part or tool at `path`. Raises RequestError if `server.strict_fields` is set."""

@@ -7,9 +7,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.requests.images import check_media, placeholder
+from cluster.requests.images import LeftOut, placeholder
 from configs.errors import RequestError
-from configs.schema import ServerConfig
 
 _CALLS: Mapping[str, tuple[str, str | None]] = {
     "apply_patch_call": ("operation", None),
@@ -58,16 +57,13 @@ def shown_text(content: Any) -> str:
     return "\n".join(shown)
 
 
-def left_out(items: Sequence[Mapping[str, Any]], server: ServerConfig) -> list[str]:
-    """What `x-ignored-fields` names for the items and parts of items that are left out. Raises RequestError for an
-    image or a file that `server` refuses."""
-    names = []
+def leave_out(items: Sequence[Mapping[str, Any]], left_out: LeftOut) -> None:
+    """Adds the items and parts of items that the model is not shown to `left_out`. Raises RequestError for one that the
+    settings refuse."""
     for i, item in enumerate(items):
         parts = item.get("content") or item.get("output") or item.get("summary")
         if not as_functions(item) or (item.get("encrypted_content") and not parts):
-            names.append(f"input.{item['type']}")
+            left_out.unknown(f"input.{item['type']}", f"input[{i}]")
         elif isinstance(parts, list):
             for part in parts:
-                check_media(part, f"input[{i}]", server)
-            names += [f"input.{part['type']}" for part in parts if placeholder(part)]
-    return names
+                left_out.medium(str(part.get("type")) if isinstance(part, dict) else "", "input", f"input[{i}]")

@@ -13,7 +13,7 @@ from cluster.http.http_errors import as_request_error
 from cluster.http.response import HttpResponse
 from cluster.messages.engine import SamplingParams
 from cluster.openai.responses import response_objects as objects
-from cluster.openai.responses.response_history import left_out
+from cluster.openai.responses.response_history import leave_out
 from cluster.openai.responses.response_store import ResponseStore, StoredResponse
 from cluster.openai.responses.response_tools import ResponseTools, read_tools
 from cluster.openai.responses.response_turns import conversation, input_items, text_grammar
@@ -30,6 +30,7 @@ from cluster.requests import checks
 from cluster.requests.answer import answer_parts, in_parts, json_response
 from cluster.requests.chat_run import chat_run
 from cluster.requests.fields import ignored_header
+from cluster.requests.images import LeftOut
 from cluster.requests.job import JobOptions
 from cluster.requests.json_parts import gathered
 from cluster.requests.served_model import ServedModel
@@ -121,15 +122,14 @@ class ResponsesServing:
 
     def _checked(self, kind: type[_Request], raw: Mapping[str, Any]) -> _Checked[_Request]:
         """The request in `raw`, the names of what is ignored, its items and its tools. Raises RequestError."""
-        strict = self._model.server.strict_fields
         # A client may send the whole request to have its tokens counted.
         request, ignored = self._model.checked(kind, raw, FIELDS, known=ResponsesRequest)
-        items, tools = input_items(request.input or []), read_tools(request)
-        unread = [*tools.left_out, *left_out(items, self._model.server), *ignored_options(request)]
-        if strict and unread:
-            name = unread[0]
-            raise RequestError(f"{name} is not supported; leave it out.", code="unsupported_parameter", param=name)
-        return request, list(dict.fromkeys(ignored + unread)), items, tools
+        left_out = LeftOut(self._model.server)
+        items, tools = input_items(request.input or []), read_tools(request, left_out)
+        leave_out(items, left_out)
+        for name in ignored_options(request):
+            left_out.unknown(name, name)
+        return request, [*ignored, *left_out.names], items, tools
 
     async def _earlier(self, response_id: str | None, context: RequestContext) -> tuple[list[dict[str, Any]], int]:
         """The conversation that a request continues, and the bytes of that conversation."""
