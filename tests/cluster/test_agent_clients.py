@@ -1,5 +1,5 @@
-"""Bodies as coding agents send them, to /v1/messages and to the chat and text routes: streamed and whole, over the
-scripted engine. Each test names the client and its version."""
+"""What coding agents meet at /v1/messages and at the chat and text routes: streamed and whole, over the scripted
+engine. Tests that replay a recorded request, or a part of one, name the client and its version."""
 
 from __future__ import annotations
 
@@ -12,57 +12,12 @@ import pytest
 
 from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
+from tests.helpers import recordings
+from tests.helpers.recordings import OMITTED, prompt_of, recorded
 from tests.helpers.scripted_engine import MODEL, Run, Stack, error_of, prompt_ids, runner
 
-BILLING = "x-anthropic-billing-header: cc_version=2.1.36.{turn}; cc_entrypoint=cli; cch={turn};"
-BASH = {
-    "name": "Bash",
-    "description": "Runs a command.",
-    "input_schema": {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "type": "object",
-        "properties": {"command": {"type": "string"}, "timeout": {"type": "number"}},
-        "required": ["command"],
-        "additionalProperties": False,
-    },
-}
-CLAUDE_CODE: dict[str, Any] = {
-    "model": MODEL,
-    "max_tokens": 32000,
-    "system": [
-        {"type": "text", "text": BILLING.format(turn=1)},
-        {
-            "type": "text",
-            "text": "You are Claude Code, Anthropic's official CLI for Claude.",
-            "cache_control": {"type": "ephemeral"},
-        },
-        {"type": "text", "text": "Help with software.", "cache_control": {"type": "ephemeral"}},
-    ],
-    "messages": [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "<system-reminder>\nToday is Friday.\n</system-reminder>"},
-                {"type": "text", "text": "List the files.", "cache_control": {"type": "ephemeral"}},
-            ],
-        }
-    ],
-    "tools": [BASH],
-    "metadata": {"user_id": "user_0_account__session_1"},
-    "thinking": {"type": "adaptive"},
-    "output_config": {"effort": "medium"},
-    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-}
-QWEN_CODE: dict[str, Any] = {
-    "model": MODEL,
-    "messages": [
-        {"role": "system", "content": "You are Qwen Code, an interactive CLI agent."},
-        {"role": "user", "content": [{"type": "text", "text": "List the files."}]},
-    ],
-    "temperature": 0,
-    "max_tokens": 32000,
-    "metadata": {"sessionId": "1", "promptId": "1########0"},
-}
+CLAUDE_CODE = recorded("claude-code-2.1.332-first-turn").body
+QWEN_CODE = recorded("qwen-code-0.24.4-first-turn").body
 ROOM = 2048
 """Length of the scripted engine's context in these tests."""
 streamed = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -81,21 +36,18 @@ def claude_code(**fields: Any) -> dict[str, Any]:
 
 async def send(stack: Stack, path: str, body: dict[str, Any], *, stream: bool) -> httpx.Response:
     """The answer to `body`, which begins with the scripted text."""
-    reply = await stack.http.post(path, json={**body, "stream": stream})
+    reply = await recordings.send(stack, path, body, stream=stream)
     assert reply.status_code == 200, reply.text
     assert reply.headers["content-type"].startswith("text/event-stream" if stream else "application/json")
     assert "Hello" in reply.text
     return reply
 
 
-def prompt_of(stack: Stack) -> str:
-    """The text of the last prompt."""
-    return stack.model.tokenizer.decode(prompt_ids(stack.coordinator.requests[-1]), skip_special_tokens=False)
-
-
 @streamed
 @pytest.mark.parametrize("asked", [32000, 128000])
-def test_claude_code_2_1_and_qwen_code_0_8_get_as_many_tokens_as_fit(run: Run, asked: int, *, stream: bool) -> None:
+def test_claude_code_2_1_332_and_qwen_code_0_24_4_get_as_many_tokens_as_fit(
+    run: Run, asked: int, *, stream: bool
+) -> None:
     bodies = [
         ("/v1/messages", claude_code(max_tokens=asked)),
         ("/v1/chat/completions", {**QWEN_CODE, "max_tokens": asked}),
@@ -133,7 +85,7 @@ def test_the_least_limit_of_several_prompts_is_told(run: Run, *, stream: bool) -
 
 
 @streamed
-def test_claude_code_2_1_is_told_of_a_prompt_without_room_in_its_words(run: Run, *, stream: bool) -> None:
+def test_claude_code_2_1_332_is_told_of_a_prompt_without_room_in_its_words(run: Run, *, stream: bool) -> None:
     async def scenario(stack: Stack) -> None:
         for words in (2100, 100_000):  # the longer one is refused before it is encoded as a whole
             messages = [{"role": "user", "content": "word " * words}]
@@ -165,17 +117,19 @@ def test_limits_that_cannot_be_lowered_are_refused_as_before(run: Run) -> None:
 
 
 @streamed
-def test_claude_code_2_1_finds_its_prompt_cached_although_its_billing_line_changes(run: Run, *, stream: bool) -> None:
+def test_claude_code_2_1_332_finds_its_prompt_cached_although_its_billing_line_changes(
+    run: Run, *, stream: bool
+) -> None:
     async def scenario(stack: Stack) -> None:
         prompts = []
-        for turn in range(2):
+        for name in ("first-turn", "image-pasted", "subagent", "interactive"):
             body = claude_code()
-            body["system"][0]["text"] = BILLING.format(turn=turn)
+            body["system"][0] = recorded(f"claude-code-2.1.332-{name}").body["system"][0]
             await send(stack, "/v1/messages", body, stream=stream)
             prompts.append(prompt_of(stack))
-        assert prompts[0] == prompts[1]
+        assert len(set(prompts)) == 1
         assert "billing" not in prompts[0]
-        assert "You are Claude Code" in prompts[0]
+        assert "You are a Claude agent" in prompts[0]
         counted = [
             await stack.http.post("/v1/messages/count_tokens", json={**body, "system": body["system"][first:]})
             for first in (0, 1)
@@ -213,14 +167,13 @@ PASTED = [
         ],
     },
 ]
-OMITTED = "[image omitted: this model reads text only]"
 
 
 @streamed
-def test_claude_code_2_1_gets_an_answer_to_images_and_documents(run: Run, *, stream: bool) -> None:
+def test_images_and_documents_are_replaced_and_texts_are_read(run: Run, *, stream: bool) -> None:
     async def scenario(stack: Stack) -> None:
         reply = await send(stack, "/v1/messages", claude_code(messages=PASTED), stream=stream)
-        assert reply.headers["x-ignored-fields"].split(",")[:2] == ["messages.image", "messages.document"]
+        assert reply.headers["x-ignored-fields"].split(",")[1:-1] == ["messages.image", "messages.document"]
         prompt = prompt_of(stack)
         document = OMITTED.replace("image", "document")
         assert f"{OMITTED}\n{document}\nBuy milk.\nWhat is this?" in prompt
@@ -233,65 +186,37 @@ def test_claude_code_2_1_gets_an_answer_to_images_and_documents(run: Run, *, str
 
 
 @streamed
-def test_claude_code_2_1_drops_an_image_that_is_refused_in_its_words(run: Run, *, stream: bool) -> None:
+def test_claude_code_2_1_332_drops_an_image_that_is_refused_in_its_words(run: Run, *, stream: bool) -> None:
     async def scenario(stack: Stack) -> None:
-        reply = await stack.http.post("/v1/messages", json=claude_code(messages=PASTED, stream=stream))
+        reply = await recorded("claude-code-2.1.332-image-read").replay(stack, stream=stream)
         error = reply.json()["error"]
         assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
-        assert error["message"].startswith("Could not process image messages[0].content[0]: ")
+        assert error["message"].startswith("Could not process image messages[7].content[0].content[0]: ")
         await send(stack, "/v1/messages", claude_code(), stream=stream)
 
     run(scenario, ServerConfig(images="refuse"))
 
 
-SEARCHED = [
-    {"role": "user", "content": "Weather in Rome?"},
-    {
-        "role": "assistant",
-        "content": [{"type": "tool_use", "id": "toolu_1", "name": "ToolSearch", "input": {"query": "select:weather"}}],
-    },
-    {
-        "role": "user",
-        "content": [
-            {
-                "type": "tool_result",
-                "tool_use_id": "toolu_1",
-                "content": [{"type": "tool_reference", "tool_name": "mcp__sky__weather"}],
-            }
-        ],
-    },
-]
-
-
 @streamed
-def test_claude_code_2_1_loads_tools_by_references_to_them(run: Run, *, stream: bool) -> None:
-    names = ("weather", "tides")
-    deferred = [{**BASH, "name": f"mcp__sky__{name}", "defer_loading": True} for name in names]
-    tools = [{**BASH, "name": "ToolSearch"}, *deferred]
+def test_claude_code_2_1_332_loads_tools_by_references_to_them(run: Run, *, stream: bool) -> None:
+    """In the recording, ToolSearch refers to two tools, and one of them is called."""
+    searched = recorded("claude-code-2.1.332-tool-search")
+    messages = searched.body["messages"]
 
     async def scenario(stack: Stack) -> None:
-        shown = {}
-        for length in (1, 3):
-            body = claude_code(messages=SEARCHED[:length], tools=tools)
-            reply = await send(stack, "/v1/messages", body, stream=stream)
-            assert "tools" not in reply.headers.get("x-ignored-fields", "")
-            shown[length] = prompt_of(stack)
-        assert "mcp__sky" not in shown[1]
-        assert '"name": "mcp__sky__weather"' in shown[3]
-        assert "The tool mcp__sky__weather is available now." in shown[3]
-        assert "tides" not in shown[3]
-        assert "defer_loading" not in shown[3]
-        chosen = claude_code(
-            messages=SEARCHED[:1], tools=tools, tool_choice={"type": "tool", "name": "mcp__sky__tides"}
-        )
-        assert (await stack.http.post("/v1/messages", json={**chosen, "stream": stream})).status_code == 200
-        assert '"name": "mcp__sky__tides"' in prompt_of(stack)
-        # The conversation was compacted: its call is left, and the reference is gone.
-        use = {"type": "tool_use", "id": "toolu_2", "name": "mcp__sky__tides", "input": {"command": "x"}}
-        result = {"type": "tool_result", "tool_use_id": "toolu_2", "content": "high"}
-        compacted = [SEARCHED[0], {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
-        await send(stack, "/v1/messages", claude_code(messages=compacted, tools=tools), stream=stream)
-        assert prompt_of(stack).count('"name": "mcp__sky__tides"') == 2
+        async def shown(messages: list[Any], **fields: Any) -> list[int]:
+            """How often the prompt has the names of both tools, in their descriptions and calls."""
+            assert (await searched.replay(stack, stream=stream, messages=messages, **fields)).status_code == 200
+            assert "defer_loading" not in prompt_of(stack)
+            return [prompt_of(stack).count(f'"name": "{name}"') for name in ("mcp__sky__weather", "WebSearch")]
+
+        assert await shown(messages[:2]) == [0, 0]
+        assert await shown(messages[:4]) == [1, 1]
+        assert "The tool mcp__sky__weather is available now.\nThe tool WebSearch is" in prompt_of(stack)
+        assert await shown(messages) == [2, 1]
+        assert await shown(messages[:2], tool_choice={"type": "tool", "name": "WebSearch"}) == [0, 1]
+        # The conversation was compacted: its call is left, and the references are gone.
+        assert await shown([messages[0], *messages[4:]]) == [2, 0]
 
     run(scenario)
 
@@ -310,23 +235,24 @@ SERVER_TOOLS = [
 
 
 @streamed
-def test_claude_code_2_1_offers_anthropics_tools_which_are_left_out(run: Run, *, stream: bool) -> None:
+def test_claude_code_2_1_332_offers_anthropics_tools_which_are_left_out(run: Run, *, stream: bool) -> None:
     async def scenario(stack: Stack) -> None:
-        body = claude_code(tools=[*SERVER_TOOLS, BASH])
+        body = claude_code(tools=[*SERVER_TOOLS, *CLAUDE_CODE["tools"]])
         reply = await send(stack, "/v1/messages", body, stream=stream)
         named = [f"tools.{tool['type']}" for tool in SERVER_TOOLS]
-        assert reply.headers["x-ignored-fields"].split(",")[: len(named)] == named
+        assert reply.headers["x-ignored-fields"].split(",")[1:-1] == named
         shown = prompt_of(stack)
         await send(stack, "/v1/messages", claude_code(), stream=stream)
         assert prompt_of(stack) == shown
         # Its web search is a request of its own, with this tool alone.
-        search = claude_code(messages=[{"role": "user", "content": "Perform a web search"}], tools=SERVER_TOOLS[:1])
+        search = recorded("claude-code-2.1.332-web-search").body
+        assert search["tools"] == SERVER_TOOLS[:1]
         await send(stack, "/v1/messages", search, stream=stream)
         for tools, choice in (
             (SERVER_TOOLS[:1], {"type": "tool", "name": "web_search"}),
             (SERVER_TOOLS[:1], {"type": "any"}),
             ([SERVER_TOOLS[-1]], {"type": "any"}),
-            ([*SERVER_TOOLS, BASH], {"type": "tool", "name": "web_search"}),
+            ([*SERVER_TOOLS, *CLAUDE_CODE["tools"]], {"type": "tool", "name": "web_search"}),
         ):
             forced = {**search, "tools": tools, "tool_choice": choice, "stream": stream}
             refused = await stack.http.post("/v1/messages", json=forced)
@@ -338,7 +264,7 @@ def test_claude_code_2_1_offers_anthropics_tools_which_are_left_out(run: Run, *,
 
 
 @streamed
-def test_claude_code_2_1_resumes_a_session_that_began_at_anthropic(run: Run, *, stream: bool) -> None:
+def test_blocks_of_a_session_that_began_at_anthropic_are_read_or_named(run: Run, *, stream: bool) -> None:
     found = [{"type": "web_search_result", "url": "https://a.b", "title": "A", "encrypted_content": "Eq=="}]
     said = [
         {"type": "thinking", "thinking": "Look.", "signature": "Eq=="},
@@ -364,7 +290,7 @@ def test_claude_code_2_1_resumes_a_session_that_began_at_anthropic(run: Run, *, 
     async def scenario(stack: Stack) -> None:
         reply = await send(stack, "/v1/messages", claude_code(messages=messages), stream=stream)
         left = ["server_tool_use", "web_search_tool_result", "mcp_tool_use", "container_upload", "tool_reference"]
-        assert reply.headers["x-ignored-fields"].split(",")[:5] == [f"messages.{kind}" for kind in left]
+        assert reply.headers["x-ignored-fields"].split(",")[1:6] == [f"messages.{kind}" for kind in left]
         assert "I search.\nIt rains.\nRain." in prompt_of(stack)
         assert f"user\nFound.\n{OMITTED}<|im_end|>" in prompt_of(stack)
         only = [*messages[:1], {"role": "assistant", "content": said[2:4]}, {"role": "user", "content": told[1:]}]
@@ -400,7 +326,7 @@ PARTS = [
 
 
 @streamed
-def test_cline_3_and_qwen_code_0_8_get_an_answer_to_images(run: Run, *, stream: bool) -> None:
+def test_images_audio_and_files_of_a_chat_are_replaced(run: Run, *, stream: bool) -> None:
     messages = [
         {"role": "user", "content": PARTS},
         {"role": "assistant", "content": "A dog.", "tool_calls": [{"id": "c", "function": {"name": "look"}}]},
@@ -430,7 +356,7 @@ def test_images_of_a_chat_are_refused_if_the_server_says_so(run: Run) -> None:
 
 
 @streamed
-def test_openai_agents_sdk_0_6_offers_a_custom_tool_which_is_left_out(run: Run, *, stream: bool) -> None:
+def test_a_custom_tool_of_a_chat_is_left_out(run: Run, *, stream: bool) -> None:
     custom = {"type": "custom", "custom": {"name": "apply_patch", "format": {"type": "text"}}}
     function = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
@@ -448,20 +374,21 @@ def test_openai_agents_sdk_0_6_offers_a_custom_tool_which_is_left_out(run: Run, 
 
 @streamed
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_continue_1_3_asks_for_as_many_tokens_as_fit_with_minus_one(run: Run, name: str, *, stream: bool) -> None:
+def test_qwen_code_0_24_4_asks_for_as_many_tokens_as_fit_with_minus_one(run: Run, name: str, *, stream: bool) -> None:
     async def scenario(stack: Stack) -> None:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], name: -1}
+        body = {**recorded("qwen-code-0.24.4-max-tokens-minus-one").body, "model": MODEL}
+        body[name] = body.pop("max_tokens")
         reply = await send(stack, "/v1/chat/completions", body, stream=stream)
         request = stack.coordinator.requests[-1]
         assert request.sampling.max_tokens == ROOM - len(prompt_ids(request)) == int(reply.headers["x-max-tokens"])
-        zero = await stack.http.post("/v1/chat/completions", json={**body, name: 0})
+        zero = await recordings.send(stack, "/v1/chat/completions", {**body, name: 0}, stream=stream)
         assert "must be at least 1, or -1" in error_of(zero, 400, "invalid_value")["message"]
 
     run(scenario)
 
 
 @streamed
-def test_claude_code_1_0_asks_for_json_under_the_old_name(run: Run, *, stream: bool) -> None:
+def test_json_is_asked_for_under_the_old_name_too(run: Run, *, stream: bool) -> None:
     form = {"type": "json_schema", "schema": {"type": "object", "properties": {"isNewTopic": {"type": "boolean"}}}}
 
     async def scenario(stack: Stack) -> None:
@@ -480,15 +407,15 @@ def test_claude_code_1_0_asks_for_json_under_the_old_name(run: Run, *, stream: b
 
 
 @streamed
-def test_claude_code_2_1_reaches_the_model_of_its_subagents(run: Run, *, stream: bool) -> None:
+def test_claude_code_2_1_332_reaches_the_model_of_its_subagents(run: Run, *, stream: bool) -> None:
     async def scenario(stack: Stack) -> None:
-        haiku = claude_code(model="claude-haiku-4-5-20251001")
+        haiku = recorded("claude-code-2.1.332-subagent").body
         refused = await stack.http.post("/v1/messages", json=haiku)
         assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")
         stack.model.other_names = ["second", "claude-*", "*-latest", "a*a"]
         for name in (haiku["model"], "second", "claude-", "gpt-latest", "aa"):
             await send(stack, "/v1/messages", {**haiku, "model": name}, stream=stream)
-            answer = await stack.http.post("/v1/messages", json={**haiku, "model": name})
+            answer = await send(stack, "/v1/messages", {**haiku, "model": name}, stream=False)
             assert answer.json()["model"] == MODEL
             await send(stack, "/v1/chat/completions", {**QWEN_CODE, "model": name}, stream=stream)
             await send(stack, "/v1/responses", {"model": name, "input": "hi"}, stream=stream)
