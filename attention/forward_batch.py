@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attention.state_pool import RowStates
+
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
@@ -105,6 +107,8 @@ class ForwardBatch:
     """If None, every row is causal."""
     in_window_pool: ForwardBatch | None = None
     """This step with slots and pages of the window pool. None if there is no window pool."""
+    states: RowStates | None = None
+    """States of recurrent layers that the step reads and writes. None if the model has no recurrent layer."""
 
     def seen_by(self, window: int | None) -> ForwardBatch:
         """The step with the slots and pages of the pool that layers with this window use."""

@@ -118,13 +118,16 @@ class TokenToKVPool:
         self.compute_dtype = dtype if compute_dtype is None else compute_dtype
         self.device = device
         windowed = num_pages if num_window_pages is None else num_window_pages
-        self._pages = [
-            kv_tensors(layer, pages, page_size, dtype, functools.partial(allocate or self._allocate, i))
-            for i, layer in enumerate(layers)
+        self._layers = {layer.layer_id: layer for layer in layers}
+        self._pages = {
+            i: kv_tensors(layer, pages, page_size, dtype, functools.partial(allocate or self._allocate, i))
+            for i, layer in self._layers.items()
             for pages in (num_pages if layer.window is None else windowed,)
-        ]
+        }
         # Slot views are created once, because a view per layer and step costs Python time in decodes.
-        self._slots = [tuple(pages.flatten(0, 1).flatten(1) for pages in of_layer) for of_layer in self._pages]
+        self._slots = {
+            i: tuple(pages.flatten(0, 1).flatten(1) for pages in of_layer) for i, of_layer in self._pages.items()
+        }
 
     def _allocate(self, layer_id: int, num_bytes: int) -> torch.Tensor:
         # All numbers are finite from the start. On CUDA, whole pages may be loaded, and a NaN in an unused slot would
@@ -135,6 +138,10 @@ class TokenToKVPool:
         # The system provides zero pages on first use, whereas torch would write all the memory at once.
         memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+
+    def layer(self, layer_id: int) -> AttentionLayer:
+        """The layer with this id. Recurrent layers have ids too, and are not in this pool."""
+        return self._layers[layer_id]
 
     def pages(self, layer_id: int) -> tuple[torch.Tensor, ...]:
         """The layer's tensors, such as K and V [pages + 1, page_size, tp_k_head_num, head_dim]; writable."""
@@ -151,7 +158,7 @@ class TokenToKVPool:
             tensors: [num_tokens, elements of a token] each in `compute_dtype`, in the order in which the method `slots`
                 returns the layer's tensors.
         """
-        layer, of_layer = self.layers[layer_id], self._slots[layer_id]
+        layer, of_layer = self.layer(layer_id), self._slots[layer_id]
         if self.dtype is FP8:
             tensors = tuple(_bytes(*it) for it in zip(tensors, (layer.k_scale, layer.v_scale), strict=False))
             of_layer = tuple(slots.view(torch.uint8) for slots in of_layer)

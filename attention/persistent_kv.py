@@ -39,7 +39,7 @@ def take_kv(
         first, last = max(own.start, theirs.start), min(own.stop, theirs.stop)
         if first >= last:
             continue
-        layer = pool.layers[layer_id]
+        layer = pool.layer(layer_id)
         if not isinstance(layer, LatentLayer):
             layer = dataclasses.replace(layer, tp_k_head_num=theirs.size)
         find = functools.partial(memory.existing, kv_block(layer_id))

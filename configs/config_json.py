@@ -15,6 +15,10 @@ from configs.model_config import ModelConfig, layers_of
 from configs.quantization import read_weight_scales
 from configs.rope import RopeConfig
 
+_NOT_SCALING = frozenset(
+    ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+)
+"""Rope parameters that scale no frequency. The last two concern images only."""
 _TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
 """Layer types in `layer_types` and `rope_parameters`."""
 
@@ -32,7 +36,7 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
     quantization = fields.values.get("quantization_config") or {}
     weight_scales = read_weight_scales(quantization, config_path) if quantization else None
     family = FAMILIES[model_type]
-    if family.tensor_prefix:
+    if family.tensor_prefix or family.body != Family.body:
         text = fields.values.get("text_config")
         if not isinstance(text, dict):
             raise CheckpointError(
@@ -49,16 +53,22 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
         hidden_size=hidden_size,
         vocab_size=fields.count("vocab_size"),
         max_position_embeddings=_max_positions(fields, family),
-        rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", family.tie_word_embeddings),
+        rms_norm_eps=fields.number(family.rms_norm_eps_key, family.rms_norm_eps),
+        tie_word_embeddings=fields.flag(
+            "tie_embedding",  # LFM2's name
+            fields.flag("tie_word_embeddings", family.tie_word_embeddings),
+        ),
         layers=_layers(fields, family, max_model_len),
         embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
         norm_offset=family.norm_offset,
+        norm_name=family.final_norm_name,
         final_logit_softcap=_softcap(fields, family, "final_logit_softcapping"),
         dtype=_dtype(fields),
         weight_scales=weight_scales,
         has_mxfp4=quantization.get("quant_method") == "mxfp4",
         tensor_prefix=family.tensor_prefix,
+        body=family.body,
+        unread=family.unread,
         num_mtp_layers=fields.integer("num_nextn_predict_layers", 0),
         bos_token_id=next(iter(fields.integers("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, path),
@@ -227,7 +237,7 @@ def _rope(
     scaling = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in parameters.items()
-        if key not in ("rope_type", "type", "rope_theta", "partial_rotary_factor") and value is not None
+        if key not in _NOT_SCALING and value is not None
     }
     if scaling_type in ("llama3", "yarn", "longrope"):
         own, max_positions = fields.values.get("original_max_position_embeddings"), _max_positions(fields, family)

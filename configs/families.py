@@ -12,7 +12,9 @@ from typing import Any, Literal
 from configs.deepseek import deepseek_v2_layers, deepseek_v3_feed_forwards, deepseek_v3_layers
 from configs.fields import Fields
 from configs.layers import PLAIN_NORMS, FeedForward, LayerSpec, NormNames
+from configs.lfm2 import lfm2_layers
 from configs.llama4 import llama4_layers
+from configs.qwen_hybrid import qwen3_5_layers, qwen3_5_moe_layers, qwen3_next_layers
 from configs.rope import RopeConfig
 
 
@@ -46,6 +48,7 @@ class Family:
     """Size of a head if the file has none. If this is None too, hidden_size / num_attention_heads."""
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
+    rms_norm_eps_key: str = "rms_norm_eps"
     rope_theta: float = 10000.0
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of the rotary embedding if the file has none."""
@@ -103,11 +106,17 @@ class Family:
     """The softcap keys that the family reads, with their defaults. A null in the file turns a softcap off."""
     norm_names: NormNames = PLAIN_NORMS
     """Names of a layer's norms, see LayerSpec."""
+    final_norm_name: str = "norm"
     norm_offset: float = 0.0
     """`TensorSpec.offset` of all norm weights."""
     tensor_prefix: str = ""
     """Prefix of the text model's tensor names. If set, the checkpoint is of a larger model, and its `text_config`
     counts."""
+    body: str = "model"
+    """Prefix of all tensor names but the LM head's. If it is another one, the checkpoint is of a larger model, and its
+    `text_config` counts."""
+    unread: tuple[str, ...] = ()
+    """Prefixes of tensors that are not read, see ModelConfig."""
     scales_embedding: bool = False
     """Whether embeddings are multiplied by the square root of hidden_size."""
 
@@ -132,6 +141,16 @@ _GEMMA2 = Family(
     norm_offset=1.0,
     scales_embedding=True,
 )
+
+_QWEN_HYBRID = Family(
+    max_position_embeddings=32768,
+    partial_rotary=0.25,
+    norm_offset=1.0,
+    layers=qwen3_5_layers,
+    unread=("mtp.",),
+)
+_QWEN3_5_MOE = replace(_QWEN_HYBRID, layers=qwen3_5_moe_layers)
+_WITH_IMAGES: dict[str, Any] = {"body": "model.language_model", "unread": ("mtp.", "model.visual.")}
 
 _LLAMA4 = Family(
     max_position_embeddings=131072,
@@ -265,6 +284,20 @@ FAMILIES = {
     ),
     "deepseek_v2": Family(max_position_embeddings=2048, interleaved_rope=True, layers=deepseek_v2_layers),
     "deepseek_v3": Family(max_position_embeddings=4096, layers=deepseek_v3_layers),
+    "qwen3_next": replace(_QWEN_HYBRID, layers=qwen3_next_layers),
+    "qwen3_5_text": _QWEN_HYBRID,
+    "qwen3_5": replace(_QWEN_HYBRID, **_WITH_IMAGES),
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "qwen3_5_moe": replace(_QWEN3_5_MOE, **_WITH_IMAGES),
+    "lfm2": Family(
+        max_position_embeddings=128000,
+        rms_norm_eps=1e-5,
+        rms_norm_eps_key="norm_eps",
+        rope_theta=1e6,
+        layers=lfm2_layers,
+        tie_word_embeddings=True,
+        final_norm_name="embedding_norm",
+    ),
     "llama4_text": _LLAMA4,
     "llama4": replace(_LLAMA4, tensor_prefix="language_model."),
     "glm4_moe": Family(

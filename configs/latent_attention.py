@@ -33,6 +33,7 @@ class LatentAttention:
     scale: float
     """Factor of the scores before the softmax."""
 
+    state: ClassVar = ()
     window: ClassVar = None
     chunk: ClassVar = None
     features: ClassVar = frozenset({Feature.LATENT})

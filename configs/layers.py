@@ -13,7 +13,7 @@ from enum import StrEnum, auto
 from fractions import Fraction
 from functools import cached_property
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from configs.attention import Feature
 from configs.rope import RopeConfig
@@ -28,6 +28,8 @@ class Axis(StrEnum):
     KV_HEADS = "KV heads"
     LATENT = "latent"
     """The latent vector that all heads of latent attention share. It has one index, and every rank holds it."""
+    CHANNELS = "channels"
+    """Channels of a short convolution."""
     MLP_COLUMNS = "MLP columns"
     EXPERT_COLUMNS = "expert columns"
     """Columns of each routed expert. A rank holds the same columns of every expert."""
@@ -163,6 +165,19 @@ class Columns:
     """Whether a rank may have no columns. This is used if even the finest granule cannot give every rank some."""
 
 
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """Memory that a recurrent layer has for each request, however long the request is."""
+
+    elements: Amounts
+    """Number of elements of one entry."""
+    num_recent: int = 0
+    """If above 0, the tensor has an entry for each of a running request's last `num_recent` tokens. If 0, it has one
+    entry: the state after the last multiple of `configs.recurrent.STATE_CHUNK` tokens, as in the prefix cache."""
+    is_fp32: bool = False
+    """Whether elements are fp32. If false, they have the activations' dtype."""
+
+
 class FeedForward(Protocol):
     """The part of a layer that computes on each token by itself."""
 
@@ -176,11 +191,16 @@ class FeedForward(Protocol):
 
 
 class Mixer(FeedForward, Protocol):
-    """The part of a layer in which tokens of a sequence read each other. It has state per token besides its tensors."""
+    """The part of a layer in which tokens of a sequence read each other. Besides its tensors, it has state: per token
+    (attention), or per request (recurrent layers)."""
 
     @property
     def token_elements(self) -> Amounts:
         """Number of elements per token in the layer's KV pool."""
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        """Memory per request. Empty for attention, whose memory is per token."""
 
     @property
     def pair_flops(self) -> Amounts:
@@ -232,8 +252,15 @@ class GroupedQueryAttention:
     o_bias: bool = False
     fused_qkv: bool = False
     """Whether the checkpoint stores the three projections as one tensor."""
+    is_gated: bool = False
+    """Whether the output is multiplied by the sigmoid of one more projection. The checkpoint stores its rows with those
+    of the queries, head by head."""
+    o_name: str = "o_proj"
+    """Name of the output projection."""
     qk_norm: bool = False
     """RMSNorm on each query and key head, before the rotary embedding (Qwen3)."""
+    head_norm_name: str = "norm"
+    """Name of the query norm and the key norm, after the letter q or k and an underscore."""
     norms_have_weights: bool = True
     """If false, the norms' weights are ones. Llama 4 applies such norms after the rotary embedding, which gives the
     same result."""
@@ -251,6 +278,8 @@ class GroupedQueryAttention:
     """Positions are divided in chunks of this many, and a query sees only its own chunk, up to itself. If None, it sees
     all tokens before it."""
 
+    state: ClassVar = ()
+
     @property
     def qkv(self) -> tuple[Linear, Linear, Linear]:
         """The query, key and value projections, in this order."""
@@ -262,16 +291,22 @@ class GroupedQueryAttention:
         )
 
     @property
+    def gate(self) -> Linear | None:
+        """The projection whose sigmoid multiplies the output, or None if there is none."""
+        num_q = self.num_attention_heads
+        return self._projection("q", Axis.QUERY_HEADS, num_q, Role.MATRIX, num_q) if self.is_gated else None
+
+    @property
     def o(self) -> Linear:
         """The output projection."""
         columns, cut = self.num_attention_heads * self.head_dim, Cut(Axis.QUERY_HEADS, 1, self.head_dim)
-        return Linear("self_attn.o_proj", self.hidden_size, columns, cut, self.o_bias, Role.ATTENTION_OUTPUT)
+        return Linear(f"self_attn.{self.o_name}", self.hidden_size, columns, cut, self.o_bias, Role.ATTENTION_OUTPUT)
 
     @property
     def head_norms(self) -> tuple[TensorSpec, ...]:
         """Weights of the query and key norms. Empty if there are none."""
         has_weights = self.qk_norm and self.norms_have_weights
-        names = (f"self_attn.{letter}_norm.weight" for letter in "qk" if has_weights)
+        names = (f"self_attn.{letter}_{self.head_norm_name}.weight" for letter in "qk" if has_weights)
         return tuple(TensorSpec(name, (self.head_dim,), Role.QUERY_KEY_NORM, offset=self.norm_offset) for name in names)
 
     @property
@@ -283,7 +318,8 @@ class GroupedQueryAttention:
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         sinks = () if self.sinks is None else (self.sinks,)
-        return tensors_of(*self.qkv, self.o) + self.head_norms + sinks
+        gate = () if self.gate is None else (self.gate,)
+        return tensors_of(*self.qkv, *gate, self.o) + self.head_norms + sinks
 
     @property
     def axes(self) -> tuple[HeadGroups, ...]:
@@ -316,7 +352,8 @@ class GroupedQueryAttention:
         return tuple((f"self_attn.{it}_scale", f"self_attn.{it}_proj.{it}_scale") for it in "kv")
 
     def _projection(self, letter: str, axis: Axis, num_heads: int, role: Role, first_head: int) -> Linear:
-        letters, first_row = ("qkv", first_head * self.head_dim) if self.fused_qkv else (letter, 0)
+        is_stacked = self.fused_qkv or (self.is_gated and letter == "q")
+        letters, first_row = "qkv" if self.fused_qkv else letter, first_head * self.head_dim * is_stacked
         shape = num_heads * self.head_dim, self.input_size or self.hidden_size
         cut = Cut(axis, 0, self.head_dim)
         return Linear(f"self_attn.{letters}_proj", *shape, cut, self.qkv_bias, role, first_row)

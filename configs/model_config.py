@@ -40,6 +40,8 @@ class ModelConfig:
     """Factor of the embeddings before the first layer, applied in the activations' dtype."""
     norm_offset: float = 0.0
     """`TensorSpec.offset` of the final norm's weight."""
+    norm_name: str = "norm"
+    """Name of the final norm."""
     final_logit_softcap: float | None = None
     """If set, logits become softcap * tanh(logits / softcap)."""
     dtype: str = "float32"
@@ -50,6 +52,10 @@ class ModelConfig:
     """Whether the checkpoint has experts in MXFP4."""
     tensor_prefix: str = ""
     """Prefix of the tensor names if the checkpoint holds a larger model. Tensors without the prefix are not read."""
+    body: str = "model"
+    """Prefix, after `tensor_prefix`, of all tensor names but the LM head's."""
+    unread: tuple[str, ...] = ()
+    """Prefixes of tensors that are not read: a vision tower, or draft heads."""
     num_mtp_layers: int = 0
     """MTP layers at the end of the checkpoint. They are not read, unless the first one is the draft head."""
     draft_head: DraftHead | None = None
@@ -64,6 +70,11 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layer is recurrent."""
+        return any(layer.mixer.state for layer in self.layers)
+
+    @property
     def all_layers(self) -> tuple[LayerSpec, ...]:
         """All layers that have weights and KV on the ranks: the model's, and the draft head's if there is one."""
         return self.layers if self.draft_head is None else (*self.layers, self.draft_head.layer)
@@ -76,7 +87,7 @@ class ModelConfig:
     @property
     def embedding(self) -> Linear:
         """The embedding [vocab_size, hidden_size]. It is the LM head too if the two are tied."""
-        return self._vocabulary(f"{self.tensor_prefix}model.embed_tokens")
+        return self._vocabulary(f"{self.tensor_prefix}{self.body}.embed_tokens")
 
     @property
     def lm_head(self) -> Linear | None:
@@ -86,7 +97,7 @@ class ModelConfig:
     @property
     def norm(self) -> TensorSpec:
         """The weight of the norm before the LM head."""
-        name = f"{self.tensor_prefix}model.norm.weight"
+        name = f"{self.tensor_prefix}{self.body}.{self.norm_name}.weight"
         return TensorSpec(name, (self.hidden_size,), Role.NORM, offset=self.norm_offset)
 
     @property
@@ -112,7 +123,7 @@ class ModelConfig:
 
     def layer_prefix(self, layer: int | str) -> str:
         """The prefix of the names of a layer's tensors."""
-        return f"{self.tensor_prefix}model.layers.{layer}."
+        return f"{self.tensor_prefix}{self.body}.layers.{layer}."
 
     def stored_tensors(self) -> dict[str, TensorSpec]:
         """All tensors of the checkpoint by full name. Tensors of one name are stacked in one tensor."""

@@ -20,6 +20,7 @@ from configs.kv_pages import cut_max_model_len, num_kv_pages
 from configs.latent_attention import LatentAttention
 from configs.model_config import ModelConfig, check_tensor_parallel_size
 from configs.numerics import check_exact
+from configs.recurrent import STATE_CHUNK
 from configs.schema import EngineConfig
 
 _SectionT = TypeVar("_SectionT", bound=BaseModel)
@@ -117,6 +118,8 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
         dtype = decide("dtype", config.dtype, model.dtype, "the checkpoint's own")
     else:
         dtype = decide("dtype", config.dtype, "float32", "cpu")
+    if model.has_states:
+        _check_recurrent(config, device)
     decided = config.model_copy(update={"device": device, "dtype": dtype})
     card = host.card if device == "cuda" else None
     if card is not None:
@@ -205,6 +208,21 @@ def _step_tokens(model: ModelConfig, tensor_parallel_size: int) -> int:
     return max((size for size in sizes if size * flops <= _STEP_FLOPS * tensor_parallel_size), default=sizes[0])
 
 
+def _check_recurrent(config: EngineConfig, device: str) -> None:
+    """Raises ConfigError if settings do not work with recurrent layers."""
+    if device != "cpu":
+        raise ConfigError("the model has recurrent layers, which run on CPUs only so far; set device=cpu")
+    if config.speculation.is_by_ranks:
+        raise ConfigError(
+            f"speculation.method={config.speculation.method} does not work with recurrent layers so far; choose ngram"
+        )
+    if config.kv_cache.page_size > STATE_CHUNK:
+        raise ConfigError(
+            f"kv_cache.page_size={config.kv_cache.page_size} exceeds the {STATE_CHUNK} tokens after which states of "
+            f"recurrent layers are stored; choose at most {STATE_CHUNK}"
+        )
+
+
 def _decide_step_size(resolver: _Resolver, config: EngineConfig, model: ModelConfig, device: str) -> None:
     scheduler, on_gpu = config.scheduler, device == "cuda"
     budget, max_rows = scheduler.max_num_batched_tokens, default_max_num_seqs(on_gpu=on_gpu)
@@ -226,7 +244,7 @@ def attention_needs(
     Args:
         compute_capability: the smallest one of the GPUs. None if it is not known.
     """
-    mixers = [layer.mixer for layer in model.all_layers]
+    mixers = [layer.mixer for layer in model.all_layers if layer.mixer.token_elements]
     of_settings = {Feature.FP8_KV: config.kv_cache.dtype != "auto", Feature.EXACT: config.is_exact}
     asked = {feature for feature, is_asked in of_settings.items() if is_asked}
     latents = (mixer.shapes(config.tensor_parallel_size) for mixer in mixers if isinstance(mixer, LatentAttention))

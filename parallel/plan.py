@@ -19,7 +19,8 @@ from configs.layers import Amounts, Axis, Columns, Cut, HeadGroups, LayerSpec, e
 from configs.model_config import ModelConfig, check_tensor_parallel_size
 from configs.numerics import leaf_columns
 from configs.quantization import MXFP4_BYTES
-from configs.schema import EngineConfig
+from configs.recurrent import num_cached_states
+from configs.schema import EngineConfig, resolved
 from configs.weight_dtypes import WeightDtypes, weight_dtypes
 
 _LARGEST_GRANULE = 128
@@ -137,6 +138,19 @@ class ShardPlan:
             else:
                 windowed += elements
         return full, windowed
+
+    def state_bytes(self, rank: int, config: EngineConfig) -> int:
+        """Bytes of the recurrent layers' states on `rank`, of running requests and of the prefix cache, for a resolved
+        `config`."""
+        num_rows = resolved(config.scheduler.max_num_seqs) + 1  # padding included
+        num_slots, element_bytes = num_rows + num_cached_states(config), dtype_bytes(config.dtype)
+        return sum(
+            shards[rank].amount(it.elements)
+            * (num_rows * it.num_recent if it.num_recent else num_slots)
+            * (4 if it.is_fp32 else element_bytes)
+            for layer, shards in zip(self.model.all_layers, self.layers, strict=True)
+            for it in layer.mixer.state
+        )
 
     def weight_elements(self, rank: int) -> int:
         """Number of weight elements on `rank`: its shards and what all ranks hold whole. A tied LM head counts once."""

@@ -136,6 +136,10 @@ class StepFrame(Message):
     window_pages = Section(np.int32, "window_page", 2)
     """[num_window_pages, 2] of (page id, window page): where layers with a sliding window store what this step writes
     to the page. Each page appears at most once. Empty without a window pool."""
+    state_copies = Section(np.int32, "state_copy", 3)
+    """[num_state_copies, 3] of (source slot, target slot, tokens that the state covers): copies of recurrent states, in
+    order, before the step. A source of 0 is the state before the first token. A row's own slot has the row's number.
+    Empty without recurrent layers."""
     params = Section(PARAMS_DTYPE, "param")
     """Rows given to a new request. Such a row starts without biases, mask, counts and requested log probabilities."""
     biases = Section(BIAS_DTYPE, "bias")

@@ -17,9 +17,11 @@ import torch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.persistent_kv import take_kv
 from attention.registry import create_backend
+from attention.state_pool import StatePool
 from configs.errors import ConfigError, EngineError
 from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
+from configs.recurrent import num_cached_states
 from configs.schema import EngineConfig, resolved
 from parallel.collectives.group import TensorParallelGroup
 from parallel.collectives.symmetric_memory import PeerSizes
@@ -110,7 +112,8 @@ class TPWorker:
         the free memory. Call after `load`."""
         scheduler = self._config.scheduler
         if self._device.type == "cpu":
-            return DeviceMemory(free_bytes(self._device))
+            states = self._plan.state_bytes(self._group.rank, self._config)
+            return DeviceMemory(free_bytes(self._device), table_bytes=states)
         max_rows, max_tokens = resolved(scheduler.max_num_seqs), resolved(scheduler.max_num_batched_tokens)
         began, page_size = time.monotonic(), self._config.kv_cache.page_size
         longest = min(self._model.max_context, max_tokens)
@@ -373,7 +376,13 @@ class TPWorker:
             max_tokens=resolved(scheduler.max_num_batched_tokens),
             max_sampled=self._config.speculation.max_sampled(max_rows),
             max_graph_tokens=launch_bound_tokens(flops / len(self._model.all_layers)),
+            state_pool=self._new_state_pool(max_rows),
         )
+
+    def _new_state_pool(self, max_rows: int) -> StatePool | None:
+        if not (layers := self.shard.decoder.state_layers):
+            return None
+        return StatePool(layers, max_rows, num_cached_states(self._config), self._device)
 
 
 def peer_sizes(config: EngineConfig, model: ModelConfig, plan: ShardPlan) -> PeerSizes:

@@ -59,7 +59,8 @@ def fits(model: ModelConfig, config: EngineConfig, sizes: Iterable[int], memory_
     for size in sizes:
         plan = ShardPlan.create(model, size)
         weights = max(plan.weight_bytes(rank, config) for rank in range(size))
-        found.append(Fit(size, weights, _kv_tokens(plan, config, memory_bytes - used - weights)))
+        states = max(plan.state_bytes(rank, config) for rank in range(size))
+        found.append(Fit(size, weights, _kv_tokens(plan, config, memory_bytes - used - weights - states)))
     return found
 
 

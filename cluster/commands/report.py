@@ -31,6 +31,7 @@ from configs.load import AppConfig, all_settings
 from configs.model_config import ModelConfig
 from configs.quantization import MXFP4_BYTES
 from configs.read_draft_head import with_draft_head
+from configs.recurrent import num_cached_states
 from configs.resolve import Decision, HostFacts, ResolvedConfig, asks_for_gpus, resolve
 from configs.schema import EngineConfig, resolved
 from configs.weight_dtypes import weight_dtypes
@@ -204,7 +205,14 @@ def _memory_lines(plan: ShardPlan, config: EngineConfig) -> list[str]:
             f"{max(_kv_bytes_per_token(plan, config)) / 1024:.1f} KiB a token on the fullest rank; the pool takes "
             f"{resolved(kv.memory_fraction):g} of what is free after loading"
         )
-    return [line, f"KV pool    {pool}"]
+    lines = [line, f"KV pool    {pool}"]
+    if states := max(plan.state_bytes(rank, config) for rank in range(plan.tp_size)):
+        running, cached = resolved(config.scheduler.max_num_seqs), num_cached_states(config)
+        lines.append(
+            f"states     of {running} running requests and {cached} cached prefixes, {states / _MIB:.0f} MiB on the "
+            "fullest rank"
+        )
+    return lines
 
 
 def _card_line(card: Card | None) -> str:

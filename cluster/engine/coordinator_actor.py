@@ -33,6 +33,7 @@ from cluster.scheduling.limits import SchedulerLimits, max_item_tokens
 from cluster.scheduling.scheduler import Scheduler
 from configs.errors import ConfigError
 from configs.kv_pages import WindowPool, cut_max_model_len, num_kv_pages, pool_bytes
+from configs.recurrent import num_cached_states
 from worker.protocol import StepResult
 
 if TYPE_CHECKING:
@@ -351,6 +352,7 @@ def _scheduler_limits(
         eos_token_ids=spec.model.eos_token_ids,
         num_window_pages=None if window_pool is None else window_pool.num_pages(num_pages),
         window=1 if window_pool is None else window_pool.window,
+        num_states=num_cached_states(spec.config) if spec.model.has_states else None,
         max_item_tokens=max_item_tokens(spec.config, spec.model),
         speculation=spec.config.speculation,
         **spec.config.scheduler.model_dump(),

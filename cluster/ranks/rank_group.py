@@ -335,8 +335,9 @@ class RankGroup:
 
     def _take_kv(self, kv: PersistentKV) -> None:
         """Makes the ranks copy the KV that other ranks left. The other ranks' memory is released layer by layer."""
-        for first in range(0, len(self.model.all_layers), _LAYERS_AT_ONCE):
-            layer_ids = range(len(self.model.all_layers))[first : first + _LAYERS_AT_ONCE]
+        with_kv = [i for i, layer in enumerate(self.model.all_layers) if layer.mixer.token_elements]
+        for first in range(0, len(with_kv), _LAYERS_AT_ONCE):
+            layer_ids = with_kv[first : first + _LAYERS_AT_ONCE]
             self._on(self._ranks, "take_kv", kv.keeper.address, kv.num_ranks, layer_ids, kv.pages)
             for layer_id in layer_ids:
                 kv.keeper.drop(name=kv_block(layer_id))

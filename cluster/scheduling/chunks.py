@@ -147,5 +147,5 @@ class Chunks:
                 length = min(length, stop - start)
         last_boundary = (start + length) // page_size * page_size
         if start + length < end and last_boundary > start:
-            return last_boundary - start  # whole pages can be shared, partial ones cannot
-        return length
+            length = last_boundary - start  # whole pages can be shared, partial ones cannot
+        return self._pages.state_end(row, start, start + length, end) - start

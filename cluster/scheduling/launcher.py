@@ -37,6 +37,8 @@ class Launcher:
         """Builds the frame of a step and the snapshot that its retirement needs, and advances the rows."""
         table, builder = self._rows, FrameBuilder()
         starts = table.num_computed[decodes.rows]
+        # Before `commit`, which keeps states that this step computes
+        self._pages.add_state_copies(builder)
         self._add_decodes(decodes, builder)
         builder.add_page_deltas(decodes.deltas, *prefills.deltas)
         ending = self._queue.commit(prefills, builder)
@@ -52,7 +54,7 @@ class Launcher:
         kind = self._drafter.launch(decodes) if self._drafter is not None and is_timed else FrameKind.STEP
         frame = builder.build(generation, step, kind)
         # Ranks run steps in order, so the next step may use the window pages that this step is the last to read.
-        self._pages.advance_windows(frame.rows, table.num_computed[frame.rows])
+        self._pages.advance(frame.rows, table.num_computed[frame.rows])
         table.in_flight[frame.rows] += 1
         table.ready[sampled[table.may_end(sampled)]] = False
         # For unverified drafts, the frame has upper bounds of rows' positions, and the snapshot has lower bounds.

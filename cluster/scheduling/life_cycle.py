@@ -221,6 +221,7 @@ class LifeCycle:
         # A step may have computed the KV of a dropped token, but the coordinator does not know that token's id.
         num_tokens = min(int(table.num_computed[row]), int(table.num_known[row]), int(table.num_cacheable[row]))
         self._pages.publish(row, table.tokens[row], num_tokens)
+        self._pages.keep_state(row, num_tokens)
         self._pages.release(row, forget=not table.num_cacheable[row])
         table.give_back(row)
         self._queue.forget_row(row)

@@ -13,6 +13,8 @@ from worker.protocol import MAX_ITEMS, MAX_PROMPT_LOGPROBS, MAX_ROW_BIASES, MAX_
 
 MAX_PREFIX_DELTAS = 4096
 """Number of page deltas in a frame at which prompts stop taking pages from the cache. Bounds a frame's size."""
+MAX_STATE_COPIES_PER_ROW = 8
+"""Number of copies of states per row after which a frame has no room for more."""
 
 _MASKS_BYTES = 4 << 20
 """Maximum bytes of masks that one frame contains for decoding rows."""
@@ -26,7 +28,8 @@ _MAX_MASKED_TOKENS = 2048
 
 def max_item_tokens(config: EngineConfig, model: ModelConfig) -> int:
     """Maximum number of inputs of a row in the step with its scored items, for a resolved `config`. 0: the model cannot
-    score items, because no backend supports masks, or local-attention chunks may begin inside an item.
+    score items, because no backend supports masks, local-attention chunks may begin inside an item, or recurrent layers
+    read all tokens before.
 
     Otherwise the smallest of: _MAX_MASKED_TOKENS; one chunk of a prompt; half of the tokens that decodes leave in a
     step, because short prompts may take the other half first; the model's smallest window, because the item mask does
@@ -37,7 +40,7 @@ def max_item_tokens(config: EngineConfig, model: ModelConfig) -> int:
     needs = attention_needs(config, model).with_feature(Feature.MASK)
     if all(BACKENDS[name].refusal(needs) for name in backends):
         return 0
-    if any(Feature.CHUNK in mixer.features for mixer in mixers):
+    if model.has_states or any(Feature.CHUNK in mixer.features for mixer in mixers):
         return 0
     scheduler = config.scheduler
     room = (resolved(scheduler.max_num_batched_tokens) - resolved(scheduler.max_num_seqs)) // 2
@@ -72,6 +75,8 @@ class SchedulerLimits:
     """How drafts are made, and how many at most for one row."""
     num_window_pages: int | None = None
     """Number of usable pages of the window pool, with ids from 1. None without a window pool."""
+    num_states: int | None = None
+    """Number of states of recurrent layers in the prefix cache. None if the model has no such layers."""
     window: int = 1
     """Number of tokens that a query sees in the layers of the window pool, including the query's own token."""
 
@@ -145,6 +150,7 @@ class SchedulerLimits:
             token=self.max_num_batched_tokens,
             delta=num_deltas,
             window_page=self.num_window_pages or 0,
+            state_copy=0 if self.num_states is None else MAX_STATE_COPIES_PER_ROW * self.max_num_seqs,
             param=self.max_num_seqs,
             mask=self.max_num_masks,
             mask_word=mask_words(self.vocab_size),

@@ -1,10 +1,9 @@
-"""The pages of the KV pool: the owner of each page, the page table of every row, and window pages.
+"""The pages of the KV pool: the page table of every row, and which pages and states the prefix cache has.
 
 A page is free, then private to a row, then in the prefix cache, then free again. It may enter the cache as soon as the
 step that computes it is launched: ranks run frames in order on one stream, so a later frame reads what an earlier one
 wrote. If a step fails, the generation ends, and the cache drops at least the pages that the step was to compute. The
-caller publishes pages after the frame is built, so no row reads a page that the same frame writes. A window page is
-free as soon as the step that last reads it is launched, because later frames run later.
+caller publishes pages after the frame is built, so no row reads a page that the same frame writes.
 
 If two rows compute the same prefix at once, the first row puts its pages into the cache. The second row uses its
 private copies until it ends (its table stays valid), then frees them. Each page has its own owner entry, so a private
@@ -13,234 +12,22 @@ copy is never mistaken for the cached page.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.page_allocator import CACHED, PageAllocator
 from cluster.scheduling.prefix_cache import Node, PrefixCache
-from configs.errors import EngineError
+from cluster.scheduling.state_slots import StateSlots
+from cluster.scheduling.window_pages import WindowPages
+from configs.recurrent import STATE_CHUNK
 from worker.protocol import Int32Array
 
-FREE = 0
-CACHED = -1
-"""Owner of the pages in the prefix cache. An owner from 1 is the row that uses the page privately."""
 _NO_PAGES = np.empty(0, np.int32)
 _NO_DELTAS = np.empty((0, 3), np.int32)
-_NO_CHANGES = np.empty((0, 2), np.int32)
-
-
-class PageAllocator:
-    """A stack of free page ids, and one owner per page.
-
-    Each operation costs O(number of pages that it names). The order is last in, first out: the same calls give the same
-    pages, and a page freed too early is soon reused, so that a test notices.
-    """
-
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        # Page 1 is on top, so a new pool hands out pages in ascending order.
-        self._stack = np.arange(num_pages, 0, -1, dtype=np.int32)
-        self.num_free = num_pages
-        self.owners = np.full(num_pages + 1, FREE, np.int32)
-        """[num_pages + 1]: FREE, CACHED or a row, by page id. Only this class writes it. Page 0 has no owner."""
-
-    def allocate(self, owners: Int32Array | int, count: int) -> Int32Array:
-        """Takes `count` free pages for one owner, or for `owners[i]` each. Raises EngineError if fewer are free."""
-        if count > self.num_free:
-            raise EngineError(f"asked for {count} pages, {self.num_free} are free; please report this bug")
-        self.num_free -= count
-        pages = self._stack[self.num_free : self.num_free + count][::-1].copy()
-        self.owners[pages] = owners
-        return pages
-
-    def transfer(self, pages: Int32Array, owners: Int32Array | int) -> None:
-        """Gives pages that are not free to the owners `owners[i]`, or to the one owner given."""
-        self._check_owned(pages)
-        self.owners[pages] = owners
-
-    def free(self, pages: Int32Array) -> None:
-        """Frees pages. Raises EngineError if one of them is free already."""
-        self._check_owned(pages)
-        self.owners[pages] = FREE
-        self._stack[self.num_free : self.num_free + len(pages)] = pages[::-1]
-        self.num_free += len(pages)
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless exactly the pages without an owner are on the stack of free pages."""
-        free = np.sort(self._stack[: self.num_free])
-        expected = np.flatnonzero(self.owners[1:] == FREE) + 1
-        assert np.array_equal(free, expected), "free stack and page owners disagree"
-
-    def _check_owned(self, pages: Int32Array) -> None:
-        if np.count_nonzero(self.owners[pages]) != len(pages):  # FREE is 0
-            raise EngineError(
-                f"pages {pages[self.owners[pages] == FREE].tolist()} are free already; please report this bug"
-            )
-
-
-class WindowPages:
-    """The window pages, and which pages have one in the window pool.
-
-    Page ids, page tables and the prefix cache do not depend on window pages. A page must have a window page while the
-    page is in the window of a row, that is, while a token that the row has yet to compute sees it.
-
-    A page outside all windows loses its window page. It does so at once if no other row can ever find the page.
-    Otherwise it does so when window pages run short, in the order in which the pages left the last window. If the last
-    window of a cached prefix has lost window pages, a row computes that prefix again, into private pages. When such a
-    copy leaves the row's window, its window page goes to the cached page, so that other rows find the prefix again.
-
-    Args:
-        limits: limits with a window pool.
-        table: [num_rows, max_pages]: page ids of every row.
-        owners: [num_pages + 1]: owner of each page: FREE, CACHED or a row.
-    """
-
-    def __init__(self, limits: SchedulerLimits, table: Int32Array, owners: Int32Array) -> None:
-        assert limits.num_window_pages is not None, "no window pool"
-        self._page_size = limits.page_size
-        self._window = limits.window
-        self.most_row_pages = limits.max_window_pages_per_row
-        """Maximum number of window pages that a row uses at any time."""
-        self._table = table
-        self._owners = owners
-        self._first = np.zeros(len(table), np.int32)  # index of the first page in each row's window
-        self._allocator = PageAllocator(limits.num_window_pages)  # the owner of a window page is the page that has it
-        self._window_page_of = np.zeros(len(owners), np.int32)  # window page of each page; 0 if it has none
-        self._num_users = np.zeros(len(owners), np.int32)
-        self._originals = np.zeros(len(owners), np.int32)  # the cached page with the same tokens as each private copy
-        # Pages with a window page outside all windows, in the order in which they left the last one.
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self._placed: list[Int32Array] = []
-
-    @property
-    def num_available(self) -> int:
-        """Number of window pages that are free or can be taken from pages outside all windows."""
-        return self._allocator.num_free + len(self._idle)
-
-    def place(self, pages: Int32Array) -> None:
-        """Gives each of a row's new pages a window page. At least `len(pages)` window pages must be available."""
-        short = len(pages) - self._allocator.num_free
-        if short > 0:
-            self._vacate(np.array([self._idle.popitem(last=False)[0] for _ in range(short)], np.int32))
-        self._window_page_of[pages] = self._allocator.allocate(pages, len(pages))
-        self._num_users[pages] = 1
-        self._originals[pages] = 0
-        self._placed.append(pages)
-
-    def num_usable(self, num_computed_pages: int, found: Int32Array) -> int:
-        """Number of the cached pages `found` that a row can use: the window after them must have all window pages.
-
-        The row has computed exactly its own pages, and those in its window have window pages.
-        """
-        index = num_computed_pages + np.arange(len(found), dtype=np.int32)
-        last_missing = np.maximum.accumulate(np.where(self._window_page_of[found] == 0, index, -1))
-        usable = np.flatnonzero(last_missing < self._first_seen((index + 1) * self._page_size))
-        return int(usable[-1]) + 1 if len(usable) else 0
-
-    def adopt(self, row: int, num_own: int, num_pages: int) -> None:
-        """Adds the row's cached pages, from `num_own` to `num_pages` in its table, to its window. The row continues
-        after them."""
-        first, pages = int(self._first_seen(num_pages * self._page_size)), self._table[row]
-        self._leave(pages[self._first[row] : min(first, num_own)])
-        entered = pages[max(first, num_own) : num_pages]
-        self._num_users[entered] += 1
-        for page in entered.tolist():
-            self._idle.pop(page, None)
-        self._first[row] = first
-
-    def advance(self, rows: Int32Array, num_computed: Int32Array) -> None:
-        """Moves the windows of distinct `rows` forward. The next token of each is at `num_computed` or later."""
-        first = self._first_seen(num_computed)
-        counts = first - self._first[rows]
-        moved = counts > 0
-        if not moved.any():
-            return
-        rows, first, counts = rows[moved], first[moved], counts[moved]
-        self._first[rows] = first
-        index = np.repeat(first - np.cumsum(counts), counts) + np.arange(int(counts.sum()))
-        self._leave(self._table[np.repeat(rows, counts), index])
-
-    def pair(self, copies: Int32Array, originals: Int32Array) -> None:
-        """Records that a row's private pages `copies` hold the same tokens as the cached pages `originals`. The
-        originals stay locked while the row has the copies."""
-        self._originals[copies[: len(originals)]] = originals
-
-    def release(self, row: int, num_pages: int) -> None:
-        """Removes all of the row's `num_pages` pages from its window, because the row ends."""
-        self._leave(self._table[row, self._first[row] : num_pages])
-        self._first[row] = 0
-
-    def forget(self, pages: Int32Array) -> None:
-        """Frees the window pages of `pages`, which are outside all windows."""
-        pages = pages[self._window_page_of[pages] > 0]
-        for page in pages.tolist():
-            self._idle.pop(page, None)
-        self._vacate(pages)
-
-    def take_changes(self) -> Int32Array:
-        """Returns [n, 2] of (page, window page) for pages that got a window page since the last call, each once."""
-        if not self._placed:
-            return _NO_CHANGES
-        pages = np.unique(np.concatenate(self._placed))
-        pages = pages[self._window_page_of[pages] > 0]
-        self._placed.clear()
-        return np.stack((pages, self._window_page_of[pages]), axis=1)
-
-    def check_integrity(self, num_pages: Int32Array) -> None:
-        """Raises AssertionError if window pages, windows, users and idle pages contradict each other.
-
-        Args:
-            num_pages: [num_rows]: number of pages of each row.
-        """
-        self._allocator.check_integrity()
-        resident = np.flatnonzero(self._window_page_of)
-        assert np.array_equal(self._allocator.owners[self._window_page_of[resident]], resident), (
-            "a place has another page"
-        )
-        assert len(resident) + self._allocator.num_free == self._allocator.num_pages, "a window page is lost"
-        users = np.zeros_like(self._num_users)
-        for row, end in enumerate(num_pages):
-            assert self._first[row] <= end, f"the window of row {row} begins past its pages"
-            users[self._table[row, self._first[row] : end]] += 1
-        assert np.array_equal(users, self._num_users), "users of pages are miscounted"
-        assert (self._window_page_of[users > 0] > 0).all(), "a page in a window is not resident"
-        assert sorted(self._idle) == resident[users[resident] == 0].tolist(), "idle pages are wrong"
-        assert (self._owners[list(self._idle)] == CACHED).all(), "a page that no row can find is resident"
-
-    def _first_seen(self, position: int | Int32Array) -> npt.NDArray[np.int32]:
-        """Index of the first page that a token at `position` sees."""
-        return np.maximum(position - (self._window - 1), 0) // self._page_size
-
-    def _leave(self, pages: Int32Array) -> None:
-        """Removes each of `pages` from one window. A page may occur several times."""
-        np.subtract.at(self._num_users, pages, 1)
-        pages = np.unique(pages[self._num_users[pages] == 0])
-        is_cached = self._owners[pages] == CACHED
-        self._idle.update(dict.fromkeys(pages[is_cached].tolist()))
-        pages = pages[~is_cached]
-        if self._originals[pages].any():
-            self._transfer_window_pages(pages)
-        self._vacate(pages[self._window_page_of[pages] > 0])
-
-    def _transfer_window_pages(self, copies: Int32Array) -> None:
-        """Gives window pages of copies outside all windows to their originals that have none."""
-        originals, first = np.unique(self._originals[copies], return_index=True)
-        lacks_window_page = (originals > 0) & (self._window_page_of[originals] == 0)
-        originals, copies = originals[lacks_window_page], copies[first[lacks_window_page]]
-        window_pages = self._window_page_of[copies]
-        self._allocator.transfer(window_pages, originals)
-        self._window_page_of[originals], self._window_page_of[copies] = window_pages, 0
-        self._idle.update(dict.fromkeys(originals.tolist()))
-        self._placed.append(originals)
-
-    def _vacate(self, pages: Int32Array) -> None:
-        self._allocator.free(self._window_page_of[pages])
-        self._window_page_of[pages] = 0
 
 
 class Prefix(NamedTuple):
@@ -262,10 +49,14 @@ class RowPages:
         self._page_size = limits.page_size
         self._caching = limits.enable_prefix_caching
         self.allocator = PageAllocator(limits.num_pages)
-        self.cache = PrefixCache(limits.page_size)
+        self._states = None if limits.num_states is None else StateSlots(limits.max_num_seqs, limits.num_states)
+        drop_state = {} if self._states is None else {"drop_state": self._states.drop}
+        self.cache = PrefixCache(limits.page_size, **drop_state)
         self._table = np.zeros((num_rows, limits.max_pages_per_row), np.int32)
         self._num_pages = np.zeros(num_rows, np.int32)
         self._weights_version = 0
+        self._num_computed = np.zeros(num_rows, np.int32)  # tokens after the last launched step, without drafts
+        self._branch = np.zeros(num_rows, np.int32)  # number of tokens where cached pages, but no state, were found
         self._num_published = np.zeros(num_rows, np.int32)  # number of the row's leading pages that are in the cache
         self._nodes = [self.cache.root] * num_rows  # locked node at the end of those pages
         self._window: WindowPages | None = None
@@ -330,6 +121,9 @@ class RowPages:
         self._nodes[row] = self.cache.lock_root(
             b"%d:%b" % (self._weights_version, salt) if self._weights_version else salt
         )
+        if self._states is not None:
+            self._states.begin(row)
+            self._branch[row] = self._num_computed[row] = 0
 
     def begin_weights_version(self) -> None:
         """Frees every page that no row uses. Rows opened from now on share nothing with older rows."""
@@ -348,6 +142,14 @@ class RowPages:
             num_usable = self._window.num_usable(int(self._num_pages[row]), pages)
             if num_usable < len(pages):
                 end, pages = self.cache.match(self._nodes[row], tokens[: num_usable * self._page_size])
+        if self._states is not None:
+            self._branch[row] = (int(self._num_pages[row]) + len(pages)) * self._page_size
+            num_pages = len(pages)
+            while end is not self._nodes[row] and not end.state:
+                num_pages -= len(end.pages)
+                assert end.parent is not None, "the row's node is above"
+                end = end.parent
+            pages = pages[:num_pages]
         return Prefix(end, pages)
 
     def no_prefix(self, row: int) -> Prefix:
@@ -366,6 +168,8 @@ class RowPages:
         num_pages = num_own + len(prefix.pages)
         self._table[row, num_own:num_pages] = prefix.pages
         self._num_pages[row] = num_pages
+        if self._states is not None:
+            self._states.adopt(row, prefix.end, num_pages * self._page_size)
         if self._window is not None:
             self._window.adopt(row, num_own, num_pages)
         deltas = np.full((len(prefix.pages), 3), row, np.int32)
@@ -382,6 +186,8 @@ class RowPages:
         num_pages = int(self._num_pages[row])
         if not self._caching or len(tokens) < self._page_size or self._num_published[row] != num_pages:
             return None
+        if self._states is not None:
+            return None  # the state after a shared page exists only where the other row's chunk ends
         return prefix.end, tokens[: self._page_size].tobytes()
 
     def publish(self, row: int, tokens: Int32Array, num_tokens: int) -> None:
@@ -398,9 +204,47 @@ class RowPages:
         self.allocator.transfer(pages[num_known:], CACHED)
         self._num_published[row] = last
 
-    def advance_windows(self, rows: Int32Array, num_computed: Int32Array) -> None:
+    def state_end(self, row: int, start: int, stop: int, prompt_end: int) -> int:
+        """The end of a chunk that would cover tokens `start` to `stop` of a prompt. The chunk ends before `stop` if
+        other rows can then use the state there: where the prompt parts from a cached one, or before the prompt's last
+        `STATE_CHUNK` tokens, because no row takes the last token from the cache."""
+        if self._states is None or not self._caching:
+            return stop
+        places = int(self._branch[row]) // STATE_CHUNK * STATE_CHUNK, (prompt_end - 1) // STATE_CHUNK * STATE_CHUNK
+        ends_before = stop % STATE_CHUNK == 0 and stop == prompt_end
+        return min((it for it in places if start < it < stop and (it == places[0] or ends_before)), default=stop)
+
+    def keep_state(self, row: int, num_known: int, num_computed: int | None = None) -> None:
+        """Stores the row's state in the prefix cache, if the state covers only tokens among the first `num_known`. Call
+        once the copies of states before the last step are in its frame, and the row's pages are published.
+
+        Args:
+            num_computed: number of the row's tokens after the last step, without unverified drafts. If None, the number
+                in the last call of `advance`.
+        """
+        if self._states is None or not self._caching:
+            return
+        covered = int(self._num_computed[row] if num_computed is None else num_computed) // STATE_CHUNK * STATE_CHUNK
+        num_pages = covered // self._page_size
+        if not covered or covered > num_known or self._num_published[row] < num_pages:
+            return
+        node = self.cache.node_before(self._nodes[row], int(self._num_published[row]) - num_pages)
+        self._states.keep(row, node, covered)
+
+    def drop_states(self) -> None:
+        """Removes every state from the prefix cache, because the ranks have lost them."""
+        if self._states is not None:
+            self._states.drop_all()
+
+    def add_state_copies(self, builder: FrameBuilder) -> None:
+        """Adds the copies of states before the step to its frame."""
+        if self._states is not None and len(copies := self._states.take_copies()):
+            builder.add(state_copies=copies)
+
+    def advance(self, rows: Int32Array, num_computed: Int32Array) -> None:
         """Moves the windows of distinct `rows` forward, once the step before is built. The next token of each row has
         at least position `num_computed`."""
+        self._num_computed[rows] = num_computed
         if self._window is not None:
             self._window.advance(rows, num_computed)
 
@@ -454,6 +298,8 @@ class RowPages:
         owners = self.allocator.owners
         if self._window is not None:
             self._window.check_integrity(self._num_pages)
+        if self._states is not None:
+            self._states.check_integrity()
         assert np.array_equal(np.flatnonzero(owners == CACHED), cached), "cached pages and their owners disagree"
         for row, node in enumerate(self._nodes):
             pages = self._table[row, : self._num_pages[row]]

@@ -178,7 +178,9 @@ class PrefillQueue:
                 flags.append(_CHUNK)
             # A prompt with log probabilities does not read the cache, which may have its pages already.
             if not table.request(row).wants_prompt_logprobs:
-                self._pages.publish(row, table.tokens[row], min(end, int(table.num_cacheable[row])))
+                num_cacheable = min(end, int(table.num_cacheable[row]))
+                self._pages.publish(row, table.tokens[row], num_cacheable)
+                self._pages.keep_state(row, num_cacheable, end)
         self.prefilling = [row for row in self.prefilling if row not in ending]
         if ending or self._limits.num_window_pages is not None:
             # The head of the queue may need the published pages, or window pages that any chunk is about to leave.

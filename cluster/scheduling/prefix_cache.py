@@ -12,6 +12,7 @@ pages and running requests.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 import numpy as np
 
@@ -23,7 +24,7 @@ _NOTHING = np.empty(0, np.int32)
 class Node:
     """A run of whole pages. Its prefix is its parent's prefix followed by `tokens`."""
 
-    __slots__ = ("children", "in_heap", "last_use", "num_locks", "pages", "parent", "salt", "tokens")
+    __slots__ = ("children", "in_heap", "last_use", "num_locks", "pages", "parent", "salt", "state", "tokens")
 
     def __init__(self, parent: Node | None, tokens: Int32Array, pages: Int32Array, salt: bytes = b"") -> None:
         self.parent = parent
@@ -35,16 +36,23 @@ class Node:
         """Child nodes. A key is the bytes of the tokens in the child's first page."""
         self.salt = salt
         """The salt, if this is the top of a salt's tree (a node without pages). Empty for all other nodes."""
+        self.state = 0
+        """Slot of the recurrent layers' state after the node's prefix. 0 if no such state is stored."""
         self.num_locks = 0
         self.last_use = 0
         self.in_heap = False
 
 
 class PrefixCache:
-    """A radix tree over pages of `page_size` tokens. Deterministic: its clock counts its own operations."""
+    """A radix tree over pages of `page_size` tokens. Deterministic: its clock counts its own operations.
 
-    def __init__(self, page_size: int) -> None:
+    Args:
+        drop_state: called with each node that has a state and loses its last page.
+    """
+
+    def __init__(self, page_size: int, drop_state: Callable[[Node], None] = lambda _node: None) -> None:
         self._page_size = page_size
+        self._drop_state = drop_state
         self.root = Node(None, _NOTHING, _NOTHING)
         """The empty prefix without a salt. Locking it has no effect."""
         self._salted: dict[bytes, Node] = {}
@@ -109,7 +117,7 @@ class PrefixCache:
             new_tokens = tokens[num_known * self._page_size :].copy()
             new_pages = pages[num_known:].copy()
             self.num_pages += len(new_pages)
-            if end is node and len(node.pages) and not node.children and node.num_locks == 1:
+            if end is node and len(node.pages) and not node.children and node.num_locks == 1 and not node.state:
                 # Only the caller uses this leaf, so it is extended: a prompt with many chunks stays one node.
                 node.tokens = np.concatenate((node.tokens, new_tokens))
                 node.pages = np.concatenate((node.pages, new_pages))
@@ -159,6 +167,7 @@ class PrefixCache:
             evicted.append(node.pages[num_kept:])
             num_left -= num_taken
             if num_kept:
+                self._lose_state(node)
                 node.pages = node.pages[:num_kept]
                 node.tokens = node.tokens[: num_kept * self._page_size]
                 self._offer(node)
@@ -192,11 +201,20 @@ class PrefixCache:
                 is_cut = True
             stack += [(child, is_cut) for child in node.children.values()]
             if is_cut:
+                self._lose_state(node)
                 node.parent = None  # None marks the node as removed: `evict` may still find it in the heap
                 forgotten.append(node.pages)
         pages = np.concatenate(forgotten) if forgotten else _NOTHING
         self.num_pages -= len(pages)
         return pages
+
+    def node_before(self, node: Node, num_pages: int) -> Node:
+        """The node at the end of `node`'s prefix without its last `num_pages` pages. Splits an edge that ends later."""
+        while num_pages and num_pages >= len(node.pages):
+            num_pages -= len(node.pages)
+            assert node.parent is not None, "the prefix has fewer pages"
+            node = node.parent
+        return self._split(node, len(node.pages) - num_pages) if num_pages else node
 
     def path_pages(self, node: Node) -> Int32Array:
         """Pages of `node`'s whole prefix, in order. For checks."""
@@ -285,9 +303,14 @@ class PrefixCache:
         parent = leaf.parent
         assert parent is not None, "the root is never evicted"
         del parent.children[self._key(leaf.tokens)]
+        self._lose_state(leaf)
         leaf.parent = None
         self._offer(parent)
         return parent
+
+    def _lose_state(self, node: Node) -> None:
+        if node.state:
+            self._drop_state(node)
 
     def _offer(self, node: Node) -> None:
         """Pushes `node` to the heap if it can be evicted now. Removes the empty top of a salt's tree at once."""

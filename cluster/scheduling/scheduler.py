@@ -164,6 +164,7 @@ class Scheduler:
             self._pages.lose(computing)
         else:
             self._pages.flush()
+        self._pages.drop_states()
         self.generation = generation
         return lost
 

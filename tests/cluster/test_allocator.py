@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.scheduling.pages import CACHED, FREE, PageAllocator
+from cluster.scheduling.page_allocator import CACHED, FREE, PageAllocator
 from configs.errors import EngineError
 
 

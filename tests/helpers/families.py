@@ -96,6 +96,21 @@ def _latents(model_type: str, **changes: Any) -> Family:
     return Family(model_type, {**LATENTS, **changes}, (1, 2, 3, 4, 6), factor=6.0, may_be_exact=False)
 
 
+def _hybrid(model_type: str, **changes: Any) -> Family:
+    sizes = {
+        **GROUPED,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+    }
+    return Family(model_type, {**sizes, **changes})
+
+
 # Windows and chunks below the prompts' lengths; softcaps that scores and logits reach.
 FAMILIES: dict[str, Family] = {
     "llama": _dense("llama"),
@@ -147,6 +162,24 @@ FAMILIES: dict[str, Family] = {
         sliding_window=8,
         pad_token_id=0,
         rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, **YARN},
+    ),
+    # Two key heads with two value heads each. Head dims differ from the attention's, and keys' from values'.
+    "qwen3_next": _hybrid("qwen3_next", num_experts=6, mlp_only_layers=[1], shared_expert_intermediate_size=64),
+    "qwen3_5": _hybrid("qwen3_5_text"),
+    "qwen3_5_moe": _hybrid("qwen3_5_moe_text", num_experts=6, shared_expert_intermediate_size=64),
+    # Two convolutions around an attention; 96 channels are not a multiple of 64.
+    "lfm2": Family(
+        "lfm2",
+        {
+            **{key: it for key, it in GROUPED.items() if key != "rms_norm_eps"},
+            "hidden_size": 96,
+            "head_dim": 24,
+            "norm_eps": 1e-5,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_bias": True,
+            "block_multiple_of": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
     ),
     "glm4": _grouped("glm4", pad_token_id=0, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}),
     # Of the layers with experts one has positions, and one has none.

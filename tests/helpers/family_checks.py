@@ -10,6 +10,7 @@ import torch
 from attention.backend import AttentionBackend
 from attention.kv_pool import FP8, ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
+from attention.state_pool import StatePool
 from parallel.collectives.group import TensorParallelGroup
 from parallel.layers.embedding import whole_logits
 from parallel.numerics.arithmetic import FAST, ExactArithmetic
@@ -35,6 +36,8 @@ class Rank:
     table: ReqToTokenPool
     plan: ShardPlan
     group: TensorParallelGroup
+    states: StatePool | None = None
+    """Of the rows' recurrent layers, if there are any."""
 
     @classmethod
     def create(
@@ -47,6 +50,7 @@ class Rank:
         exact: bool = False,
         backend: str = "torch_native",
         page_size: int = PAGE_SIZE,
+        max_tokens: int = 64,
     ) -> Rank:
         """`kv_dtype`: None: `dtype`. With `exact` the backend is cpu."""
         plan, device = ShardPlan.create(case.model, group.size, exact=exact), group.device
@@ -56,15 +60,16 @@ class Rank:
             decoder.load(checkpoint)
             if kv_dtype is FP8:
                 decoder.set_kv_scales(checkpoint.kv_scales())
-        decoder.set_max_positions(64)
-        of_row = 64 // page_size
+        decoder.set_max_positions(max_tokens)
+        of_row = max_tokens // page_size
         table = ReqToTokenPool(3, of_row, device)
         # Pages of the three rows interleave, none in order.
         table.page_table[1:] = torch.arange(1, 3 * of_row + 1).view(of_row, 3).T.flip(1)
         layers, types = decoder.attention_layers, {"dtype": kv_dtype or dtype, "compute_dtype": dtype}
         pool = TokenToKVPool(layers, num_pages=3 * of_row, page_size=page_size, device=device, **types)
         backend = "cpu" if exact else backend
-        return cls(decoder, create_backend(backend, backend, pool), table, plan, group)
+        states = StatePool(decoder.state_layers, 3, 0, device) if decoder.state_layers else None
+        return cls(decoder, create_backend(backend, backend, pool), table, plan, group, states)
 
     def logits(self, rows: list[tuple[int, int, list[int]]], new_tokens: NewTokens | None = None) -> list[torch.Tensor]:
         """Logits [len(tokens), vocab] of each (row, start, tokens); in the first, they see each other as `new_tokens`
@@ -74,6 +79,12 @@ class Rank:
         batch = batch_of(self.table, spans, self.backend.token_to_kv_pool.page_size, token_ids)
         every = torch.arange(batch.num_tokens, device=batch.positions.device)  # not only the last of each row
         batch = replace(batch, sample_indices=every)
+        if self.states is not None:
+            self.states.copy(np.array([(0, row, 0) for row, start, _ in rows if not start], np.int32).reshape(-1, 3))
+            of_rows = torch.tensor([row for row, _, _ in rows], dtype=torch.int32)
+            paged, no_drafts = batch.paged, torch.zeros_like(of_rows)
+            states = self.states.begin(of_rows, paged.cu_seqlens_q, paged.cache_seqlens, no_drafts)
+            batch = replace(batch, states=states)
         if new_tokens is not None:
             mask = mask_of([new_tokens, *[None] * (len(rows) - 1)], batch.extend_lens.tolist(), every.device)
             batch = replace(

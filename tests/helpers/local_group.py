@@ -59,6 +59,8 @@ class Limits:
     prefix_caching: bool = False
     num_window_pages: int | None = None
     """At most the group's; None where it has none."""
+    num_states: int = 8
+    """Of recurrent layers, where there are any; at most 64."""
     window: int = 1
     max_item_tokens: int = 0
     speculation: SpeculationConfig = NO_SPECULATION
@@ -208,6 +210,7 @@ class LocalGroup:
                 enable_prefix_caching=limits.prefix_caching,
                 eos_token_ids=self.model.eos_token_ids,
                 num_window_pages=limits.num_window_pages,
+                num_states=limits.num_states if self.model.has_states else None,
                 window=limits.window,
                 max_item_tokens=limits.max_item_tokens,
                 speculation=limits.speculation,

@@ -120,7 +120,8 @@ def check_greedy_tokens(case: Case, tp_size: int) -> None:
     finally:
         group.close()
     assert cached.tokens == batched[-2:]
-    assert cached.stats.total_prefix_hit_tokens >= 48
+    # Recurrent layers have a state after 64 tokens, and the prompts share 50: tests/whole/test_recurrent.py.
+    assert case.model.has_states or cached.stats.total_prefix_hit_tokens >= 48
     for prompt, answer in zip(prompts, batched, strict=True):
         with torch.inference_mode():
             logits = case.hf(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
@@ -145,7 +146,7 @@ def test_tensors_are_those_of_the_checkpoint_and_experts_those_of_transformers_l
 
 
 def test_ranks_read_what_the_plan_counts_for_them_and_no_more(case: Case) -> None:
-    for tp_size in (1, 3, case.model.layers[0].mixer.axes[0].num_heads):
+    for tp_size in (1, 3, case.model.num_attention_heads):
         plan = ShardPlan.create(case.model, tp_size)
         for rank in range(tp_size):
             with Checkpoint.open(case.path, case.model) as checkpoint:
@@ -165,7 +166,7 @@ def test_dummy_weights_are_one_model_here_and_in_transformers(case: Case, tmp_pa
 
 
 def test_ranks_ask_of_a_backend_what_was_asked_of_the_model_before_the_start(case: Case) -> None:
-    most = case.model.layers[0].mixer.axes[0].num_heads
+    most = case.model.num_attention_heads
     for tp_size in range(1, most + 1):
         sizes = {"tensor_parallel_size": tp_size, "kv_cache": KVCacheConfig(page_size=32)}
         config = EngineConfig(model="m", device="cpu", dtype="float32", numerics="fast", **sizes)

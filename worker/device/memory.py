@@ -43,7 +43,7 @@ class DeviceMemory:
     graph_bytes: int = 0
     """Bytes for all CUDA graphs."""
     table_bytes: int = 0
-    """Bytes of the tables of the sampler's rows."""
+    """Bytes of the tables of the sampler's rows, and of recurrent states."""
 
     @property
     def step_bytes(self) -> int:

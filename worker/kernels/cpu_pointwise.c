@@ -71,6 +71,15 @@ static inline v16 at_most(v16 x, float limit) {
     return (v16)((above & (i16)all(limit)) | (~above & (i16)x)); /* NaN passes */
 }
 
+/* x = x * sigmoid(gate) */
+void mul_sigmoid(void *x, const void *gate, size_t n, int type, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n > FEW)
+    for (size_t i = 0; i < n; i += LANES) {
+        v16 by = 1.0f + exp16(-load_up_to_16(gate, i, type, n - i));
+        store_up_to_16(x, i, type, load_up_to_16(x, i, type, n - i) / by, n - i);
+    }
+}
+
 /* x [num_rows][2 * size], gate then up -> out [num_rows][size]. Limit and alpha are those of CLAMPED. */
 void act_and_mul(const void *x, size_t x_stride, void *out, size_t num_rows, size_t size, int type, int activation,
                  float limit, float alpha, int threads) {

@@ -99,6 +99,15 @@ def softcap_(x: torch.Tensor, cap: float) -> torch.Tensor:
     return x
 
 
+def mul_sigmoid_(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x *= sigmoid(gate) in fp32, in place, rounded once. Both are contiguous, of one shape and dtype. Returns x."""
+    assert (x.shape, x.dtype) == (gate.shape, gate.dtype), f"a gate {tuple(gate.shape)} of {tuple(x.shape)}"
+    assert x.is_contiguous(), "x must be contiguous"
+    assert gate.is_contiguous(), "the gate must be contiguous"
+    _library().mul_sigmoid(x.data_ptr(), gate.data_ptr(), x.numel(), TYPES[x.dtype], torch.get_num_threads())
+    return x
+
+
 def _act_and_mul(
     x: torch.Tensor, activation: int, limit: float, alpha: float, out: torch.Tensor | None
 ) -> torch.Tensor:
@@ -171,7 +180,8 @@ def _library() -> ctypes.CDLL:
     number = ctypes.c_float
     library.act_and_mul.argtypes = [pointer, size, pointer, size, size, integer, integer, number, number, integer]
     library.softcap.argtypes = [pointer, size, number, integer]
+    library.mul_sigmoid.argtypes = [pointer, pointer, size, integer, integer]
     library.softmax.argtypes = [pointer, size, size, pointer, size, size, pointer, size]
-    for function in (library.rms_norms, library.act_and_mul, library.softcap, library.softmax):
+    for function in (library.rms_norms, library.act_and_mul, library.softcap, library.mul_sigmoid, library.softmax):
         function.restype = None
     return library

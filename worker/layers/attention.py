@@ -14,6 +14,8 @@ from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.fp8 import Fp8Rows
 from parallel.numerics.tensor_source import TensorSource
+from worker.kernels.cpu_pointwise import mul_sigmoid_
+from worker.layers.interleaved_rows import InterleavedRows
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryHalves
 from worker.layers.step import Step
@@ -44,6 +46,7 @@ class Attention:
         self._spec = spec
         self._shard = context.shard
         self._qkv = ColumnParallelLinear(*spec.qkv, context=context)
+        self._gate = None if spec.gate is None else ColumnParallelLinear(spec.gate, context=context)
         self._o = RowParallelLinear(spec.o, context)
         self._head_norms = [
             RMSNorm(spec.head_dim, eps, dtype=context.dtype, device=context.device, offset=tensor.offset)
@@ -61,7 +64,12 @@ class Attention:
         """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
         spec = self._spec
         heads = {f"{prefix}{it.name}": (spec.head_dim, 0) for linear in spec.qkv[:2] for it in linear.tensors}
-        self._qkv.load(RotaryHalves(source, heads, spec.rotary_dim) if spec.rope.interleaved else source, prefix)
+        rows = RotaryHalves(source, heads, spec.rotary_dim) if spec.rope.interleaved else source
+        if self._gate is not None:
+            of_head = {f"{prefix}{it.name}": (spec.head_dim,) * 2 for it in spec.qkv[0].tensors}
+            rows = InterleavedRows(rows, of_head, spec.num_attention_heads)
+            self._gate.load(rows, prefix)
+        self._qkv.load(rows, prefix)
         self._o.load(source, prefix)
         for norm, tensor in zip(self._head_norms, self._spec.head_norms, strict=True):
             norm.load(source, prefix + tensor.name)
@@ -74,7 +82,8 @@ class Attention:
 
     def attend(self, x: torch.Tensor | Fp8Rows, step: Step) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, tp_q_head_num * head_dim]. Stores K and V in the pool."""
-        return step.backend.forward(self._qkv(x), self.layer, step.rotations[self.layer.layer_id], self._norms)
+        out = step.backend.forward(self._qkv(x), self.layer, step.rotations[self.layer.layer_id], self._norms)
+        return out if self._gate is None else mul_sigmoid_(out, self._gate(x))
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
         """Computes the layer's output [num_tokens, hidden_size] from the output of `attend`."""

@@ -9,6 +9,7 @@ import torch
 
 from attention.backend import AttentionBackend
 from attention.rotation import Rotation
+from attention.state_pool import RowStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +39,5 @@ class Step:
     rotations: Sequence[Rotation]
     """Each layer's rotation, at the positions of the batch."""
     padding: Padding
+    states: RowStates | None = None
+    """States of recurrent layers. None if the model has no recurrent layer."""

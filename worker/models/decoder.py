@@ -15,6 +15,7 @@ import torch
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.layer import AttentionLayer
+from attention.state_pool import StateLayer
 from configs.draft_head import LAST_STATE
 from configs.model_config import ModelConfig
 from parallel.collectives.group import TensorParallelGroup
@@ -79,8 +80,13 @@ class Decoder:
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
-        """Geometry of every layer on this rank, the draft head's last."""
-        return [layer.attention.layer for layer in self._all_layers]
+        """Geometry of every attention layer on this rank, the draft head's last."""
+        return [layer.mixer.layer for layer in self._all_layers if isinstance(layer.mixer.layer, AttentionLayer)]
+
+    @property
+    def state_layers(self) -> list[StateLayer]:
+        """The states of every recurrent layer on this rank."""
+        return [layer.mixer.layer for layer in self.layers if isinstance(layer.mixer.layer, StateLayer)]
 
     @property
     def _all_layers(self) -> list[DecoderLayer]:
@@ -108,8 +114,9 @@ class Decoder:
         """Sets the factors by which each layer's keys and values are divided in an FP8 pool: one for each, or one for
         both. Call before a pool is made from `attention_layers`."""
         for layer, of_layer in zip(self._all_layers, scales, strict=True):
-            attention: Any = layer.attention  # each kind of attention has its own kind of layer
-            attention.layer = replace(attention.layer, k_scale=of_layer[0], v_scale=of_layer[-1])
+            attention: Any = layer.mixer  # each kind of attention has its own kind of layer
+            if of_layer:
+                attention.layer = replace(attention.layer, k_scale=of_layer[0], v_scale=of_layer[-1])
 
     def set_max_positions(self, max_positions: int) -> None:
         """Prepares rotary tables for positions below `max_positions`."""
@@ -124,7 +131,7 @@ class Decoder:
         # Padding rows have page 0, which belongs to no sequence.
         padding = Padding(batch.out_cache_loc, backend.token_to_kv_pool.page_size)
         rotations = [rotary.at(batch.positions) for rotary in self._rotary]
-        return Step(backend, [rotations[i] for i in self._rope_of_layer], padding)
+        return Step(backend, [rotations[i] for i in self._rope_of_layer], padding, batch.states)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] of ids [num_tokens] int64, without the embedding scale."""

@@ -11,17 +11,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from attention.layer import AttentionLayer
+from attention.state_pool import StateLayer
 from configs.biased_mixture import BiasedMixture
+from configs.delta_net import GatedDeltaNet
 from configs.latent_attention import LatentAttention
 from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts, Norms
+from configs.recurrent import ShortConvolution
 from parallel.collectives.interface import PartialSum
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.tensor_source import TensorSource
 from worker.layers.attention import Attention
+from worker.layers.delta_net import DeltaNet
 from worker.layers.experts import Experts
 from worker.layers.latent_attention import MLA
 from worker.layers.mlp import MLP
 from worker.layers.norm import RMSNorm
+from worker.layers.short_conv import ShortConv
 from worker.layers.step import Padding, Step
 
 if TYPE_CHECKING:
@@ -33,8 +38,8 @@ class MixerModule(Protocol):
     """Computes a Mixer spec on this rank's heads, and sums over the ranks."""
 
     @property
-    def layer(self) -> AttentionLayer:
-        """The layer's geometry on this rank."""
+    def layer(self) -> AttentionLayer | StateLayer:
+        """The layer's geometry, or its states, on this rank."""
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
@@ -71,6 +76,8 @@ class FeedForwardModule(Protocol):
 _MIXERS: dict[type[Any], Callable[[Any, LayerContext, int, float], MixerModule]] = {
     GroupedQueryAttention: Attention,
     LatentAttention: MLA,
+    GatedDeltaNet: DeltaNet,
+    ShortConvolution: ShortConv,
 }
 _FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerContext], FeedForwardModule]] = {
     DenseMLP: MLP,
@@ -102,10 +109,10 @@ class NormPair:
 
 
 class DecoderLayer:
-    """Residual + attention(norm(residual)), then + feed_forward(norm(...)). Both summands may be normed, too."""
+    """Residual + mixer(norm(residual)), then + feed_forward(norm(...)). Both summands may be normed, too."""
 
     def __init__(self, spec: LayerSpec, context: LayerContext, layer_id: int, eps: float) -> None:
-        self.attention = _MIXERS[type(spec.mixer)](spec.mixer, context, layer_id, eps)
+        self.mixer = _MIXERS[type(spec.mixer)](spec.mixer, context, layer_id, eps)
         self._feed_forward = _FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, context)
         self._mixer_norms = NormPair(spec.mixer_norms, context, eps)
         self._feed_forward_norms = NormPair(spec.feed_forward_norms, context, eps)
@@ -114,7 +121,7 @@ class DecoderLayer:
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
-        self.attention.load(source, prefix)
+        self.mixer.load(source, prefix)
         self._feed_forward.load(source, prefix)
         self._mixer_norms.load(source, prefix)
         self._feed_forward_norms.load(source, prefix)
@@ -132,11 +139,11 @@ class DecoderLayer:
         Args:
             x: the previous layer's output, to add to `residual`. None for the first layer.
             residual: [num_tokens, hidden_size], changed in place.
-            keep: indices of the tokens to compute once K and V of all are stored. If None, all. If empty, nothing more
+            keep: indices of the tokens to compute once the state of all is stored. If None, all. If empty, nothing more
                 is computed, and the output is empty.
             state: [num_tokens, hidden_size]: gets the residual at the layer's input, after adding x.
         """
-        normed = self.norm(residual) if x is None else self.norm.add_for(x, residual, self.attention.row_groups())
+        normed = self.norm(residual) if x is None else self.norm.add_for(x, residual, self.mixer.row_groups())
         if state is not None:
             state.copy_(residual)
         return self.after_norm(normed, residual, step, keep)
@@ -145,13 +152,13 @@ class DecoderLayer:
         self, normed: torch.Tensor | Fp8Rows, residual: torch.Tensor, step: Step, keep: torch.Tensor | None
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
         """The layer after its first norm, from that norm's output `normed`. See also `__call__`."""
-        attended, padding = self.attention.attend(normed, step), step.padding
+        attended, padding = self.mixer.attend(normed, step), step.padding
         if keep is not None and not len(keep):
             return residual[:0], residual[:0]
         if keep is not None:
             attended, residual = attended.index_select(0, keep), residual.index_select(0, keep)
             padding = padding.of(keep)
-        x = self._mixer_norms.output(self.attention.project(attended))
+        x = self._mixer_norms.output(self.mixer.project(attended))
         groups = self._feed_forward.row_groups()
         x = self._feed_forward(self._feed_forward_norms.before.add_for(x, residual, groups), padding)
         return self._feed_forward_norms.output(x), residual

@@ -19,6 +19,7 @@ import torch
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.state_pool import StatePool
 from attention.step_shape import StepShape
 from configs.errors import EngineError
 from parallel.collectives.group import TensorParallelGroup
@@ -48,6 +49,7 @@ class ModelRunner:
         max_tokens: maximum number of input tokens of a step.
         max_sampled: maximum number of sampled inputs of a step, at least `max_rows`.
         max_graph_tokens: maximum number of input tokens of a captured step with prompts.
+        state_pool: states of the model's recurrent layers. None if it has none.
     """
 
     def __init__(
@@ -64,12 +66,14 @@ class ModelRunner:
         max_tokens: int,
         max_sampled: int,
         max_graph_tokens: int,
+        state_pool: StatePool | None = None,
     ) -> None:
         self._decoder = decoder
         self._backend = backend
         self._req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool = token_to_kv_pool
         """The pool to which steps write."""
+        self._state_pool = state_pool
         self._num_pages, self._num_window_pages = token_to_kv_pool.num_pages, token_to_kv_pool.num_window_pages
         self._sampler = sampler
         self._group = group
@@ -83,6 +87,7 @@ class ModelRunner:
             page_size=token_to_kv_pool.page_size,
             max_sampled=max_sampled,
             num_drafts=0 if decoder.draft_model is None else limits.max_samples - 1,
+            state_pool=state_pool,
         )
         self._graphs = CudaGraphRunner(group)
         # All graphs write their logits and the draft head's input here.
@@ -105,8 +110,9 @@ class ModelRunner:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes on the device that do not depend on the number of pages: the rows' adjustments."""
-        return self._sampler.adjustments.num_bytes
+        """Bytes on the device that do not depend on the number of pages: the rows' adjustments and recurrent states."""
+        states = 0 if self._state_pool is None else self._state_pool.num_bytes
+        return self._sampler.adjustments.num_bytes + states
 
     def capture(self, which: Literal["all", "largest", "none"] = "all") -> None:
         """Captures steps at shapes of the ladders. The KV pool must not move afterwards.
@@ -180,6 +186,8 @@ class ModelRunner:
         check_frame(frame, self._limits)
         self._req_to_token_pool.check(frame.page_deltas, self._num_pages)
         self._req_to_token_pool.check_window_pages(frame.window_pages, self._num_window_pages)
+        if self._state_pool is not None:
+            self._state_pool.check(frame.state_copies)
         wrong = None
         if step.shape.num_sampled > self._max_sampled:
             wrong = f"samples {step.shape.num_sampled} inputs, and at most {self._max_sampled} fit"
@@ -209,6 +217,8 @@ class ModelRunner:
         if graph is None or self._backend.plans_on_host:
             step = self._inputs.with_device_starts(step)
         self._draft_passes.prepare(step)
+        if self._state_pool is not None:
+            self._state_pool.copy(step.frame.state_copies)
         self._inputs.upload(step, graph or step.shape)
         self._sampler.update(step.frame)
         return step

@@ -11,6 +11,7 @@ import torch
 
 from attention.forward_batch import ForwardBatch, ForwardMode, Int64Array, PagedMetadata
 from attention.kv_pool import ReqToTokenPool
+from attention.state_pool import StatePool
 from attention.step_metadata import StepTensors
 from attention.step_shape import StepShape
 from configs.errors import EngineError
@@ -35,6 +36,7 @@ class StepInputs:
         max_sampled: maximum number of sampled inputs of a step. A number below `max_rows` counts as `max_rows`.
         num_drafts: maximum number of drafts that the ranks make for a row. If it is above 0, these tensors track each
             row's position, which the scheduler may not know yet.
+        state_pool: states of the model's recurrent layers. None if it has none.
     """
 
     def __init__(
@@ -46,9 +48,11 @@ class StepInputs:
         page_size: int,
         max_sampled: int = 0,
         num_drafts: int = 0,
+        state_pool: StatePool | None = None,
     ) -> None:
         self._page_table, self._window_page_of = pool.page_table, pool.window_page_of
         self._page_size = page_size
+        self._state_pool = state_pool
         num_rows, max_pages = self._page_table.shape
         device = self._page_table.device
         if device.type == "cuda":
@@ -231,6 +235,10 @@ class StepInputs:
                 max_seqlen_q=max_seqlen_q,
             ),
         )
+        if (pool := self._state_pool) is not None:
+            rows, num_drafts = layout.rows(shape.num_rows), layout.num_drafts(shape.num_rows)
+            states = pool.begin(self._buffer[rows], cu_seqlens_q, tensors.cache_seqlens, self._buffer[num_drafts])
+            batch = replace(batch, states=states)
         slots, pages = tensors.window_out_cache_loc, tensors.window_page_table
         if slots is None or pages is None:
             return batch

@@ -2,7 +2,7 @@
 
 The buffer is int32. With B = `max_rows`:
 
-    rows B | starts B | sampled S | sample_tokens S | cu_seqlens_q B + 1 | token_ids | page deltas
+    rows B | starts B | num_drafts B | sampled S | sample_tokens S | cu_seqlens_q B + 1 | token_ids | page deltas
 
 S is the maximum number of sampled inputs: B, or more if rows with drafts may be sampled several times.
 
@@ -93,7 +93,7 @@ class StepLayout:
 
     def __init__(self, max_rows: int, max_tokens: int, max_sampled: int = 0) -> None:
         self._max_rows, self._max_sampled = max_rows, max(max_rows, max_sampled)
-        self._cu_seqlens_q = 2 * (max_rows + self._max_sampled)
+        self._cu_seqlens_q = 3 * max_rows + 2 * self._max_sampled
         self._token_ids = self._cu_seqlens_q + max_rows + 1
         self.capacity = self._token_ids + max_tokens + 3 * (max_rows + max_tokens)
         """Number of elements in the buffer. Page deltas that do not fit, after many prefix hits, are copied apart."""
@@ -104,8 +104,11 @@ class StepLayout:
     def starts(self, num_rows: int) -> slice:
         return slice(self._max_rows, self._max_rows + num_rows)
 
+    def num_drafts(self, num_rows: int) -> slice:
+        return slice(2 * self._max_rows, 2 * self._max_rows + num_rows)
+
     def sampled(self, num_sampled: int) -> slice:
-        return slice(2 * self._max_rows, 2 * self._max_rows + num_sampled)
+        return slice(3 * self._max_rows, 3 * self._max_rows + num_sampled)
 
     def sample_tokens(self, num_sampled: int) -> slice:
         return slice(self._cu_seqlens_q - self._max_sampled, self._cu_seqlens_q - self._max_sampled + num_sampled)
@@ -126,6 +129,8 @@ class StepLayout:
         rows, starts = out[self.rows(shape.num_rows)], out[self.starts(shape.num_rows)]
         rows[:num_rows], rows[num_rows:] = frame.rows, 0
         starts[:num_rows], starts[num_rows:] = frame.starts, 0
+        num_drafts = out[self.num_drafts(shape.num_rows)]
+        num_drafts[:num_rows], num_drafts[num_rows:] = np.maximum(step.samples_per_row - 1, 0), 0
         cu_seqlens_q = out[self.cu_seqlens_q(shape.num_rows)]
         cu_seqlens_q[0] = 0
         np.cumsum(frame.lens, out=cu_seqlens_q[1 : num_rows + 1])

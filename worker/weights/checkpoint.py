@@ -325,7 +325,7 @@ class Checkpoint(AnyCheckpoint):
         # A tied model needs no separate LM head, but some checkpoints store the copy.
         tied_copy = self._model.tie_word_embeddings and name == f"{self._model.tensor_prefix}lm_head.weight"
         of_activations = self._model.weight_scales is not None and name.endswith(INPUT_SCALE)
-        is_beside = not name.startswith(self._model.tensor_prefix)
+        is_beside = not name.startswith(self._model.tensor_prefix) or name.startswith(self._model.unread)
         layer = re.match(self._model.layer_prefix(r"(\d+)"), name)
         is_mtp = layer is not None and 0 <= int(layer[1]) - self._model.num_hidden_layers < self._model.num_mtp_layers
         head = self._model.draft_head

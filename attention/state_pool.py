@@ -1,0 +1,129 @@
+"""The states of recurrent layers on one rank: of running requests, and of prefixes in the prefix cache.
+
+Slots 1 to the number of rows hold the states of running requests: slot r belongs to row r. The slots after them hold
+cached states. Slot 0 is padding. A slot's state covers the first `num_covered` tokens of its request, a multiple of
+`configs.recurrent.STATE_CHUNK`. A running row also has recent entries, for the tokens after its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from configs.errors import EngineError
+from configs.layers import Mixer
+from configs.recurrent import STATE_CHUNK
+from parallel.numerics.arithmetic import LayerContext
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """The state of one recurrent layer on one rank."""
+
+    layer_id: int
+    tensors: tuple[tuple[int, int, torch.dtype], ...]
+    """For each `StateTensor` of the spec: `num_recent`, the number of elements of an entry on this rank, and their
+    dtype."""
+
+    @classmethod
+    def of(cls, layer_id: int, spec: Mixer, context: LayerContext) -> StateLayer:
+        """The state of a layer with mixer `spec`."""
+        return cls(
+            layer_id,
+            tuple(
+                (it.num_recent, context.shard.amount(it.elements), torch.float32 if it.is_fp32 else context.dtype)
+                for it in spec.state
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowStates:
+    """Which states a step's rows read and write. Tensors are int32 [num_rows] on the device, unless said otherwise."""
+
+    pool: StatePool
+    rows: torch.Tensor
+    """The row of each of the step's rows in the request table, which is its slot too. 0 for padding."""
+    cu_seqlens_q: torch.Tensor
+    """[num_rows + 1]: start of each row's input tokens in the batch, and the end of the last row's."""
+    ends: torch.Tensor
+    """Number of each row's tokens, those of this step included."""
+    before: torch.Tensor
+    """Number of tokens that the slot's state covers before the step."""
+    after: torch.Tensor
+    """Number of tokens that the slot's state covers after the step. Drafts of the step are not among them."""
+
+
+class StatePool:
+    """The states of all recurrent layers of a rank.
+
+    Args:
+        num_rows: number of rows of the request table, without padding.
+        num_cached: number of slots for states in the prefix cache.
+    """
+
+    def __init__(self, layers: Sequence[StateLayer], num_rows: int, num_cached: int, device: torch.device) -> None:
+        self.num_rows = num_rows
+        self.num_slots = num_rows + num_cached
+        self._num_covered = torch.zeros(self.num_slots + 1, dtype=torch.int32, device=device)
+        # Zeros, because entries that no token has written are read with a weight of zero.
+        self._tensors = {
+            layer.layer_id: tuple(
+                torch.zeros(
+                    (num_rows + 1, num_recent, size) if num_recent else (self.num_slots + 1, size),
+                    dtype=dtype,
+                    device=device,
+                )
+                for num_recent, size, dtype in layer.tensors
+            )
+            for layer in layers
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all states."""
+        return sum(tensor.nbytes for tensors in self._tensors.values() for tensor in tensors)
+
+    def tensors(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+        """The layer's tensors in the order of its spec: [num_slots + 1, elements], or with recent entries [num_rows +
+        1, num_recent, elements], where token t has entry t % num_recent."""
+        return self._tensors[layer_id]
+
+    def check(self, copies: npt.NDArray[np.int32]) -> None:
+        """Raises EngineError if a copy in `copies` is outside the pool. See `copy`."""
+        if len(copies) and not (
+            (copies >= 0).all()
+            and (copies[:, :2] <= self.num_slots).all()
+            and (copies[:, 1] > 0).all()
+            and not (copies[:, 2] % STATE_CHUNK).any()
+        ):
+            raise EngineError(f"a copy of states is outside {self.num_slots} slots; please report this bug")
+
+    def copy(self, copies: npt.NDArray[np.int32]) -> None:
+        """Copies states between slots, in order. `copies` [n, 3]: source, target, and the number of tokens that the
+        state covers. A source of 0 stands for the state before the first token."""
+        for source, target, num_covered in copies.tolist():
+            self._num_covered[target] = num_covered
+            if source:
+                for tensor in (it for tensors in self._tensors.values() for it in tensors if it.dim() == 2):
+                    tensor[target] = tensor[source]
+
+    def begin(
+        self, rows: torch.Tensor, cu_seqlens_q: torch.Tensor, ends: torch.Tensor, num_drafts: torch.Tensor
+    ) -> RowStates:
+        """Starts a step: decides which of its rows' states move forward. A graph may capture this.
+
+        Args:
+            rows: `RowStates.rows`.
+            cu_seqlens_q: `RowStates.cu_seqlens_q`.
+            ends: `RowStates.ends`.
+            num_drafts: [num_rows] int32, device: how many of each row's inputs, at their end, are unverified drafts.
+        """
+        before = self._num_covered.index_select(0, rows)
+        after = torch.maximum(before, (ends - num_drafts).div(STATE_CHUNK, rounding_mode="floor") * STATE_CHUNK)
+        self._num_covered.index_copy_(0, rows.long(), after)
+        return RowStates(self, rows, cu_seqlens_q, ends, before, after)

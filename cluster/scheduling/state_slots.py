@@ -1,0 +1,76 @@
+"""The slots of the recurrent layers' states in the prefix cache, and the copies of states that the ranks have to make.
+
+Row r always has slot r (`attention/state_pool.py`). A state that should stay is copied to a slot of the cache, and from
+there to each row that continues its prefix. A frame lists copies, and ranks make them in order, before the frame's
+step. So a slot may be used again at once, and no slot is locked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from cluster.scheduling.prefix_cache import Node
+from worker.protocol import Int32Array
+
+
+class StateSlots:
+    """Which nodes of the prefix cache have a state.
+
+    Args:
+        num_rows: number of rows. The slots of the cache come after theirs.
+        num_slots: number of slots of the cache.
+    """
+
+    def __init__(self, num_rows: int, num_slots: int) -> None:
+        self._first, self._num_slots = num_rows + 1, num_slots
+        self._free = list(range(num_rows + num_slots, num_rows, -1))
+        self._nodes: OrderedDict[Node, None] = OrderedDict()  # nodes with a state, the least recently used first
+        self._copies: list[tuple[int, int, int]] = []
+
+    def begin(self, row: int) -> None:
+        """Gives a row the state before the first token."""
+        self._copies = [copy for copy in self._copies if copy[1] != row]  # of a request that got no pages
+        self._copies.append((0, row, 0))
+
+    def adopt(self, row: int, node: Node, num_tokens: int) -> None:
+        """Gives a row the state after `node`'s prefix of `num_tokens` tokens. The node must have a state."""
+        self._nodes.move_to_end(node)
+        self._copies.append((node.state, row, num_tokens))
+
+    def keep(self, row: int, node: Node, num_tokens: int) -> None:
+        """Stores the row's state, which covers `num_tokens` tokens, as the state after `node`'s prefix. The least
+        recently used state is dropped if all slots are taken."""
+        if node.state:
+            self._nodes.move_to_end(node)
+            return
+        if not self._free:
+            if not self._nodes:
+                return
+            self.drop(next(iter(self._nodes)))
+        node.state = self._free.pop()
+        self._nodes[node] = None
+        self._copies.append((row, node.state, num_tokens))
+
+    def drop(self, node: Node) -> None:
+        """Removes the state of `node`."""
+        del self._nodes[node]
+        self._free.append(node.state)
+        node.state = 0
+
+    def drop_all(self) -> None:
+        """Removes all states and forgets all copies, because the ranks have lost the states."""
+        for node in list(self._nodes):
+            self.drop(node)
+        self._copies.clear()
+
+    def take_copies(self) -> Int32Array:
+        """Returns the copies [n, 3] since the last call, in order: source slot, target slot, number of tokens."""
+        copies, self._copies = self._copies, []
+        return np.array(copies, np.int32).reshape(-1, 3)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every slot is free or has one node."""
+        slots = [node.state for node in self._nodes] + self._free
+        assert sorted(slots) == list(range(self._first, self._first + self._num_slots)), "a slot is lost or taken twice"

@@ -1,0 +1,175 @@
+"""Models with recurrent layers: their states over long prompts, however these are cut, and in the prefix cache.
+
+tests/whole/test_family_answers.py compares the same small models with transformers over short prompts.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.messages.engine import SamplingParams
+from configs.recurrent import STATE_CHUNK
+from configs.schema import SpeculationConfig
+from parallel.collectives.group import TensorParallelGroup
+from tests.helpers.families import FAMILIES, Case, case_of
+from tests.helpers.family_checks import Rank
+from tests.helpers.local_group import Answers, Limits, LocalGroup
+from tests.helpers.rank_threads import on_ranks
+
+RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2")
+LONG = 300
+NUM_PAGES = 400
+NGRAMS = SpeculationConfig(method="ngram", num_speculative_tokens=5)
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 320, count).tolist()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    return functools.cache(lambda name: case_of(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(params=RECURRENT)
+def case(request: pytest.FixtureRequest, made: Callable[[str], Case]) -> Case:
+    return made(request.param)
+
+
+def _logits(case: Case, tp_size: int, tokens: list[int], cuts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Every rank's logits [len(tokens), vocab] of a row that is computed in these pieces, beside another row."""
+    others = tokens_of(9, len(tokens))
+
+    def body(group: TensorParallelGroup) -> torch.Tensor:
+        rank, parts = Rank.create(case, group, dtype, exact=True, max_tokens=len(tokens) + 20), []
+        for first, stop in itertools.pairwise(cuts):
+            rows = [(2, first, others[first:stop]), (1, first, tokens[first:stop])]
+            parts.append(rank.logits(rows if first % 2 else rows[::-1])[first % 2])
+        return torch.cat(parts)
+
+    return on_ranks(tp_size, body)
+
+
+def _cuts(length: int, size: int) -> list[int]:
+    return [*range(0, length, size), length]
+
+
+@pytest.mark.parametrize("size", [1, 7, 63, 64, 65, LONG])
+def test_logits_equal_transformers_however_a_prompt_is_cut(case: Case, size: int) -> None:
+    tokens = tokens_of(1, LONG)
+    with torch.inference_mode():
+        expected = case.hf(torch.tensor([tokens])).logits[0]
+    [ours] = _logits(case, 1, tokens, _cuts(LONG, size), torch.float32)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+def test_bits_do_not_depend_on_ranks_and_cuts(case: Case, tp_size: int, dtype: torch.dtype) -> None:
+    tokens = tokens_of(2, LONG)
+    [expected] = _logits(case, 1, tokens, [0, LONG], dtype)
+    for cuts in ([0, 1, 64, 100, 127, 129, 250, LONG], _cuts(LONG, 50)):
+        for ours in _logits(case, tp_size, tokens, cuts, dtype):
+            assert torch.equal(ours.view(torch.int32), expected.view(torch.int32))
+
+
+@contextmanager
+def running(case: Case, tp_size: int = 1, speculation: SpeculationConfig | None = None) -> Iterator[LocalGroup]:
+    more = {} if speculation is None else {"speculation": speculation}
+    group = LocalGroup(case.path, tp_size, num_pages=NUM_PAGES, **more)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def answers(
+    group: LocalGroup,
+    prompts: list[list[int]],
+    *,
+    at_once: bool = True,
+    bias: tuple[tuple[int, float], ...] = (),
+    **limits: object,
+) -> Answers:
+    """Greedy answers, or with a bias sampled ones, of 40 tokens."""
+    sampling = SamplingParams(max_tokens=40, temperature=float(bool(bias)), ignore_eos=True, logit_bias=bias)
+    how = Limits(**{"num_pages": NUM_PAGES, **limits})  # type: ignore[arg-type]
+    return group.generate([(prompt, sampling) for prompt in prompts], how, at_once=at_once)
+
+
+def test_preemptions_and_chunks_change_no_token(case: Case) -> None:
+    prompts = [tokens_of(seed, length) for seed, length in enumerate((1, 60, 63, 64, 65, 129, 170))]
+    with running(case) as group:
+        expected = [answers(group, [prompt], prefix_caching=False).tokens[0] for prompt in prompts]
+        assert answers(group, prompts, chunk=48).tokens == expected
+        few_pages = answers(group, prompts, num_pages=36)
+        assert few_pages.tokens == expected
+        assert few_pages.stats.total_preemptions
+
+
+def test_drafts_change_no_token(case: Case) -> None:
+    """Answers of three tokens repeat themselves, so that n-grams find drafts, which are right now and then."""
+    bias = ((5, 100.0), (6, 100.0), (7, 100.0))
+    prompts = [[5, 6, 7, *tokens_of(seed, length)] for seed, length in enumerate((1, 30, 55, 60, 63, 120))]
+    with running(case, 2, NGRAMS) as group:
+        how = {"bias": bias, "speculation": NGRAMS, "prefix_caching": True}
+        expected = [answers(group, [prompt], bias=bias).tokens[0] for prompt in prompts]
+        num_rejected = 0
+        for at_once in (True, False):
+            drafted = answers(group, prompts * 2, at_once=at_once, **how)
+            assert drafted.tokens == expected * 2
+            assert drafted.stats.total_accepted
+            num_rejected += drafted.stats.total_drafted - drafted.stats.total_accepted
+        assert num_rejected
+
+
+@pytest.mark.parametrize("shared", [64, 100, 127, 128, 200])
+def test_a_prompt_that_parts_from_a_cached_one_continues_from_its_state(case: Case, shared: int) -> None:
+    """The second prompt finds no state where it parts from the first one. It leaves one there, for the third."""
+    start = tokens_of(3, shared)
+    prompts = [start + tokens_of(seed, 90) for seed in (4, 5, 6)]
+    whole = shared // STATE_CHUNK * STATE_CHUNK
+    with running(case) as group:
+        expected = [answers(group, [prompt], prefix_caching=False).tokens[0] for prompt in prompts]
+        found = answers(group, prompts, at_once=False, prefix_caching=True)
+        assert found.tokens == expected
+        assert found.stats.total_prefix_hit_tokens >= whole
+        assert answers(group, prompts, prefix_caching=True).tokens == expected
+        few_states = answers(group, prompts, at_once=False, prefix_caching=True, num_states=1)
+        assert few_states.tokens == expected
+
+
+@pytest.mark.parametrize("length", [64, 65, 127, 128, 130, 192])
+def test_the_same_prompt_finds_all_but_its_last_chunk(case: Case, length: int) -> None:
+    prompt = tokens_of(7, length)
+    with running(case) as group:
+        [first, second] = (found := answers(group, [prompt] * 2, at_once=False, prefix_caching=True)).tokens
+        assert first == second
+        assert found.stats.total_prefix_hit_tokens == (length - 1) // STATE_CHUNK * STATE_CHUNK
+
+
+def test_the_turns_of_a_conversation_find_what_was_said_before(case: Case) -> None:
+    """Answers too: a request that ends leaves its state."""
+    with running(case) as group:
+        prompt, sent = tokens_of(8, 70), list[list[int]]()
+        for turn in range(6):
+            sent.append(prompt)
+            [answer] = answers(group, [prompt], prefix_caching=False).tokens
+            prompt = prompt + answer + tokens_of(20 + turn, 30)
+        found = answers(group, sent, at_once=False, prefix_caching=True)
+        alone = [answers(group, [prompt], prefix_caching=False).tokens[0] for prompt in sent]
+        assert found.tokens == alone
+        # Each turn finds what whole chunks of the turn before allow, its answer without the last token.
+        most = sum((len(prompt) + 39) // STATE_CHUNK * STATE_CHUNK for prompt in sent[:-1])
+        assert found.stats.total_prefix_hit_tokens == most
+
+
+def test_recurrent_families_are_all_here(made: Callable[[str], Case]) -> None:
+    assert [name for name in FAMILIES if made(name).model.has_states] == list(RECURRENT)

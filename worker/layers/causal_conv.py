@@ -1,0 +1,57 @@
+"""The causal convolution of recurrent layers: each channel over its own last tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from attention.state_pool import RowStates
+from configs.layers import Role, TensorSpec
+from parallel.numerics.arithmetic import LayerContext
+from parallel.numerics.tensor_source import TensorSource
+from parallel.plan import Span
+from worker.kernels.cpu_recurrence import causal_conv
+
+
+class CausalConv:
+    """This rank's channels of a convolution.
+
+    Args:
+        tensors: the parts of the weight [channels, 1, width] in the order of the checkpoint's rows, and those of the
+            bias [channels].
+        silu: whether silu is applied to the result.
+    """
+
+    def __init__(self, tensors: Sequence[TensorSpec], context: LayerContext, *, silu: bool = False) -> None:
+        self._tensors = tensors
+        self._context = context
+        self._silu = silu
+        self._weight = torch.empty(0)
+        self._bias: torch.Tensor | None = None
+
+    def load(self, source: TensorSource, prefix: str) -> None:
+        """Reads this rank's part of the weight and the bias. Their names begin with `prefix`."""
+        weight = self._read(source, prefix, [it for it in self._tensors if it.role is not Role.BIAS])
+        biases = [it for it in self._tensors if it.role is Role.BIAS]
+        # The kernel reads the channels of one token after the other.
+        self._weight = weight.squeeze(1).t().contiguous().float()
+        self._bias = self._read(source, prefix, biases).float() if biases else None
+
+    def __call__(self, x: torch.Tensor, states: RowStates, slots: torch.Tensor, recent: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, channels of this rank] -> the same shape. `slots` and `recent` are the layer's tensors in the
+        state pool."""
+        return causal_conv(x, self._weight, self._bias, states, slots, recent, silu=self._silu)
+
+    def _read(self, source: TensorSource, prefix: str, parts: Sequence[TensorSpec]) -> torch.Tensor:
+        """This rank's rows of tensors that the checkpoint stores as one, stacked."""
+        spans, first = [], 0
+        for part in parts:
+            assert part.cut is not None, "the channels are divided among the ranks"
+            span = self._context.shard.span_of(part.cut)
+            spans.append(Span(first + span.start, first + span.stop))
+            first += part.shape[0]
+        out = self._context.empty(sum(span.size for span in spans), *parts[0].shape[1:])
+        for part, span, rows in zip(parts, spans, torch.split(out, [span.size for span in spans]), strict=True):
+            source.read(prefix + part.name, rows, rows=span)
+        return out

@@ -1,0 +1,63 @@
+"""Gated DeltaNet, the linear attention of Qwen3-Next and Qwen3.5."""
+
+from __future__ import annotations
+
+import torch
+
+from attention.state_pool import StateLayer
+from configs.delta_net import GatedDeltaNet
+from configs.layers import Axis
+from parallel.collectives.interface import PartialSum
+from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.numerics.arithmetic import LayerContext
+from parallel.numerics.tensor_source import TensorSource
+from worker.kernels.cpu_recurrence import DeltaArgs, delta_net
+from worker.layers.causal_conv import CausalConv
+from worker.layers.interleaved_rows import InterleavedRows
+from worker.layers.step import Step
+
+
+class DeltaNet:
+    """Linear attention over this rank's value heads: qkv, z, b, a -> convolution -> delta rule -> gated norm -> out.
+
+    The all-reduce may be left to the norm that reads the output of `project`.
+    """
+
+    def __init__(self, spec: GatedDeltaNet, context: LayerContext, layer_id: int, eps: float) -> None:
+        keys, values = context.shard[Axis.KV_HEADS].size, context.shard[Axis.QUERY_HEADS].size
+        self.layer = StateLayer.of(layer_id, spec, context)
+        self._spec, self._values = spec, context.shard[Axis.QUERY_HEADS]
+        a_log, dt_bias, norm = (torch.empty(n) for n in (values, values, spec.value_dim))
+        self._args = DeltaArgs(keys, values, spec.key_dim, spec.value_dim, eps, a_log, dt_bias, norm)
+        of_values = values * spec.value_dim
+        self._widths = [2 * keys * spec.key_dim + of_values, of_values, values, values]
+        self._into = ColumnParallelLinear(*spec.into, context=context)
+        self._conv = CausalConv(spec.conv, context, silu=True)
+        self._out = RowParallelLinear(spec.out, context)
+
+    def load(self, source: TensorSource, prefix: str) -> None:
+        """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
+        spec = self._spec
+        interleaved = {prefix + name: parts for name, parts in spec.interleaved.items()}
+        self._into.load(InterleavedRows(source, interleaved, spec.num_key_heads), prefix)
+        self._conv.load(source, prefix)
+        self._out.load(source, prefix)
+        for tensor, out in zip(spec.decay, (self._args.a_log, self._args.dt_bias), strict=True):
+            source.read(prefix + tensor.name, out, rows=self._values)
+        source.read(prefix + spec.norm.name, self._args.norm)
+
+    def row_groups(self) -> None:
+        """Implements MixerModule. Returns None: the input must not be in FP8."""
+
+    def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[num_tokens, hidden_size] -> [num_tokens, this rank's value heads * value_dim]. Moves the states forward."""
+        assert step.states is not None, "a model with recurrent layers has a state pool"
+        conv_slots, conv_recent, slots, *recent = step.states.pool.tensors(self.layer.layer_id)
+        qkv, z, b, a = torch.split(self._into(x), self._widths, dim=1)
+        qkv = self._conv(qkv, step.states, conv_slots, conv_recent)
+        keys, values, decays = recent
+        return delta_net(qkv, (z, b, a), self._args, step.states, slots, (keys, values, decays))
+
+    def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
+        """Computes the layer's output [num_tokens, hidden_size] from the output of `attend`."""
+        return self._out.for_norm(attended)
