@@ -11,7 +11,7 @@ from configs.layers import Role, TensorSpec
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import Span
-from worker.kernels.cpu_recurrence import causal_conv
+from worker.kernels.cpu_conv import causal_conv
 
 
 class CausalConv:

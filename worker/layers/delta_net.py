@@ -11,7 +11,7 @@ from parallel.collectives.interface import PartialSum
 from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.tensor_source import TensorSource
-from worker.kernels.cpu_recurrence import DeltaArgs, delta_net
+from worker.kernels.cpu_delta import DeltaArgs, delta_net
 from worker.layers.causal_conv import CausalConv
 from worker.layers.interleaved_rows import InterleavedRows
 from worker.layers.step import Step

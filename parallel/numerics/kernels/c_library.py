@@ -38,7 +38,15 @@ def load(source: Path) -> ctypes.CDLL:
         ConfigError: there is no C compiler or no writable cache, or the compiler fails.
     """
     compiler = os.environ.get("CC", "cc")
-    texts = (source.read_text(), HEADER.read_text(), *_FLAGS, *_FLAGS_TO_LINK, _version_of(compiler), _processor())
+    headers = [HEADER, *sorted(source.parent.glob("*.h"))]
+    texts = (
+        source.read_text(),
+        *(it.read_text() for it in headers),
+        *_FLAGS,
+        *_FLAGS_TO_LINK,
+        _version_of(compiler),
+        _processor(),
+    )
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
     library = _cache() / f"{source.stem}-{digest}.so"
     if not library.exists():

@@ -1,106 +1,7 @@
-/* Convolutions and recurrences over the tokens of rows, whose every output follows from its row's own tokens alone, by the
-same operations however the row is cut into steps. */
-#include "exact.h"
+/* Gated DeltaNet: every output follows from its row's own tokens alone, by the same operations however the row is cut
+into steps. */
+#include "rows.h"
 #include <omp.h>
-
-#define CHUNK 64 /* configs/recurrent.py: STATE_CHUNK */
-#define BLOCK 64 /* channels of one piece of work */
-#define WIDEST 8 /* of a convolution */
-
-/* A step's rows, as attention/state_pool.py's RowStates has them. */
-typedef struct {
-    const int32_t *rows, *cu_seqlens, *ends, *before, *after;
-    int64_t num_rows;
-} Rows;
-
-typedef struct {
-    const void *x; /* [tokens] of x_stride elements, channels first */
-    const float *weight, *bias; /* [width][channels]; [channels], or none */
-    void *slots, *recent, *out; /* [slots][width - 1][channels]; [rows][num_recent][channels]; [tokens][channels] */
-    int64_t x_stride, channels, width, num_recent, type, silu; /* type: of x, slots, recent and out */
-} Conv;
-
-/* One row of a step at work. Positions count the tokens of the request. */
-typedef struct {
-    size_t row, first; /* of its tokens in the step */
-    int64_t start, end, before, after;
-} Row;
-
-static Row row_of(const Rows *r, int64_t i) {
-    int64_t first = r->cu_seqlens[i], end = r->ends[i], start = end - (r->cu_seqlens[i + 1] - first);
-    return (Row){(size_t)r->rows[i], (size_t)first, start, end, r->before[i], r->after[i]};
-}
-
-/* Where the input at `position` is, an element of type c->type: in the step, among recent inputs, or before the state. */
-static const void *input(const Conv *c, const Row *w, int64_t position, size_t channel, size_t *at) {
-    size_t channels = (size_t)c->channels;
-    if (position >= w->start) {
-        *at = (w->first + (size_t)(position - w->start)) * (size_t)c->x_stride + channel;
-        return c->x;
-    }
-    if (position >= w->before) {
-        *at = (w->row * (size_t)c->num_recent + (size_t)(position % c->num_recent)) * channels + channel;
-        return c->recent;
-    }
-    *at = (w->row * (size_t)(c->width - 1) + (size_t)(position - w->before + c->width - 1)) * channels + channel;
-    return c->slots;
-}
-
-static v16 load_n(const void *p, size_t at, int type, size_t n) {
-    return n < LANES ? load_some(p, at, type, n) : load16(p, at, type);
-}
-
-static void store_n(void *p, size_t at, int type, v16 x, size_t n) {
-    if (n < LANES) store_some(p, at, type, x, n);
-    else store16(p, at, type, x);
-}
-
-static v16 input16(const Conv *c, const Row *w, int64_t position, size_t channel, size_t n) {
-    if (position < 0) return (v16){0};
-    size_t at;
-    const void *p = input(c, w, position, channel, &at);
-    return load_n(p, at, (int)c->type, n);
-}
-
-static void convolve(const Conv *c, const Row *w, size_t channel, size_t n) {
-    int type = (int)c->type, before = (int)c->width - 1;
-    size_t channels = (size_t)c->channels;
-    v16 weight[WIDEST], window[WIDEST], kept[WIDEST];
-    for (int i = 0; i <= before; i++) weight[i] = load_n(c->weight, (size_t)i * channels + channel, FP32, n);
-    for (int i = 0; i < before; i++) window[i] = input16(c, w, w->start - before + i, channel, n);
-    for (int i = 0; i < before && w->after > w->before; i++)
-        kept[i] = input16(c, w, w->after - before + i, channel, n);
-    v16 bias = c->bias ? load_n(c->bias, channel, FP32, n) : (v16){0};
-    for (int64_t position = w->start; position < w->end; position++) {
-        v16 y = bias;
-        window[before] = input16(c, w, position, channel, n);
-        for (int i = 0; i <= before; i++) y = weight[i] * window[i] + y;
-        for (int i = 0; i < before; i++) window[i] = window[i + 1];
-        if (c->silu) y = y / (1.0f + exp16(-y));
-        store_n(c->out, (w->first + (size_t)(position - w->start)) * channels + channel, type, y, n);
-    }
-    for (int i = 0; i < before && w->after > w->before; i++)
-        store_n(c->slots, (w->row * (size_t)before + (size_t)i) * channels + channel, type, kept[i], n);
-    int64_t oldest = w->end - c->num_recent;
-    for (int64_t position = oldest > w->start ? oldest : w->start; position < w->end; position++) {
-        size_t at = (w->row * (size_t)c->num_recent + (size_t)(position % c->num_recent)) * channels + channel;
-        store_n(c->recent, at, type, input16(c, w, position, channel, n), n);
-    }
-}
-
-/* Each channel's weighted sum of its last `width` inputs, perhaps with silu. */
-void causal_conv(const Rows *r, const Conv *c, int threads) {
-    int64_t blocks = (c->channels + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t item = 0; item < r->num_rows * blocks; item++) {
-        Row w = row_of(r, item / blocks);
-        int64_t first = item % blocks * BLOCK, stop = first + BLOCK < c->channels ? first + BLOCK : c->channels;
-        for (int64_t channel = first; channel < stop; channel += LANES) {
-            size_t n = stop - channel < LANES ? (size_t)(stop - channel) : LANES;
-            convolve(c, &w, (size_t)channel, n);
-        }
-    }
-}
 
 /* Gated DeltaNet, as configs/delta_net.py has it. Sizes are this rank's; heads' sizes are whole vectors. */
 typedef struct {
@@ -122,22 +23,6 @@ typedef struct {
     float *own; /* [shared][key_dim][value_dim]: states that moved in this step */
     float *read, *out; /* [value_dim] */
 } Head;
-
-static float exp1(float x) { return exp16(all(x))[0]; }
-
-static float softplus(float x) { return x > 20.0f ? x : (float)log1p(exp((double)x)); }
-
-static float dot(const float *x, const float *y, int64_t n) {
-    v16 sum = {0};
-    for (int64_t i = 0; i < n; i += LANES) sum = load16(x, (size_t)i, FP32) * load16(y, (size_t)i, FP32) + sum;
-    return sum16(sum);
-}
-
-/* y += x * by */
-static void add(float *y, const float *x, float by, int64_t n) {
-    for (int64_t i = 0; i < n; i += LANES)
-        store16(y, (size_t)i, FP32, load16(x, (size_t)i, FP32) * by + load16(y, (size_t)i, FP32));
-}
 
 /* n elements, scaled so that their length is `length`. */
 static void normalised(float *out, const void *x, size_t at, int type, int64_t n, float length) {

@@ -1,0 +1,88 @@
+"""Calls the C kernel of Gated DeltaNet. The structure has the memory layout of cpu_delta.c."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from attention.state_pool import RowStates
+from parallel.numerics.kernels.c_library import TYPES, load
+from worker.kernels.cpu_rows import INTEGER, POINTER, Rows
+
+
+class DeltaArgs(NamedTuple):
+    """What `delta_net` needs to know about a layer on this rank."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    """A multiple of 16, as `value_dim`."""
+    value_dim: int
+    eps: float
+    a_log: torch.Tensor
+    """[value_heads] fp32, as `dt_bias`."""
+    dt_bias: torch.Tensor
+    norm: torch.Tensor
+    """[value_dim] fp32."""
+
+
+class _Delta(ctypes.Structure):
+    _fields_ = (
+        *((name, POINTER) for name in ("qkv", "z", "b", "a", "a_log", "dt_bias", "norm")),
+        *((name, POINTER) for name in ("slots", "keys", "values", "decays", "out")),
+        *((name, INTEGER) for name in ("in_stride", "key_heads", "value_heads", "key_dim", "value_dim")),
+        *((name, INTEGER) for name in ("num_recent", "type")),
+        ("eps", ctypes.c_float),
+    )
+
+
+def delta_net(
+    qkv: torch.Tensor,
+    zba: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    layer: DeltaArgs,
+    states: RowStates,
+    slots: torch.Tensor,
+    recent: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Gated DeltaNet (`configs.delta_net.GatedDeltaNet`) from the convolution's output to the projection's input.
+
+    Args:
+        qkv: [num_tokens, 2 * key_heads * key_dim + value_heads * value_dim], contiguous: q heads, k heads, v heads.
+        zba: z [num_tokens, value_heads * value_dim], b and a [num_tokens, value_heads], all with the same row stride.
+        slots: [num_slots + 1, value_heads * key_dim * value_dim] fp32: S.
+        recent: keys, values and decays [num_rows + 1, num_recent, elements] fp32 of recent tokens.
+
+    Returns:
+        [num_tokens, value_heads * value_dim], contiguous, of qkv's dtype.
+    """
+    z, b, a = zba
+    assert qkv.is_contiguous(), "q, k and v of a token lie side by side"
+    assert z.stride() == b.stride() == a.stride() == (z.stride(0), 1), "z, b and a are columns of one product"
+    assert qkv.dtype is z.dtype, "all activations have one dtype"
+    out = torch.empty(len(qkv), layer.value_heads * layer.value_dim, dtype=qkv.dtype)
+    delta = _Delta(
+        *(it.data_ptr() for it in (qkv, z, b, a, layer.a_log, layer.dt_bias, layer.norm, slots, *recent, out)),
+        z.stride(0),
+        *layer[:4],
+        recent[0].shape[1],
+        TYPES[qkv.dtype],
+        layer.eps,
+    )
+    library, threads = _library(), torch.get_num_threads()
+    scratch = torch.empty(threads * library.delta_scratch(ctypes.byref(delta)))
+    library.delta_net(ctypes.byref(Rows.of(states)), ctypes.byref(delta), scratch.data_ptr(), threads)
+    return out
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = load(Path(__file__).with_suffix(".c"))
+    library.delta_scratch.argtypes = [ctypes.POINTER(_Delta)]
+    library.delta_scratch.restype = INTEGER
+    library.delta_net.argtypes = [ctypes.POINTER(Rows), ctypes.POINTER(_Delta), POINTER, ctypes.c_int]
+    library.delta_net.restype = None
+    return library
