@@ -75,10 +75,14 @@ def kv_tensors(
     """A layer's tensors in the pool, [num_pages + 1, page_size, *shape] for each of its `token_shapes`. `allocate`
     returns their memory [num_bytes] uint8."""
     shapes = [(num_pages + 1, page_size, *shape) for shape in layer.token_shapes]
-    sizes = [prod(shape) * dtype.itemsize for shape in shapes]
+    parts = parts_of([prod(shape) * dtype.itemsize for shape in shapes], allocate)
+    return tuple(part.view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def parts_of(sizes: Sequence[int], allocate: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+    """Parts [size] uint8 of one block of memory, aligned for any kernel. `allocate` returns the block."""
     room = [room_for(size) for size in sizes]
-    parts = zip(torch.split(allocate(sum(room)), room), sizes, shapes, strict=True)
-    return tuple(part[:size].view(dtype).view(shape) for part, size, shape in parts)
+    return [part[:size] for part, size in zip(torch.split(allocate(sum(room)), room), sizes, strict=True)]
 
 
 class TokenToKVPool:

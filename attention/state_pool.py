@@ -7,13 +7,15 @@ cached states. Slot 0 is padding. A slot's state covers the first `num_covered` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from attention.kv_pool import parts_of
 from configs.errors import EngineError
 from configs.layers import Mixer
 from configs.recurrent import STATE_CHUNK
@@ -64,24 +66,42 @@ class StatePool:
     Args:
         num_rows: number of rows of the request table, without padding.
         num_cached: number of slots for states in the prefix cache.
+        allocate: allocates the memory of a layer's slots, [num_bytes] uint8 on `device` with finite numbers, given the
+            layer's index and num_bytes. If None, the pool allocates it.
     """
 
-    def __init__(self, layers: Sequence[StateLayer], num_rows: int, num_cached: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: Sequence[StateLayer],
+        num_rows: int,
+        num_cached: int,
+        device: torch.device,
+        allocate: Callable[[int, int], torch.Tensor] | None = None,
+    ) -> None:
         self.num_rows = num_rows
         self.num_slots = num_rows + num_cached
         self._num_covered = torch.zeros(self.num_slots + 1, dtype=torch.int32, device=device)
-        # Zeros, because entries that no token has written are read with a weight of zero.
-        self._tensors = {
-            layer.layer_id: tuple(
-                torch.zeros(
-                    (num_rows + 1, num_recent, size) if num_recent else (self.num_slots + 1, size),
-                    dtype=dtype,
-                    device=device,
-                )
-                for num_recent, size, dtype in layer.tensors
-            )
-            for layer in layers
-        }
+        if allocate is None:
+
+            def allocate(_layer_id: int, num_bytes: int) -> torch.Tensor:
+                return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+        self._tensors = {layer.layer_id: self._tensors_of(layer, allocate, device) for layer in layers}
+
+    def _tensors_of(
+        self, layer: StateLayer, allocate: Callable[[int, int], torch.Tensor], device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        sizes = [
+            (self.num_slots + 1) * size * dtype.itemsize for num_recent, size, dtype in layer.tensors if not num_recent
+        ]
+        slots = iter(parts_of(sizes, functools.partial(allocate, layer.layer_id)))
+        # Zeros, because recent entries that no token has written are read with a weight of zero.
+        return tuple(
+            torch.zeros(self.num_rows + 1, num_recent, size, dtype=dtype, device=device)
+            if num_recent
+            else next(slots).view(dtype).view(-1, size)
+            for num_recent, size, dtype in layer.tensors
+        )
 
     @property
     def num_bytes(self) -> int:

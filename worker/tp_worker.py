@@ -376,13 +376,13 @@ class TPWorker:
             max_tokens=resolved(scheduler.max_num_batched_tokens),
             max_sampled=self._config.speculation.max_sampled(max_rows),
             max_graph_tokens=launch_bound_tokens(flops / len(self._model.all_layers)),
-            state_pool=self._new_state_pool(max_rows),
+            state_pool=self._new_state_pool(max_rows, allocate),
         )
 
-    def _new_state_pool(self, max_rows: int) -> StatePool | None:
+    def _new_state_pool(self, max_rows: int, allocate: Callable[[int, int], torch.Tensor] | None) -> StatePool | None:
         if not (layers := self.shard.decoder.state_layers):
             return None
-        return StatePool(layers, max_rows, num_cached_states(self._config), self._device)
+        return StatePool(layers, max_rows, num_cached_states(self._config), self._device, allocate)
 
 
 def peer_sizes(config: EngineConfig, model: ModelConfig, plan: ShardPlan) -> PeerSizes:

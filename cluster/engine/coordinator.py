@@ -217,7 +217,7 @@ class Coordinator:
         replaced."""
         self._failure = failure
         keeps_kv = self.ranks.keeps_kv(failure)
-        lost = self.requeue(keeps_kv=keeps_kv)
+        lost = self.requeue(keeps_kv=keeps_kv, keeps_states=keeps_kv)
         num_tokens = self.scheduler.num_answer_tokens
         if (reason := self.ranks.reason_never or self._recovery.reason_against(failure, lost, num_tokens)) is not None:
             logger.error(
@@ -280,11 +280,13 @@ class Coordinator:
 
     # Parts of changes and rebuilds, called on the loop's thread.
 
-    def requeue(self, *, keeps_kv: bool = False) -> frozenset[tuple[int, int]]:
+    def requeue(self, *, keeps_kv: bool = False, keeps_states: bool = False) -> frozenset[tuple[int, int]]:
         """Starts a generation in which all requests wait. Returns the result of `Scheduler.requeue_all`."""
         self._meter.lost()
         with self._lock:
-            return self.scheduler.requeue_all(self.scheduler.generation + 1, keeps_kv=keeps_kv)
+            return self.scheduler.requeue_all(
+                self.scheduler.generation + 1, keeps_kv=keeps_kv, keeps_states=keeps_states
+            )
 
     def cached_pages(self) -> Int32Array:
         """Ids of the pages in the prefix cache."""

@@ -38,7 +38,7 @@ class Launcher:
         table, builder = self._rows, FrameBuilder()
         starts = table.num_computed[decodes.rows]
         # Before `commit`, which keeps states that this step computes
-        self._pages.add_state_copies(builder)
+        self._pages.add_state_copies(builder, step)
         self._add_decodes(decodes, builder)
         builder.add_page_deltas(decodes.deltas, *prefills.deltas)
         ending = self._queue.commit(prefills, builder)

@@ -231,14 +231,21 @@ class RowPages:
         node = self.cache.node_before(self._nodes[row], int(self._num_published[row]) - num_pages)
         self._states.keep(row, node, covered)
 
-    def drop_states(self) -> None:
-        """Removes every state from the prefix cache, because the ranks have lost them."""
+    def lose_states(self, first_lost: int | None) -> None:
+        """Removes states from the prefix cache: those that steps from `first_lost` on were to store, or all if it is
+        None. Call before rows of lost steps are released."""
         if self._states is not None:
-            self._states.drop_all()
+            self._num_computed[self._states.lose(first_lost)] = 0
 
-    def add_state_copies(self, builder: FrameBuilder) -> None:
-        """Adds the copies of states before the step to its frame."""
-        if self._states is not None and len(copies := self._states.take_copies()):
+    def lose_state(self, row: int, num_computed: int) -> None:
+        """Notes that steps after the row's first `num_computed` tokens are lost. If they were to move the row's state
+        forward, nobody knows what it covers, and it is not kept."""
+        if num_computed // STATE_CHUNK != self._num_computed[row] // STATE_CHUNK:
+            self._num_computed[row] = 0
+
+    def add_state_copies(self, builder: FrameBuilder, step: int) -> None:
+        """Adds the copies of states before `step` to its frame."""
+        if self._states is not None and len(copies := self._states.take_copies(step)):
             builder.add(state_copies=copies)
 
     def advance(self, rows: Int32Array, num_computed: Int32Array) -> None:

@@ -135,12 +135,15 @@ class Scheduler:
         self._reset()
         return StepOutput(finished=finished)
 
-    def requeue_all(self, generation: int, *, keeps_kv: bool = False) -> frozenset[tuple[int, int]]:
+    def requeue_all(
+        self, generation: int, *, keeps_kv: bool = False, keeps_states: bool = False
+    ) -> frozenset[tuple[int, int]]:
         """Starts `generation`, whose ranks know nothing of earlier steps. Every running request returns to the front of
         the queue, in order, with the tokens that were sent to the client. Tokens of steps in flight are sampled again.
 
         Args:
             keeps_kv: whether the new ranks have the KV of all retired steps. If so, the prefix cache is kept.
+            keeps_states: whether they also have the recurrent states after these steps.
 
         Returns:
             Each request in the lost steps: (request id, number of its known tokens).
@@ -153,6 +156,10 @@ class Scheduler:
             for launched in self._in_flight
             for row, start in zip(launched.rows.tolist(), launched.starts.tolist(), strict=True)
         ]
+        self._pages.lose_states(self.last_step + 1 - len(self._in_flight) if keeps_states else None)
+        for launched in self._in_flight:
+            for row, start in zip(launched.rows.tolist(), launched.starts.tolist(), strict=True):
+                self._pages.lose_state(row, start)
         self._in_flight.clear()
         table.in_flight[:] = 0
         self._life.release_drained(np.flatnonzero(table.admission > 0).astype(np.int32))
@@ -164,7 +171,8 @@ class Scheduler:
             self._pages.lose(computing)
         else:
             self._pages.flush()
-        self._pages.drop_states()
+        if not keeps_states:
+            self._pages.lose_states(None)
         self.generation = generation
         return lost
 

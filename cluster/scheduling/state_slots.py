@@ -28,6 +28,7 @@ class StateSlots:
         self._free = list(range(num_rows + num_slots, num_rows, -1))
         self._nodes: OrderedDict[Node, None] = OrderedDict()  # nodes with a state, the least recently used first
         self._copies: list[tuple[int, int, int]] = []
+        self._stored_by: dict[int, int] = {}  # for each slot, the step before which a state was last copied to it
 
     def begin(self, row: int) -> None:
         """Gives a row the state before the first token."""
@@ -50,6 +51,7 @@ class StateSlots:
                 return
             self.drop(next(iter(self._nodes)))
         node.state = self._free.pop()
+        self._stored_by.pop(node.state, None)
         self._nodes[node] = None
         self._copies.append((row, node.state, num_tokens))
 
@@ -59,15 +61,25 @@ class StateSlots:
         self._free.append(node.state)
         node.state = 0
 
-    def drop_all(self) -> None:
-        """Removes all states and forgets all copies, because the ranks have lost the states."""
-        for node in list(self._nodes):
-            self.drop(node)
-        self._copies.clear()
+    def lose(self, first_lost: int | None) -> list[int]:
+        """Removes the states that no step before `first_lost` has stored, because the ranks did not store them, and
+        forgets all copies. If `first_lost` is None, the ranks have lost all states.
 
-    def take_copies(self) -> Int32Array:
-        """Returns the copies [n, 3] since the last call, in order: source slot, target slot, number of tokens."""
+        Returns:
+            The rows whose states are lost.
+        """
+        lost = {slot for slot, step in self._stored_by.items() if first_lost is None or step >= first_lost}
+        for node in list(self._nodes):
+            if node.state in lost or node.state not in self._stored_by:
+                self.drop(node)
+        self._copies.clear()
+        return [slot for slot in lost if slot < self._first]
+
+    def take_copies(self, step: int) -> Int32Array:
+        """Returns the copies [n, 3] since the last call, which the ranks make before `step`, in order: source slot,
+        target slot, number of tokens."""
         copies, self._copies = self._copies, []
+        self._stored_by.update((target, step) for _, target, _ in copies)
         return np.array(copies, np.int32).reshape(-1, 3)
 
     def check_integrity(self) -> None:

@@ -255,7 +255,8 @@ def most_nodes(plan: ShardPlan) -> int:
     most = 1
     for layer, shards in zip(plan.model.all_layers, plan.layers, strict=True):
         context = LayerContext(shards, TensorParallelGroup.single(), FAST, torch.float32, torch.device("cpu"))
-        of_heads = max(context.tree(Cut(Axis.QUERY_HEADS, 1))[1].counts)
+        has_heads = any(isinstance(axis, HeadGroups) for axis in layer.axes)
+        of_heads = max(context.tree(Cut(Axis.QUERY_HEADS, 1))[1].counts) if has_heads else 1
         columns = [axis.axis for axis in layer.axes if isinstance(axis, Columns)]
         most = max(most, of_heads, sum(max(context.tree(Cut(axis, 1))[1].counts) for axis in columns))
     return most

@@ -5,8 +5,10 @@ tests/whole/test_family_answers.py compares the same small models with transform
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -22,6 +24,8 @@ from tests.helpers.families import FAMILIES, Case, case_of
 from tests.helpers.family_checks import Rank
 from tests.helpers.local_group import Answers, Limits, LocalGroup
 from tests.helpers.rank_threads import on_ranks
+from tests.whole.test_failure import running as running_engine
+from tests.whole.test_recovery import answer, answer_struck, drawn, status
 
 RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2")
 LONG = 300
@@ -169,6 +173,34 @@ def test_the_turns_of_a_conversation_find_what_was_said_before(case: Case) -> No
         # Each turn finds what whole chunks of the turn before allow, its answer without the last token.
         most = sum((len(prompt) + 39) // STATE_CHUNK * STATE_CHUNK for prompt in sent[:-1])
         assert found.stats.total_prefix_hit_tokens == most
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+def test_a_request_continues_from_its_state_when_a_rank_is_replaced(
+    ray_cluster: None, made: Callable[[str], Case], name: str
+) -> None:
+    """The state of whole chunks outlives a killed and a stopped process, so that few tokens are computed again."""
+    path = made(name).path
+    expected = drawn(path)
+
+    async def main() -> None:
+        async with running_engine(path, recovery={"max_rebuilds": 3}) as engine:
+            for rebuilds, fault in enumerate((signal.SIGKILL, signal.SIGSTOP), start=1):
+                before = (await status(engine))["total_prefix_hit_tokens"]
+                tokens, _ = await answer_struck(engine, 1, fault)
+                assert tokens == expected
+                after = await status(engine)
+                assert after["num_rebuilds"] == rebuilds
+                assert after["total_prefix_hit_tokens"] - before >= 3 * STATE_CHUNK
+            size = asyncio.create_task(answer(engine))
+            await asyncio.sleep(0.3)
+            assert (await engine.resize(3)).size == 3
+            assert (await size)[0] == expected
+            assert not (await status(engine))["num_owned_pages"]
+
+    asyncio.run(main())
 
 
 def test_recurrent_families_are_all_here(made: Callable[[str], Case]) -> None:
