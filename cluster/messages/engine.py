@@ -233,6 +233,9 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True):
     """Seconds from arrival to first admission."""
     prefill_s: float = 0.0
     """Seconds from first admission to first token, preemptions included."""
+    num_stateless_tokens: int = 0
+    """Number of prompt tokens that the prefix cache had, but computed again: the recurrent layers' state after them was
+    never stored, or was dropped for others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,6 +256,10 @@ class SchedulerStats:
     total_prompt_tokens: int
     """Tokens of admitted requests, whether computed or from the prefix cache."""
     total_preemptions: int
+    total_stateless_tokens: int = 0
+    """Prompt tokens that the prefix cache had, without a state of the recurrent layers to continue from."""
+    total_dropped_states: int = 0
+    """States that the prefix cache dropped for others."""
     total_answer_tokens: int = 0
     """Tokens of answers, without dropped ones."""
     total_drafted: int = 0

@@ -169,6 +169,14 @@ class Metrics(CollectorRegistry):
                 it.scheduler.total_prefix_hit_tokens
             ),
             counter(
+                "prefix_cache_stateless_total",
+                "Prompt tokens that the prefix cache held without a state of the recurrent layers to continue from.",
+            ): lambda it: it.scheduler.total_stateless_tokens,
+            counter(
+                "prefix_cache_dropped_states_total",
+                "States of recurrent layers that the prefix cache dropped for others.",
+            ): lambda it: it.scheduler.total_dropped_states,
+            counter(
                 "preemptions_total", "Number of preemptions: a running request gave up its pages, to be computed again."
             ): lambda it: it.scheduler.total_preemptions,
             counter("spec_decode_num_draft_tokens_total", "Drafts that steps verified."): lambda it: (

@@ -100,6 +100,7 @@ def _phases(record: RequestRecord) -> Iterator[TraceEvent]:
         "x-request-id": record.context.request_id,
         "prompt_tokens": record.num_prompt_tokens,
         "cached_tokens": record.num_cached_tokens,
+        "cached_without_state_tokens": 0 if record.prefilled is None else record.prefilled.num_stateless_tokens,
         "output_tokens": record.num_generated_tokens,
         "sequences": len(record.num_generated),
         "finish_reasons": ", ".join(str(reason) for reason in record.finish_reasons),

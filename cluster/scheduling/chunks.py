@@ -24,6 +24,8 @@ class Chunks:
         self._pages = pages
         self.total_prefix_hit_tokens = 0
         """Number of tokens that rows took from the prefix cache."""
+        self.total_stateless_tokens = 0
+        """Number of tokens that rows found in the prefix cache without a state after them."""
 
     def go_on(self, row: int, plan: PrefillPlan) -> None:
         """Adds the next chunk of a row in prefill, if pages are available and no other row computes the same tokens."""

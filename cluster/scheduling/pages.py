@@ -35,6 +35,8 @@ class Prefix(NamedTuple):
 
     end: Node
     pages: Int32Array
+    num_stateless: int = 0
+    """Number of cached tokens after `pages`, in whole chunks of `STATE_CHUNK`, that the row cannot use without a state."""
 
 
 class RowPages:
@@ -67,6 +69,11 @@ class RowPages:
     def num_available(self) -> int:
         """Number of pages that are free or can be evicted."""
         return self.allocator.num_free + self.cache.num_evictable_pages
+
+    @property
+    def num_dropped_states(self) -> int:
+        """Number of states that the prefix cache dropped for others since `begin`."""
+        return 0 if self._states is None else self._states.num_dropped
 
     @property
     def cached(self) -> Int32Array:
@@ -149,7 +156,9 @@ class RowPages:
                 num_pages -= len(end.pages)
                 assert end.parent is not None, "the row's node is above"
                 end = end.parent
-            pages = pages[:num_pages]
+            whole = int(self._branch[row]) // STATE_CHUNK * STATE_CHUNK
+            used = (int(self._num_pages[row]) + num_pages) * self._page_size
+            return Prefix(end, pages[:num_pages], max(whole - used, 0))
         return Prefix(end, pages)
 
     def no_prefix(self, row: int) -> Prefix:

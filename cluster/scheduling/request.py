@@ -175,6 +175,8 @@ class Request:
     """0 while the request waits."""
     num_cached_tokens: int = 0
     """Number of tokens that the request took from the prefix cache since its last admission."""
+    num_stateless_tokens: int = 0
+    """`Prefilled.num_stateless_tokens`, of the last admission."""
     has_emitted: bool = False
     next_prompt_logprob: int = 0
     """Position of the next prompt token that needs a log probability. `num_prompt_tokens` or more if no such token is

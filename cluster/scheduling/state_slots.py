@@ -28,6 +28,8 @@ class StateSlots:
         self._free = list(range(num_rows + num_slots, num_rows, -1))
         self._nodes: OrderedDict[Node, None] = OrderedDict()  # nodes with a state, the least recently used first
         self._copies: list[tuple[int, int, int]] = []
+        self.num_dropped = 0
+        """Number of states that were dropped for others."""
         self._stored_by: dict[int, int] = {}  # for each slot, the step before which a state was last copied to it
 
     def begin(self, row: int) -> None:
@@ -49,6 +51,7 @@ class StateSlots:
         if not self._free:
             if not self._nodes:
                 return
+            self.num_dropped += 1
             self.drop(next(iter(self._nodes)))
         node.state = self._free.pop()
         self._stored_by.pop(node.state, None)

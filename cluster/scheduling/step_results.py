@@ -164,7 +164,9 @@ def take_prefilled(table: RowTable, rows: list[int], now: float) -> list[Prefill
             admitted = request.admission_s
             assert admitted is not None, "a first token before an admission"
             queue_s, prefill_s = admitted - request.arrival_s, now - admitted
-            prefilled.append(Prefilled(request.id, request.num_cached_tokens, queue_s, prefill_s))
+            prefilled.append(
+                Prefilled(request.id, request.num_cached_tokens, queue_s, prefill_s, request.num_stateless_tokens)
+            )
     return prefilled
 
 

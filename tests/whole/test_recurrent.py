@@ -145,9 +145,13 @@ def test_a_prompt_that_parts_from_a_cached_one_continues_from_its_state(case: Ca
         found = answers(group, prompts, at_once=False, prefix_caching=True)
         assert found.tokens == expected
         assert found.stats.total_prefix_hit_tokens >= whole
+        # The second prompt found pages without a state after them, the third one found its state.
+        assert found.stats.total_stateless_tokens == whole
+        assert not found.stats.total_dropped_states
         assert answers(group, prompts, prefix_caching=True).tokens == expected
         few_states = answers(group, prompts, at_once=False, prefix_caching=True, num_states=1)
         assert few_states.tokens == expected
+        assert few_states.stats.total_dropped_states
 
 
 @pytest.mark.parametrize("length", [64, 65, 127, 128, 130, 192])
