@@ -69,7 +69,9 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
         tensor_prefix=family.tensor_prefix,
         body=family.body,
         unread=family.unread,
-        num_mtp_layers=fields.integer("num_nextn_predict_layers", 0),
+        num_mtp_layers=fields.integer(
+            "num_nextn_predict_layers", fields.integer("mtp_num_hidden_layers", family.num_mtp_layers)
+        ),
         bos_token_id=next(iter(fields.integers("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, path),
     )

@@ -58,7 +58,7 @@ class DraftHead:
         return TensorSpec(name, (size, num_inputs * size), Role.MATRIX)
 
     def _norm(self, name: str) -> TensorSpec:
-        return TensorSpec(name, (self.layer.hidden_size,), Role.NORM)
+        return TensorSpec(name, (self.layer.hidden_size,), Role.NORM, offset=self.layer.norm_offset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,3 +123,26 @@ class MTPHead(DraftHead):
     def unread(self) -> tuple[str, str]:
         """Names under which the checkpoint repeats the model's embedding and LM head."""
         return f"{self.layer_prefix}embed_tokens.weight", f"{self.layer_prefix}shared_head.head.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenMTPHead(MTPHead):
+    """An MTP layer, with the tensor names of Qwen3-Next and Qwen 3.5."""
+
+    layer_prefix: str = "mtp.layers.0."
+
+    @property
+    def projection(self) -> TensorSpec:
+        """`fc` [hidden_size, 2 * hidden_size]."""
+        return self._matrix("mtp.fc.weight", 2)
+
+    @property
+    def norms(self) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+        """Weights of the norms of token and state, and of the norm before the LM head."""
+        token, state = (self._norm(f"mtp.pre_fc_norm_{name}.weight") for name in ("embedding", "hidden"))
+        return token, state, self._norm("mtp.norm.weight")
+
+    @property
+    def unread(self) -> tuple[str, str]:
+        """Names under which the checkpoint repeats the model's embedding and LM head."""
+        return "mtp.embed_tokens.weight", "mtp.lm_head.weight"

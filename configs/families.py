@@ -117,6 +117,8 @@ class Family:
     `text_config` counts."""
     unread: tuple[str, ...] = ()
     """Prefixes of tensors that are not read, see ModelConfig."""
+    num_mtp_layers: int = 0
+    """Number of MTP layers if the file has none of the keys for it."""
     scales_embedding: bool = False
     """Whether embeddings are multiplied by the square root of hidden_size."""
 
@@ -148,6 +150,7 @@ _QWEN_HYBRID = Family(
     norm_offset=1.0,
     layers=qwen3_5_layers,
     unread=("mtp.",),
+    num_mtp_layers=1,
 )
 _QWEN3_5_MOE = replace(_QWEN_HYBRID, layers=qwen3_5_moe_layers)
 _WITH_IMAGES: dict[str, Any] = {"body": "model.language_model", "unread": ("mtp.", "model.visual.")}

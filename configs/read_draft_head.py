@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.checkpoint import resolve_model_path
-from configs.draft_head import Eagle3Head, MTPHead
+from configs.draft_head import Eagle3Head, MTPHead, QwenMTPHead
 from configs.errors import CheckpointError, ConfigError
 from configs.fields import Fields, read_json
 from configs.layers import DenseMLP, GroupedQueryAttention
@@ -54,6 +54,10 @@ def _mtp_head(model: ModelConfig, name: str) -> MTPHead:
             f"speculation.method=mtp needs a layer for it in the checkpoint, and model={name} has none "
             "(num_nextn_predict_layers in its config.json)"
         )
+    if any(prefix.startswith("mtp.") for prefix in model.unread):
+        # The MTP layer has attention, and the feed-forward of the last layer.
+        attention = next(layer.mixer for layer in reversed(model.layers) if not layer.mixer.state)
+        return QwenMTPHead(layer=replace(model.layers[-1], mixer=attention), rms_norm_eps=model.rms_norm_eps)
     # The MTP layer has the same shape as the last layer with experts.
     prefix = model.layer_prefix(model.num_hidden_layers)
     return MTPHead(layer=model.layers[-1], rms_norm_eps=model.rms_norm_eps, layer_prefix=prefix)

@@ -212,10 +212,6 @@ def _check_recurrent(config: EngineConfig, device: str) -> None:
     """Raises ConfigError if settings do not work with recurrent layers."""
     if device != "cpu":
         raise ConfigError("the model has recurrent layers, which run on CPUs only so far; set device=cpu")
-    if config.speculation.is_by_ranks:
-        raise ConfigError(
-            f"speculation.method={config.speculation.method} does not work with recurrent layers so far; choose ngram"
-        )
     if config.kv_cache.page_size > STATE_CHUNK:
         raise ConfigError(
             f"kv_cache.page_size={config.kv_cache.page_size} exceeds the {STATE_CHUNK} tokens after which states of "

@@ -54,7 +54,7 @@ class Launcher:
         kind = self._drafter.launch(decodes) if self._drafter is not None and is_timed else FrameKind.STEP
         frame = builder.build(generation, step, kind)
         # Ranks run steps in order, so the next step may use the window pages that this step is the last to read.
-        self._pages.advance(frame.rows, table.num_computed[frame.rows])
+        self._pages.advance_windows(frame.rows, table.num_computed[frame.rows])
         table.in_flight[frame.rows] += 1
         table.ready[sampled[table.may_end(sampled)]] = False
         # For unverified drafts, the frame has upper bounds of rows' positions, and the snapshot has lower bounds.

@@ -36,7 +36,7 @@ class Prefix(NamedTuple):
     end: Node
     pages: Int32Array
     num_stateless: int = 0
-    """Number of cached tokens after `pages`, in whole chunks of `STATE_CHUNK`, that the row cannot use without a state."""
+    """Number of cached tokens after `pages`, in whole chunks of `STATE_CHUNK`, that lack a state for the row."""
 
 
 class RowPages:
@@ -57,7 +57,9 @@ class RowPages:
         self._table = np.zeros((num_rows, limits.max_pages_per_row), np.int32)
         self._num_pages = np.zeros(num_rows, np.int32)
         self._weights_version = 0
-        self._num_computed = np.zeros(num_rows, np.int32)  # tokens after the last launched step, without drafts
+        # Tokens on the ranks after the last retired step, and how many of them its state may cover.
+        self._num_on_ranks = np.zeros(num_rows, np.int32)
+        self._num_certain = np.zeros(num_rows, np.int32)
         self._branch = np.zeros(num_rows, np.int32)  # number of tokens where cached pages, but no state, were found
         self._num_published = np.zeros(num_rows, np.int32)  # number of the row's leading pages that are in the cache
         self._nodes = [self.cache.root] * num_rows  # locked node at the end of those pages
@@ -130,7 +132,7 @@ class RowPages:
         )
         if self._states is not None:
             self._states.begin(row)
-            self._branch[row] = self._num_computed[row] = 0
+            self._branch[row] = self._num_certain[row] = 0
 
     def begin_weights_version(self) -> None:
         """Frees every page that no row uses. Rows opened from now on share nothing with older rows."""
@@ -223,17 +225,12 @@ class RowPages:
         ends_before = stop % STATE_CHUNK == 0 and stop == prompt_end
         return min((it for it in places if start < it < stop and (it == places[0] or ends_before)), default=stop)
 
-    def keep_state(self, row: int, num_known: int, num_computed: int | None = None) -> None:
+    def keep_state(self, row: int, num_known: int) -> None:
         """Stores the row's state in the prefix cache, if the state covers only tokens among the first `num_known`. Call
-        once the copies of states before the last step are in its frame, and the row's pages are published.
-
-        Args:
-            num_computed: number of the row's tokens after the last step, without unverified drafts. If None, the number
-                in the last call of `advance`.
-        """
+        once the copies of states before the last step are in its frame, and the row's pages are published."""
         if self._states is None or not self._caching:
             return
-        covered = int(self._num_computed[row] if num_computed is None else num_computed) // STATE_CHUNK * STATE_CHUNK
+        covered = int(self._num_certain[row]) // STATE_CHUNK * STATE_CHUNK
         num_pages = covered // self._page_size
         if not covered or covered > num_known or self._num_published[row] < num_pages:
             return
@@ -244,23 +241,32 @@ class RowPages:
         """Removes states from the prefix cache: those that steps from `first_lost` on were to store, or all if it is
         None. Call before rows of lost steps are released."""
         if self._states is not None:
-            self._num_computed[self._states.lose(first_lost)] = 0
+            self._num_certain[self._states.lose(first_lost)] = 0
 
-    def lose_state(self, row: int, num_computed: int) -> None:
-        """Notes that steps after the row's first `num_computed` tokens are lost. If they were to move the row's state
-        forward, nobody knows what it covers, and it is not kept."""
-        if num_computed // STATE_CHUNK != self._num_computed[row] // STATE_CHUNK:
-            self._num_computed[row] = 0
+    def lose_state(self, row: int, start: int, most: int) -> None:
+        """Notes that steps are lost that would have computed the row's tokens from `start` to at most `most`. If they
+        would have moved its state forward, nobody knows what the state covers, and it is not kept."""
+        certain = min(int(self._num_certain[row]), start)
+        self._num_certain[row] = certain if most // STATE_CHUNK == certain // STATE_CHUNK else 0
+
+    def note_chunk(self, row: int, end: int) -> None:
+        """Notes that a step computes a chunk of the row's prompt that ends before token `end`."""
+        self._num_certain[row] = self._num_on_ranks[row] = end
+
+    def note_tokens(self, rows: Int32Array, counts: Int32Array | int) -> None:
+        """Notes that a step has retired that brought `counts` tokens to distinct `rows`, dropped ones included. Its
+        state covers no tokens of drafts, and so those before these tokens."""
+        self._num_certain[rows] = self._num_on_ranks[rows]
+        self._num_on_ranks[rows] += counts
 
     def add_state_copies(self, builder: FrameBuilder, step: int) -> None:
         """Adds the copies of states before `step` to its frame."""
         if self._states is not None and len(copies := self._states.take_copies(step)):
             builder.add(state_copies=copies)
 
-    def advance(self, rows: Int32Array, num_computed: Int32Array) -> None:
+    def advance_windows(self, rows: Int32Array, num_computed: Int32Array) -> None:
         """Moves the windows of distinct `rows` forward, once the step before is built. The next token of each row has
         at least position `num_computed`."""
-        self._num_computed[rows] = num_computed
         if self._window is not None:
             self._window.advance(rows, num_computed)
 

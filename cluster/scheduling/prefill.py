@@ -171,6 +171,7 @@ class PrefillQueue:
             end = start + length
             tokens.append(table.tokens[row, start:end])
             table.num_computed[row] = end
+            self._pages.note_chunk(row, end)
             if end == table.num_prefill[row]:
                 ending.append(row)
                 flags.append(_LAST_CHUNK)
@@ -180,7 +181,7 @@ class PrefillQueue:
             if not table.request(row).wants_prompt_logprobs:
                 num_cacheable = min(end, int(table.num_cacheable[row]))
                 self._pages.publish(row, table.tokens[row], num_cacheable)
-                self._pages.keep_state(row, num_cacheable, end)
+                self._pages.keep_state(row, num_cacheable)
         self.prefilling = [row for row in self.prefilling if row not in ending]
         if ending or self._limits.num_window_pages is not None:
             # The head of the queue may need the published pages, or window pages that any chunk is about to leave.

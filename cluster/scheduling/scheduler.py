@@ -159,7 +159,7 @@ class Scheduler:
         self._pages.lose_states(self.last_step + 1 - len(self._in_flight) if keeps_states else None)
         for launched in self._in_flight:
             for row, start in zip(launched.rows.tolist(), launched.starts.tolist(), strict=True):
-                self._pages.lose_state(row, start)
+                self._pages.lose_state(row, start, int(table.num_computed[row] + table.num_unverified[row]))
         self._in_flight.clear()
         table.in_flight[:] = 0
         self._life.release_drained(np.flatnonzero(table.admission > 0).astype(np.int32))
@@ -256,6 +256,7 @@ class Scheduler:
         launched = self._in_flight.popleft()
         table = self._rows
         table.in_flight[launched.rows] -= 1
+        self._pages.note_tokens(launched.sampled, result.num_tokens if len(result.num_tokens) else 1)
         new, valid = StepTokens.of(table, launched, result, self._limits.eos_token_ids)
         if broken := new.broken(table, launched, result, valid):
             self._end_broken(broken)

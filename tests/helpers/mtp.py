@@ -14,6 +14,13 @@ from transformers.modeling_layers import MtpModel
 from tests.helpers.families import Case
 
 _NAMES = {"layers.0.mtp_block.": "", "layers.0.post_norm.": "shared_head.norm.", "layers.0.": ""}
+_QWEN = {
+    "layers.0.mtp_block.": "layers.0.",
+    "layers.0.post_norm.": "norm.",
+    "layers.0.eh_proj.": "fc.",
+    "layers.0.enorm.": "pre_fc_norm_embedding.",
+    "layers.0.hnorm.": "pre_fc_norm_hidden.",
+}
 
 
 class Head:
@@ -22,6 +29,10 @@ class Head:
     def __init__(self, case: Case) -> None:
         torch.manual_seed(1)
         self._case = case
+        if is_qwen := "mtp." in case.model.unread:
+            case.hf.config.num_mtp_layers, case.hf.config.mtp_layer_types = 1, ["full_attention"]
+        self._names = _QWEN if is_qwen else _NAMES
+        self._prefix = "mtp." if is_qwen else case.model.layer_prefix(case.model.num_hidden_layers)
         # Its embedding and LM head are the model's.
         self.model = MtpModel(case.hf, 1)
         for parameter in self.model.layers.parameters():
@@ -67,10 +78,10 @@ class Head:
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them by their names in a checkpoint, whose experts have tensors of their own."""
-        prefix, found = self._case.model.layer_prefix(self._case.model.num_hidden_layers), dict[str, Tensor]()
+        prefix, found = self._prefix, dict[str, Tensor]()
         for name, tensor in self.model.layers.state_dict(prefix="layers.").items():
-            begin = next(begin for begin in _NAMES if name.startswith(begin))
-            own = prefix + _NAMES[begin] + name.removeprefix(begin)
+            begin = next(begin for begin in self._names if name.startswith(begin))
+            own = prefix + self._names[begin] + name.removeprefix(begin)
             for i, expert in enumerate(tensor) if ".experts." in name else ():
                 if name.endswith("gate_up_proj"):
                     gate, up = expert.chunk(2)

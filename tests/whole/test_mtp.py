@@ -24,7 +24,7 @@ from configs.schema import AttentionConfig, EngineConfig, SpeculationConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from tests.helpers import mtp
-from tests.helpers.families import Case, case_of
+from tests.helpers.families import FAMILIES, Case, case_of, random_case
 from tests.helpers.local_group import Limits, LocalGroup
 from tests.helpers.rerun_graphs import PagedBackend, RerunGraphs
 from tests.whole.test_eagle3 import Known, Trained, check_answers, check_drafts
@@ -79,6 +79,21 @@ def test_ranks_draft_what_the_layer_of_transformers_does_over_latents(
     group = LocalGroup(tmp_path, 2, Limits().num_pages, speculation=SEVEN)
     check_drafts(group, trained, monkeypatch)
     group.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_ranks_draft_what_the_layer_of_transformers_does_beside_recurrent_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The last layer has attention, as in published models: transformers takes the class of the norms from it."""
+    family = FAMILIES[name]
+    types = ["linear_attention", "linear_attention", "full_attention"]
+    trained = trained_on(random_case(family.model_type, {**family.config, "layer_types": types}, tmp_path))
+    for tp_size in (1, 3):
+        group = LocalGroup(tmp_path, tp_size, Limits().num_pages, speculation=SEVEN)
+        check_drafts(group, trained, monkeypatch)
+        check_answers(group, trained, 5, Limits().num_pages)
+        group.close()
 
 
 def test_drafts_behind_captured_steps_are_the_same(

@@ -27,7 +27,9 @@ class DraftModel:
         self.state_layers = head.state_layers
         """Indices of the layers from which the head reads states, as in DraftHead."""
         kind = (head.layer.hidden_size, head.rms_norm_eps)
-        self._norms = [RMSNorm(*kind, dtype=context.dtype, device=context.device) for _ in head.norms]
+        self._norms = [
+            RMSNorm(*kind, dtype=context.dtype, device=context.device, offset=tensor.offset) for tensor in head.norms
+        ]
         self._projection: Weight | None = None
 
     @staticmethod

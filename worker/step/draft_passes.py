@@ -138,7 +138,7 @@ class DraftPasses:
             self._graphs.replay_pass(name, captured)
         else:
             self._inputs.restore_starts(captured or step.shape)
-            batch = self._inputs.batch(step)
+            batch = self._inputs.batch(step, of_draft_head=True)
             self._backend.init_forward_metadata(batch)
             self._first(batch, _following(batch, output.tokens, batch.sample_indices), states, predicts=most > 0)
         if not most:
@@ -178,7 +178,7 @@ class DraftPasses:
                 host_starts = np.minimum(host_starts + 1, lasts)
                 moved = _decodes(rows, host_starts)
                 self._inputs.upload(moved, moved.shape, use_frame_starts=True)
-                batch = self._inputs.batch(moved)
+                batch = self._inputs.batch(moved, of_draft_head=True)
                 self._backend.init_forward_metadata(batch)
                 self._next(batch)
             yield self._ids[:num_rows].clone()
@@ -192,7 +192,7 @@ class DraftPasses:
 
     def _capture(self, name: str, shape: StepShape) -> None:
         self._inputs.upload(Step.of(StepFrame(generation=0, step=0)), shape)
-        self._inputs.graph_batch(shape)  # fills the tensors like the step before the pass
+        self._inputs.graph_batch(shape, of_draft_head=True)  # fills the tensors like the step before the pass
         self._num_dropped.zero_()
         self._lasts.zero_()
         run = self._captured_next if name == _NEXT else functools.partial(self._captured_first, predicts=name == _FIRST)
@@ -201,7 +201,7 @@ class DraftPasses:
     def _captured_first(self, shape: StepShape, *, predicts: bool) -> None:
         assert self._states is not None, "a pass was captured before use_graphs"
         self._inputs.restore_starts(shape)
-        batch, tokens = self._inputs.graph_batch(shape), self._tokens[: shape.num_sampled]
+        batch, tokens = self._inputs.graph_batch(shape, of_draft_head=True), self._tokens[: shape.num_sampled]
         self._backend.prepare_capture(batch, shape)
         if shape.is_decode:
             following = tokens.clamp(min=0)
@@ -224,7 +224,7 @@ class DraftPasses:
     def _captured_next(self, shape: StepShape) -> None:
         starts = self._inputs.starts(shape.num_rows)
         torch.minimum(starts + 1, self._lasts[: shape.num_rows], out=starts)
-        batch = self._inputs.graph_batch(shape)
+        batch = self._inputs.graph_batch(shape, of_draft_head=True)
         self._backend.prepare_capture(batch, shape)
         self._next(batch)
 

@@ -158,23 +158,27 @@ class StepInputs:
         if self._window_page_of is not None and num_page_deltas < len(deltas):
             self._apply_page_deltas(self._window_page_of.view(1, -1), on_device[num_page_deltas:])
 
-    def graph_batch(self, shape: StepShape) -> ForwardBatch:
+    def graph_batch(self, shape: StepShape, *, of_draft_head: bool = False) -> ForwardBatch:
         """The batch of any step padded to `shape`. Its tensors are the same for every step.
 
         Queues the kernel that fills them from the last upload. The host arrays do not describe a particular step.
+
+        Args:
+            of_draft_head: whether the batch is for a pass of the draft head, which has no recurrent layers.
         """
         lens = np.ones(shape.num_rows, np.int64)
         if not shape.is_decode:
             lens[:-1], lens[-1] = 0, shape.num_tokens
-        return self._batch(shape, np.zeros(shape.num_rows, np.int64), lens)
+        return self._batch(shape, np.zeros(shape.num_rows, np.int64), lens, of_draft_head)
 
-    def batch(self, step: Step) -> ForwardBatch:
+    def batch(self, step: Step, *, of_draft_head: bool = False) -> ForwardBatch:
         """The batch of a step, in its own shape.
 
-        Queues the kernel that fills it from the last upload, which must be this step's.
+        Queues the kernel that fills it from the last upload, which must be this step's. `of_draft_head` is that of
+        `graph_batch`.
         """
         starts, lens = step.frame.starts.astype(np.int64), step.frame.lens.astype(np.int64)
-        return self._batch(step.shape, starts, lens)
+        return self._batch(step.shape, starts, lens, of_draft_head)
 
     def starts(self, num_rows: int) -> torch.Tensor:
         """[num_rows] int32, device: the position of each row's first input, as uploaded. Callers may change it."""
@@ -199,7 +203,9 @@ class StepInputs:
         inputs = self._buffer[self._layout.sample_tokens(shape.num_sampled)]
         return rows.index_select(0, which), (self._tensors.positions.index_select(0, inputs) + 1).int()
 
-    def _batch(self, shape: StepShape, prefix_lens: Int64Array, extend_lens: Int64Array) -> ForwardBatch:
+    def _batch(
+        self, shape: StepShape, prefix_lens: Int64Array, extend_lens: Int64Array, of_draft_head: bool
+    ) -> ForwardBatch:
         layout, tensors = self._layout, self._tensors.first(shape.num_rows, shape.num_tokens)
         cu_seqlens_q = self._buffer[layout.cu_seqlens_q(shape.num_rows)]
         max_seqlen_q = int(extend_lens.max())
@@ -235,7 +241,7 @@ class StepInputs:
                 max_seqlen_q=max_seqlen_q,
             ),
         )
-        if (pool := self._state_pool) is not None:
+        if (pool := self._state_pool) is not None and not of_draft_head:
             rows, num_drafts = layout.rows(shape.num_rows), layout.num_drafts(shape.num_rows)
             states = pool.begin(self._buffer[rows], cu_seqlens_q, tensors.cache_seqlens, self._buffer[num_drafts])
             batch = replace(batch, states=states)
