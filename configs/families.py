@@ -12,7 +12,7 @@ from typing import Any, Literal
 from configs.deepseek import deepseek_v2_layers, deepseek_v3_feed_forwards, deepseek_v3_layers
 from configs.fields import Fields
 from configs.layers import PLAIN_NORMS, FeedForward, LayerSpec, NormNames
-from configs.lfm2 import lfm2_layers
+from configs.lfm2 import lfm2_layers, lfm2_moe_layers
 from configs.llama4 import llama4_layers
 from configs.qwen_hybrid import qwen3_5_layers, qwen3_5_moe_layers, qwen3_next_layers
 from configs.rope import RopeConfig
@@ -152,6 +152,16 @@ _QWEN_HYBRID = Family(
 _QWEN3_5_MOE = replace(_QWEN_HYBRID, layers=qwen3_5_moe_layers)
 _WITH_IMAGES: dict[str, Any] = {"body": "model.language_model", "unread": ("mtp.", "model.visual.")}
 
+_LFM2 = Family(
+    max_position_embeddings=128000,
+    rms_norm_eps=1e-5,
+    rms_norm_eps_key="norm_eps",
+    rope_theta=1e6,
+    layers=lfm2_layers,
+    tie_word_embeddings=True,
+    final_norm_name="embedding_norm",
+)
+
 _LLAMA4 = Family(
     max_position_embeddings=131072,
     rms_norm_eps=1e-5,
@@ -289,15 +299,8 @@ FAMILIES = {
     "qwen3_5": replace(_QWEN_HYBRID, **_WITH_IMAGES),
     "qwen3_5_moe_text": _QWEN3_5_MOE,
     "qwen3_5_moe": replace(_QWEN3_5_MOE, **_WITH_IMAGES),
-    "lfm2": Family(
-        max_position_embeddings=128000,
-        rms_norm_eps=1e-5,
-        rms_norm_eps_key="norm_eps",
-        rope_theta=1e6,
-        layers=lfm2_layers,
-        tie_word_embeddings=True,
-        final_norm_name="embedding_norm",
-    ),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(_LFM2, layers=lfm2_moe_layers),
     "llama4_text": _LLAMA4,
     "llama4": replace(_LLAMA4, tensor_prefix="language_model."),
     "glm4_moe": Family(

@@ -111,6 +111,18 @@ def _hybrid(model_type: str, **changes: Any) -> Family:
     return Family(model_type, {**sizes, **changes})
 
 
+def _convolutions(model_type: str, **changes: Any) -> Family:
+    sizes = {
+        **{key: it for key, it in GROUPED.items() if key != "rms_norm_eps"},
+        "hidden_size": 96,
+        "head_dim": 24,
+        "norm_eps": 1e-5,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    return Family(model_type, {**sizes, **changes})
+
+
 # Windows and chunks below the prompts' lengths; softcaps that scores and logits reach.
 FAMILIES: dict[str, Family] = {
     "llama": _dense("llama"),
@@ -168,18 +180,14 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": _hybrid("qwen3_5_text"),
     "qwen3_5_moe": _hybrid("qwen3_5_moe_text", num_experts=6, shared_expert_intermediate_size=64),
     # Two convolutions around an attention; 96 channels are not a multiple of 64.
-    "lfm2": Family(
-        "lfm2",
-        {
-            **{key: it for key, it in GROUPED.items() if key != "rms_norm_eps"},
-            "hidden_size": 96,
-            "head_dim": 24,
-            "norm_eps": 1e-5,
-            "layer_types": ["conv", "full_attention", "conv"],
-            "conv_bias": True,
-            "block_multiple_of": 32,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
+    "lfm2": _convolutions("lfm2", conv_bias=True, block_multiple_of=32),
+    "lfm2_moe": _convolutions(
+        "lfm2_moe",
+        num_dense_layers=1,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=96,
+        routed_scaling_factor=1.5,
     ),
     "glm4": _grouped("glm4", pad_token_id=0, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}),
     # Of the layers with experts one has positions, and one has none.
@@ -306,7 +314,7 @@ def random_case(model_type: str, config: Mapping[str, Any], path: Path, factor: 
             if parameter.dim() > 1:
                 parameter.copy_(_in_fp8(parameter * factor))
         for name, tensor in (*hf.named_parameters(), *hf.named_buffers()):
-            if name.endswith(("sinks", "e_score_correction_bias")):
+            if name.endswith(("sinks", "e_score_correction_bias", "expert_bias")):
                 tensor.normal_()
     save(hf, path)
     return Case(hf, path, read_model_config(path))
