@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from configs.deepseek import deepseek_v2_layers, deepseek_v3_feed_forwards, deepseek_v3_layers
 from configs.fields import Fields
+from configs.kimi_linear import kimi_linear_layers
 from configs.layers import PLAIN_NORMS, FeedForward, LayerSpec, NormNames
 from configs.lfm2 import lfm2_layers, lfm2_moe_layers
 from configs.llama4 import llama4_layers
@@ -117,6 +118,8 @@ class Family:
     `text_config` counts."""
     unread: tuple[str, ...] = ()
     """Prefixes of tensors that are not read, see ModelConfig."""
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the file that have other names in this module, with these names."""
     scales_embedding: bool = False
     """Whether embeddings are multiplied by the square root of hidden_size."""
 
@@ -294,6 +297,20 @@ FAMILIES = {
     ),
     "deepseek_v2": Family(max_position_embeddings=2048, interleaved_rope=True, layers=deepseek_v2_layers),
     "deepseek_v3": Family(max_position_embeddings=4096, layers=deepseek_v3_layers),
+    "kimi_linear": Family(
+        max_position_embeddings=1048576,
+        rms_norm_eps=1e-5,
+        layers=kimi_linear_layers,
+        other_names={
+            "model_max_length": "max_position_embeddings",
+            "num_experts": "n_routed_experts",
+            "num_experts_per_token": "num_experts_per_tok",
+            "num_shared_experts": "n_shared_experts",
+            "num_expert_group": "n_group",
+            "moe_renormalize": "norm_topk_prob",
+            "moe_router_activation_func": "scoring_func",
+        },
+    ),
     "qwen3_next": replace(_QWEN_HYBRID, layers=qwen3_next_layers),
     "qwen3_5_text": _QWEN_HYBRID,
     "qwen3_5": replace(_QWEN_HYBRID, **_WITH_IMAGES),

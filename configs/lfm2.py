@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from configs.errors import CheckpointError
-from configs.fields import MOST_PARTS, Fields
+from configs.fields import MOST_PARTS, Fields, layer_types
 from configs.layers import (
     DenseMLP,
     FeedForward,
@@ -40,14 +40,9 @@ def lfm2_moe_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
 
 def _layers(fields: Fields, rope: RopeConfig, feed_forwards: Sequence[FeedForward]) -> tuple[LayerSpec, ...]:
     num_layers, hidden_size = len(feed_forwards), fields.count("hidden_size")
-    types = fields.values.get("layer_types")
-    if types is None:
-        full = fields.integers("full_attn_idxs") if "full_attn_idxs" in fields.values else range(num_layers)
-        types = [_ATTENTION if i in full else _CONVOLUTION for i in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {_CONVOLUTION, _ATTENTION}:
-        raise CheckpointError(
-            f"{fields.where}: layer_types must name {_CONVOLUTION} or {_ATTENTION} for each of {num_layers} layers"
-        )
+    full = fields.integers("full_attn_idxs") if "full_attn_idxs" in fields.values else range(num_layers)
+    usual = [_ATTENTION if i in full else _CONVOLUTION for i in range(num_layers)]
+    types = layer_types(fields, (_CONVOLUTION, _ATTENTION), usual)
     num_q = fields.count("num_attention_heads", 32)
     mixers: dict[str, Mixer] = {
         _CONVOLUTION: ShortConvolution(
