@@ -34,6 +34,7 @@ class BiasedMixture:
     weight_scale: ClassVar = 1.0
     sigmoid: ClassVar = False
     choice_bias: ClassVar = None
+    sum_epsilon: ClassVar = 0.0
     scales_input: ClassVar = False
     num_groups: ClassVar = 1
     top_groups: ClassVar = 1

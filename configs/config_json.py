@@ -36,6 +36,8 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
     quantization = fields.values.get("quantization_config") or {}
     weight_scales = read_weight_scales(quantization, config_path) if quantization else None
     family = FAMILIES[model_type]
+    own_names = {family.other_names.get(key, key): it for key, it in fields.values.items()}
+    fields = Fields(own_names, fields.where)
     if family.tensor_prefix or family.body != Family.body:
         text = fields.values.get("text_config")
         if not isinstance(text, dict):

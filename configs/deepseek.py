@@ -27,8 +27,13 @@ def deepseek_v3_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...
 
 def deepseek_v3_feed_forwards(fields: Fields) -> list[FeedForward]:
     """The feed-forward of each layer: a few dense MLPs, then experts chosen by sigmoids with a bias (noaux_tc)."""
-    _check(fields, "scoring_func", fields.text("scoring_func", "sigmoid"), "sigmoid")
-    _check(fields, "topk_method", fields.text("topk_method", _NOAUX_TC), _NOAUX_TC)
+    return _feed_forwards(fields, deepseek_v3_experts(fields))
+
+
+def deepseek_v3_experts(fields: Fields) -> MixtureOfExperts:
+    """Experts chosen by sigmoids with a bias. Raises CheckpointError if a field is missing or not supported."""
+    fields.require("scoring_func", fields.text("scoring_func", "sigmoid"), "sigmoid")
+    fields.require("topk_method", fields.text("topk_method", _NOAUX_TC), _NOAUX_TC)
     experts = _experts(fields, _NOAUX_TC)
     if experts.num_experts // experts.num_groups < 2:
         raise CheckpointError(
@@ -36,19 +41,15 @@ def deepseek_v3_feed_forwards(fields: Fields) -> list[FeedForward]:
             f"n_routed_experts={experts.num_experts}, by which groups are chosen"
         )
     normalises = fields.flag("norm_topk_prob", True)
-    return _feed_forwards(fields, replace(experts, sigmoid=True, has_choice_bias=True, norm_topk_prob=normalises))
+    return replace(experts, sigmoid=True, has_choice_bias=True, norm_topk_prob=normalises)
 
 
 def _layers(fields: Fields, rope: RopeConfig, feed_forwards: list[FeedForward]) -> tuple[LayerSpec, ...]:
-    return layers_of([_attention(fields, rope)] * len(feed_forwards), feed_forwards, fields.count("hidden_size"))
+    return layers_of([latent_attention(fields, rope)] * len(feed_forwards), feed_forwards, fields.count("hidden_size"))
 
 
 def _feed_forwards(fields: Fields, experts: MixtureOfExperts) -> list[FeedForward]:
-    dense = DenseMLP(
-        hidden_size=fields.count("hidden_size"),
-        intermediate_size=fields.count("intermediate_size"),
-        hidden_act=fields.text("hidden_act", "silu"),
-    )
+    dense = dense_mlp(fields)
     # The families with sigmoids have different defaults, so the file must have these fields.
     num_dense = fields.integer("first_k_dense_replace", None if experts.sigmoid else 0)
     step = fields.count("moe_layer_freq", 1)
@@ -56,7 +57,17 @@ def _feed_forwards(fields: Fields, experts: MixtureOfExperts) -> list[FeedForwar
     return [experts if i >= num_dense and i % step == 0 else dense for i in range(num_layers)]
 
 
-def _attention(fields: Fields, rope: RopeConfig) -> LatentAttention:
+def dense_mlp(fields: Fields) -> DenseMLP:
+    """The MLP of layers without experts."""
+    return DenseMLP(
+        hidden_size=fields.count("hidden_size"),
+        intermediate_size=fields.count("intermediate_size"),
+        hidden_act=fields.text("hidden_act", "silu"),
+    )
+
+
+def latent_attention(fields: Fields, rope: RopeConfig) -> LatentAttention:
+    """The mixer of DeepSeek's layers."""
     nope_dim, rope_dim = fields.count("qk_nope_head_dim", 128), fields.count("qk_rope_head_dim", 64)
     # An explicit null means that queries have no latent.
     has_q_latent = fields.values.get("q_lora_rank", 0) is not None
@@ -78,8 +89,8 @@ def _attention(fields: Fields, rope: RopeConfig) -> LatentAttention:
 
 def _v2_experts(fields: Fields) -> MixtureOfExperts:
     # DeepSeek's code and transformers treat norm_topk_prob differently. No published model sets it.
-    _check(fields, "scoring_func", fields.text("scoring_func", "softmax"), "softmax")
-    _check(fields, "norm_topk_prob", fields.flag("norm_topk_prob", False), False)
+    fields.require("scoring_func", fields.text("scoring_func", "softmax"), "softmax")
+    fields.require("norm_topk_prob", fields.flag("norm_topk_prob", False), False)
     method = fields.text("topk_method", _GREEDY)
     if method not in (_GREEDY, _GROUP_LIMITED):
         raise CheckpointError(
@@ -88,14 +99,9 @@ def _v2_experts(fields: Fields) -> MixtureOfExperts:
     return _experts(fields, method)
 
 
-def _check(fields: Fields, key: str, value: object, supported: object) -> None:
-    if value != supported:
-        raise CheckpointError(f"{fields.where}: {key}={value} is not supported; only {supported} is")
-
-
 def _experts(fields: Fields, method: str) -> MixtureOfExperts:
     num_experts, top_k = fields.count("n_routed_experts", at_most=MOST_PARTS), fields.count("num_experts_per_tok")
-    _check(fields, "hidden_act", fields.text("hidden_act", "silu"), "silu")
+    fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
     num_groups, top_groups = (1, 1) if method == _GREEDY else _groups(fields, num_experts)
     if top_k > top_groups * (num_experts // num_groups):
         raise CheckpointError(

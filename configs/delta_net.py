@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from configs.layers import Axis, Cut, HeadGroups, Linear, Role, StateTensor, TensorSpec, tensors_of
 from configs.recurrent import RECENT_TOKENS, Recurrent, conv_state
@@ -32,6 +33,12 @@ class GatedDeltaNet(Recurrent):
     """Number of tokens that the convolution reads, including the current one."""
     is_interleaved: bool = False
     """Whether the checkpoint stores q, k, v and z as one tensor, key head by key head, and so b and a (Qwen3-Next)."""
+
+    # Same names and meanings as in KimiDeltaAttention, so that one module computes both.
+    key_axis: ClassVar = Axis.KV_HEADS
+    decay_dim: ClassVar = 1
+    has_sigmoid_gate: ClassVar = False
+    gates: ClassVar[tuple[Linear, ...]] = ()
 
     @property
     def into(self) -> tuple[Linear, ...]:

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from configs.deepseek import deepseek_v2_layers, deepseek_v3_feed_forwards, deepseek_v3_layers
 from configs.fields import Fields
+from configs.kimi_linear import kimi_linear_layers
 from configs.layers import PLAIN_NORMS, FeedForward, LayerSpec, NormNames
-from configs.lfm2 import lfm2_layers
+from configs.lfm2 import lfm2_layers, lfm2_moe_layers
 from configs.llama4 import llama4_layers
 from configs.qwen_hybrid import qwen3_5_layers, qwen3_5_moe_layers, qwen3_next_layers
 from configs.rope import RopeConfig
@@ -119,6 +120,8 @@ class Family:
     """Prefixes of tensors that are not read, see ModelConfig."""
     num_mtp_layers: int = 0
     """Number of MTP layers if the file has none of the keys for it."""
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the file that have other names in this module, with these names."""
     scales_embedding: bool = False
     """Whether embeddings are multiplied by the square root of hidden_size."""
 
@@ -154,6 +157,16 @@ _QWEN_HYBRID = Family(
 )
 _QWEN3_5_MOE = replace(_QWEN_HYBRID, layers=qwen3_5_moe_layers)
 _WITH_IMAGES: dict[str, Any] = {"body": "model.language_model", "unread": ("mtp.", "model.visual.")}
+
+_LFM2 = Family(
+    max_position_embeddings=128000,
+    rms_norm_eps=1e-5,
+    rms_norm_eps_key="norm_eps",
+    rope_theta=1e6,
+    layers=lfm2_layers,
+    tie_word_embeddings=True,
+    final_norm_name="embedding_norm",
+)
 
 _LLAMA4 = Family(
     max_position_embeddings=131072,
@@ -287,20 +300,27 @@ FAMILIES = {
     ),
     "deepseek_v2": Family(max_position_embeddings=2048, interleaved_rope=True, layers=deepseek_v2_layers),
     "deepseek_v3": Family(max_position_embeddings=4096, layers=deepseek_v3_layers),
+    "kimi_linear": Family(
+        max_position_embeddings=1048576,
+        rms_norm_eps=1e-5,
+        layers=kimi_linear_layers,
+        other_names={
+            "model_max_length": "max_position_embeddings",
+            "num_experts": "n_routed_experts",
+            "num_experts_per_token": "num_experts_per_tok",
+            "num_shared_experts": "n_shared_experts",
+            "num_expert_group": "n_group",
+            "moe_renormalize": "norm_topk_prob",
+            "moe_router_activation_func": "scoring_func",
+        },
+    ),
     "qwen3_next": replace(_QWEN_HYBRID, layers=qwen3_next_layers),
     "qwen3_5_text": _QWEN_HYBRID,
     "qwen3_5": replace(_QWEN_HYBRID, **_WITH_IMAGES),
     "qwen3_5_moe_text": _QWEN3_5_MOE,
     "qwen3_5_moe": replace(_QWEN3_5_MOE, **_WITH_IMAGES),
-    "lfm2": Family(
-        max_position_embeddings=128000,
-        rms_norm_eps=1e-5,
-        rms_norm_eps_key="norm_eps",
-        rope_theta=1e6,
-        layers=lfm2_layers,
-        tie_word_embeddings=True,
-        final_norm_name="embedding_norm",
-    ),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(_LFM2, layers=lfm2_moe_layers),
     "llama4_text": _LLAMA4,
     "llama4": replace(_LLAMA4, tensor_prefix="language_model."),
     "glm4_moe": Family(

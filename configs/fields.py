@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,15 @@ class Fields:
     def text(self, key: str, default: str | None = None) -> str:
         return self._typed(key, default, (str,), "a string")
 
+    def part(self, key: str) -> Fields:
+        """The object at `key`, or an empty one if the file has none."""
+        return Fields(self._typed(key, {}, (dict,), "an object"), f"{self.where}: {key}")
+
+    def require(self, key: str, value: object, supported: object) -> None:
+        """Raises CheckpointError if `value`, that of `key` in the file or a default, is not `supported`."""
+        if value != supported:
+            raise CheckpointError(f"{self.where}: {key}={value} is not supported; only {supported} is")
+
     def integers(self, key: str) -> tuple[int, ...]:
         """An integer or a list of integers. Empty if the file has none."""
         value = self.values.get(key)
@@ -80,6 +89,21 @@ def rotary_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
         return tuple(map(bool, said[:num_layers]))
     interval = fields.count("no_rope_layer_interval", 4)
     return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+
+
+def layer_types(
+    fields: Fields, names: tuple[str, str], default: Sequence[str], key: str = "layer_types"
+) -> Sequence[str]:
+    """The type of each layer, one of `names`: `default` if the file does not have `key`.
+
+    Raises CheckpointError if the file names other types, or has another number of layers than `default`.
+    """
+    types = fields.values.get(key)
+    if types is None:
+        return default
+    if not isinstance(types, list) or len(types) != len(default) or not set(types) <= set(names):
+        raise CheckpointError(f"{fields.where}: {key} must name {' or '.join(names)} for each of {len(default)} layers")
+    return types
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -27,7 +27,8 @@ class LatentAttention:
     qk_nope_head_dim: int
     """Columns of a query or key head that are not rotated."""
     qk_rope_head_dim: int
-    """Rotated columns of a head, in pairs of neighbours (2i, 2i + 1)."""
+    """Columns of a query head, and of the key that all heads share, that are rotated in pairs of neighbours (2i, 2i +
+    1), or not at all if `rope.partial` is 0 (Kimi-Linear)."""
     v_head_dim: int
     rope: RopeConfig
     scale: float
@@ -111,7 +112,7 @@ class LatentAttention:
 
     @property
     def rotary_dim(self) -> int:
-        return self.qk_rope_head_dim
+        return int(self.qk_rope_head_dim * self.rope.partial)
 
     @property
     def kept_dim(self) -> int:

@@ -424,6 +424,9 @@ class MixtureOfExperts:
     sigmoid: bool = False
     has_choice_bias: bool = False
     """Whether a bias is added to the sigmoids when experts are chosen. The weights are sigmoids without the bias."""
+    choice_bias_name: str = "gate.e_score_correction_bias"
+    sum_epsilon: float = 1e-20
+    """Added to the sum of a token's sigmoids before they are divided by it. GPUs add 1e-20 to any sum."""
     scales_input: bool = False
     """Whether a weight multiplies the expert's input instead of its output (Llama 4)."""
     num_groups: int = 1
@@ -453,7 +456,7 @@ class MixtureOfExperts:
     @property
     def choice_bias(self) -> TensorSpec | None:
         """The choice bias [num_experts], used in fp32, or None if there is none."""
-        name = f"{self.name}.gate.e_score_correction_bias"
+        name = f"{self.name}.{self.choice_bias_name}"
         return TensorSpec(name, (self.num_experts,), Role.BIAS) if self.has_choice_bias else None
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from configs.delta_net import GatedDeltaNet
 from configs.errors import CheckpointError
-from configs.fields import MOST_PARTS, Fields
+from configs.fields import MOST_PARTS, Fields, layer_types
 from configs.layers import DenseMLP, FeedForward, GroupedQueryAttention, LayerSpec, Mixer, MixtureOfExperts
 from configs.model_config import layers_of
 from configs.rope import RopeConfig
@@ -40,21 +40,16 @@ def qwen3_5_moe_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...
 def _layers(
     fields: Fields, rope: RopeConfig, feed_forwards: list[FeedForward], *, is_interleaved: bool = False
 ) -> tuple[LayerSpec, ...]:
-    num_layers, types = len(feed_forwards), fields.values.get("layer_types")
-    if types is None:
-        interval = fields.count("full_attention_interval", 4)
-        types = [_LINEAR if (i + 1) % interval else _FULL for i in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {_LINEAR, _FULL}:
-        raise CheckpointError(
-            f"{fields.where}: layer_types must name {_LINEAR} or {_FULL} for each of {num_layers} layers"
-        )
+    interval = fields.count("full_attention_interval", 4)
+    usual = [_LINEAR if (i + 1) % interval else _FULL for i in range(len(feed_forwards))]
+    types = layer_types(fields, (_LINEAR, _FULL), usual)
     mixers: dict[str, Mixer] = {_LINEAR: _linear(fields, is_interleaved), _FULL: _attention(fields, rope)}
     hidden_size = fields.count("hidden_size")
     return layers_of([mixers[it] for it in types], feed_forwards, hidden_size, norm_offset=1.0)
 
 
 def _linear(fields: Fields, is_interleaved: bool) -> GatedDeltaNet:
-    _check_silu(fields)
+    fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
     num_keys, num_values = fields.count("linear_num_key_heads", 16), fields.count("linear_num_value_heads", 32)
     if num_values % num_keys:
         raise CheckpointError(
@@ -101,7 +96,7 @@ def _mlp(fields: Fields, columns: int) -> DenseMLP:
 
 def _experts(fields: Fields, num_experts: int, top_k: int) -> MixtureOfExperts:
     """The experts, with this many of them and this many for a token if the file has no numbers."""
-    _check_silu(fields)
+    fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
     num_experts = fields.count("num_experts", num_experts, MOST_PARTS)
     top_k = fields.count("num_experts_per_tok", top_k)
     if top_k > num_experts:
@@ -114,8 +109,3 @@ def _experts(fields: Fields, num_experts: int, top_k: int) -> MixtureOfExperts:
         norm_topk_prob=fields.flag("norm_topk_prob", True),
         shared_intermediate_size=fields.count("shared_expert_intermediate_size", 512),
     )
-
-
-def _check_silu(fields: Fields) -> None:
-    if (act := fields.text("hidden_act", "silu")) != "silu":
-        raise CheckpointError(f"{fields.where}: hidden_act={act} is not supported; only silu is")

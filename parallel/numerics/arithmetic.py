@@ -183,7 +183,7 @@ class LayerContext:
         plan must be exact."""
         spans = [shard[cut.axis] for shard in self.shards]
         if cut.axis is Axis.QUERY_HEADS:
-            num_groups = self.shards[-1][Axis.KV_HEADS].stop
+            num_groups = self.shards[-1].spans.get(Axis.KV_HEADS, Span(0, 1)).stop  # else all heads share a latent
             indices = HeadGroups(cut.axis, spans[-1].stop, Axis.KV_HEADS, num_groups).leaf_heads
         else:
             indices = leaf_columns(spans[-1].stop)

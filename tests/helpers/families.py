@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,34 @@ def _hybrid(model_type: str, **changes: Any) -> Family:
     return Family(model_type, {**sizes, **changes})
 
 
+def _kimi(layer_types: tuple[str, ...], *, may_be_exact: bool = False) -> Family:
+    config = {
+        **{key: it for key, it in LATENTS.items() if not key.startswith(("n_routed", "first_k", "rms"))},
+        "rms_norm_eps": 1e-5,
+        "layer_types": list(layer_types),
+        "linear_head_dim": 16,
+        "linear_num_heads": 8,
+        "use_cache": False,  # transformers has no cache for models without attention
+        "num_local_experts": 8,
+        "n_group": 2,
+        "routed_scaling_factor": 1.5,
+        "pad_token_id": 0,
+    }
+    return Family("kimi_linear", config, (1, 2, 3, 4, 6), may_be_exact=may_be_exact)
+
+
+def _convolutions(model_type: str, **changes: Any) -> Family:
+    sizes = {
+        **{key: it for key, it in GROUPED.items() if key != "rms_norm_eps"},
+        "hidden_size": 96,
+        "head_dim": 24,
+        "norm_eps": 1e-5,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    return Family(model_type, {**sizes, **changes})
+
+
 # Windows and chunks below the prompts' lengths; softcaps that scores and logits reach.
 FAMILIES: dict[str, Family] = {
     "llama": _dense("llama"),
@@ -168,19 +197,18 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": _hybrid("qwen3_5_text"),
     "qwen3_5_moe": _hybrid("qwen3_5_moe_text", num_experts=6, shared_expert_intermediate_size=64),
     # Two convolutions around an attention; 96 channels are not a multiple of 64.
-    "lfm2": Family(
-        "lfm2",
-        {
-            **{key: it for key, it in GROUPED.items() if key != "rms_norm_eps"},
-            "hidden_size": 96,
-            "head_dim": 24,
-            "norm_eps": 1e-5,
-            "layer_types": ["conv", "full_attention", "conv"],
-            "conv_bias": True,
-            "block_multiple_of": 32,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
+    "lfm2": _convolutions("lfm2", conv_bias=True, block_multiple_of=32),
+    "lfm2_moe": _convolutions(
+        "lfm2_moe",
+        num_dense_layers=1,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=96,
+        routed_scaling_factor=1.5,
     ),
+    # Heads of both kinds of attention differ in number. A latent layer between two recurrent ones, and these alone.
+    "kimi_linear": _kimi(("linear_attention", "full_attention", "linear_attention")),
+    "kimi_linear_recurrent": _kimi(("linear_attention",) * 3, may_be_exact=True),
     "glm4": _grouped("glm4", pad_token_id=0, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}),
     # Of the layers with experts one has positions, and one has none.
     "llama4_text": _grouped(
@@ -293,6 +321,11 @@ def save(hf: Any, path: Path) -> None:
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     hf.eval().save_pretrained(path)
+    if hf.config.model_type == "kimi_linear":
+        # transformers gives dense MLPs the name of mixtures, unlike published checkpoints, and reads both.
+        stored = load_file(path / "model.safetensors")
+        names = {name: re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name) for name in stored}
+        save_file({names[name]: it for name, it in stored.items()}, path / "model.safetensors", {"format": "pt"})
 
 
 def random_case(model_type: str, config: Mapping[str, Any], path: Path, factor: float = 4.0) -> Case:
@@ -306,7 +339,7 @@ def random_case(model_type: str, config: Mapping[str, Any], path: Path, factor: 
             if parameter.dim() > 1:
                 parameter.copy_(_in_fp8(parameter * factor))
         for name, tensor in (*hf.named_parameters(), *hf.named_buffers()):
-            if name.endswith(("sinks", "e_score_correction_bias")):
+            if name.endswith(("sinks", "e_score_correction_bias", "expert_bias")):
                 tensor.normal_()
     save(hf, path)
     return Case(hf, path, read_model_config(path))

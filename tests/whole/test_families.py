@@ -53,6 +53,32 @@ def test_llama_4_is_the_text_part_of_a_checkpoint_with_images(tmp_path: Path) ->
         read_model_config(tmp_path)
 
 
+def test_experts_may_be_stacked_in_two_tensors_of_a_layer(tmp_path: Path) -> None:
+    case = case_of("qwen3_5_moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for i, layer in enumerate(case.hf.model.layers):
+        prefix = f"model.layers.{i}.mlp.experts."
+        tensors = {name: it for name, it in tensors.items() if not name.startswith(prefix)}
+        tensors |= {prefix + name: it.detach() for name, it in layer.mlp.experts.named_parameters()}
+    assert tensors["model.layers.0.mlp.experts.gate_up_proj"].shape == (6, 2 * 96, 64)
+    assert tensors["model.layers.0.mlp.experts.down_proj"].shape == (6, 64, 96)
+    save_file(tensors, tmp_path / "model.safetensors")
+    for tp_size in (1, 3, 4):
+        check_logits(case, tp_size)
+    name = "model.layers.2.mlp.experts.4.up_proj.weight"
+    for checkpoint in (Checkpoint.open(tmp_path, case.model), Checkpoint.of_tensors(tensors, case.model)):
+        with checkpoint:
+            checkpoint.read(name, part := torch.empty(5, 64), rows=Span(90, 95))
+            assert checkpoint.bytes_read == part.nbytes
+        assert torch.equal(part, case.hf.model.layers[2].mlp.experts.gate_up_proj[4, 96 + 90 : 96 + 95])
+    tensors["model.layers.1.mlp.experts.down_proj"] = torch.zeros(6, 96, 64)
+    with pytest.raises(CheckpointError, match=r"experts.0.down_proj.weight has shape \[96, 64\], .* \[64, 96\]"):
+        Checkpoint.of_tensors(tensors, case.model)
+    tensors["model.layers.1.mlp.experts.down_proj"] = torch.zeros(5, 64, 96)
+    with pytest.raises(CheckpointError, match=r"missing tensors: .*experts\.5\.down_proj\.weight"):
+        Checkpoint.of_tensors(tensors, case.model)
+
+
 def test_four_bits_are_read_in_parts(tmp_path: Path) -> None:
     """Of blocks, and of two experts; as transformers unpacks them."""
     case = in_format(case_of("gpt_oss", tmp_path), "MXFP4", tmp_path)

@@ -30,7 +30,20 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 160},
 }
+# Fields that have no defaults here, though transformers has some.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
+    "lfm2": {"full_attn_idxs": [2, 5]},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 3},
+    "kimi_linear": {"intermediate_size": 96, "pad_token_id": 0},
+}
 BASES: dict[str, Mapping[str, Any]] = {
+    **{
+        name: {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 9, "num_attention_heads": 8, **own}
+        for name, own in HYBRIDS.items()
+    },
     **{name: {**EXPERTS, **own} for name, own in WITH_EXPERTS.items()},
     "deepseek_v2": LATENTS,
     "deepseek_v3": FAMILIES["v3"].config,
@@ -210,6 +223,59 @@ def test_what_a_config_of_latents_leaves_out_is_as_transformers_has_it(tmp_path:
     assert without.q_lora_rank is None
 
 
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_what_a_config_of_recurrent_layers_leaves_out_is_as_transformers_has_it(
+    tmp_path: Path, model_type: str
+) -> None:
+    said = {"num_key_value_heads": 2} if model_type.startswith("qwen") else {}
+    ours = _read(tmp_path, model_type, **said)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        hf = transformers.AutoModelForCausalLM.from_config(theirs)
+    tensors = [*hf.parameters(), *(it for name, it in hf.named_buffers() if name.endswith("bias"))]
+    assert sum(tensor.elements for tensor in ours.tensors()) == sum(it.numel() for it in tensors)
+    eps = theirs.norm_eps if model_type.startswith("lfm2") else theirs.rms_norm_eps
+    assert (ours.rms_norm_eps, ours.max_context) == (eps, theirs.max_position_embeddings)
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    for layer, kind in zip(ours.layers, theirs.layer_types, strict=True):
+        assert (kind == "full_attention") == (not layer.mixer.state)
+        if isinstance(layer.mixer, GroupedQueryAttention):
+            assert layer.mixer.head_dim == getattr(theirs, "head_dim", 256 // 8)
+            assert layer.mixer.num_key_value_heads == theirs.num_key_value_heads
+            rope = theirs.rope_parameters
+            assert layer.mixer.rope.theta == rope["rope_theta"]
+            assert layer.mixer.rope.partial == rope.get("partial_rotary_factor", 1.0)
+        if isinstance(layer.mixer, LatentAttention):
+            assert (layer.mixer.rotary_dim, layer.mixer.q_lora_rank) == (0, theirs.q_lora_rank)
+            assert layer.mixer.scale == hf.model.layers[4].self_attn.scaling
+        experts = layer.feed_forward
+        if isinstance(experts, MixtureOfExperts):
+            assert (experts.top_k, experts.norm_topk_prob) == (
+                theirs.num_experts_per_tok,
+                getattr(theirs, "norm_topk_prob", True),
+            )
+            assert experts.weight_scale == getattr(theirs, "routed_scaling_factor", 1.0)
+
+
+def test_kimi_linear_tells_of_its_layers_as_published_and_as_transformers_writes(tmp_path: Path) -> None:
+    linear = {"full_attn_layers": [2, 5], "kda_layers": [1, 3, 4], "num_heads": 6, "head_dim": 32}
+    linear["short_conv_kernel_size"] = 3
+    said = {"num_hidden_layers": 5, "first_k_dense_replace": 2, "num_experts": 6, "moe_renormalize": False}
+    more = {"num_experts_per_token": 2, "num_shared_experts": 2, "num_expert_group": 3, "model_max_length": 512}
+    published = _read(tmp_path, "kimi_linear", linear_attn_config=linear, q_lora_rank=24, **said, **more)
+    transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    # transformers also writes what it read.
+    left_out = {"linear_attn_config", "first_k_dense_replace"}
+    (tmp_path / "config.json").write_text(json.dumps({key: it for key, it in written.items() if key not in left_out}))
+    assert read_model_config(tmp_path).layers == published.layers
+    assert [bool(layer.mixer.state) for layer in published.layers] == [True, False, True, True, False]
+    assert [isinstance(layer.feed_forward, DenseMLP) for layer in published.layers] == [True] * 2 + [False] * 3
+    assert published.max_context == 512
+    experts = _mixture(published, -1)
+    assert (experts.num_experts, experts.top_k, experts.num_groups, experts.norm_topk_prob) == (6, 2, 3, False)
+
+
 def test_a_longrope_is_short_where_no_sequence_may_be_longer_than_it_was_first_trained_for(tmp_path: Path) -> None:
     config = transformers.Phi3Config(**{**FAMILIES["phi3"].config, "original_max_position_embeddings": 512})
     config.save_pretrained(tmp_path)
@@ -313,8 +379,81 @@ def test_layers_of_deepseek_without_experts_are_the_first_and_those_between(tmp_
             },
             20_914_757_184,
         ),
+        (
+            {
+                "model_type": "qwen3_next",
+                "num_hidden_layers": 48,
+                "hidden_size": 2048,
+                "vocab_size": 151936,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 2,
+            },
+            79_674_391_296,
+        ),
+        (
+            {
+                "model_type": "qwen3_5_text",
+                "num_hidden_layers": 32,
+                "hidden_size": 4096,
+                "vocab_size": 248320,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 4,
+            },
+            8_953_803_264,
+        ),
+        (
+            {
+                "model_type": "qwen3_5_moe_text",
+                "num_hidden_layers": 40,
+                "hidden_size": 2048,
+                "vocab_size": 248320,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 2,
+            },
+            34_660_610_688,
+        ),
+        (
+            {
+                "model_type": "lfm2",
+                "num_hidden_layers": 16,
+                "hidden_size": 2048,
+                "vocab_size": 65536,
+                "num_attention_heads": 32,
+                "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+            },
+            1_170_340_608,
+        ),
+        (
+            {
+                "model_type": "lfm2_moe",
+                "num_hidden_layers": 24,
+                "hidden_size": 2048,
+                "vocab_size": 65536,
+                "num_attention_heads": 32,
+                "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+            },
+            8_339_929_856 + 22 * 32,  # with the experts' biases
+        ),
+        (
+            {
+                "model_type": "kimi_linear",
+                "num_hidden_layers": 27,
+                "hidden_size": 2304,
+                "intermediate_size": 9216,
+                "vocab_size": 163840,
+                "num_attention_heads": 32,
+                "linear_attn_config": {
+                    "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+                    "kda_layers": [i for i in range(1, 27) if i % 4],
+                },
+            },
+            49_122_681_728,
+        ),
     ],
-    ids=["gemma-2-2b", "gemma-3-1b", "smollm3-3b", "gpt-oss-20b"],
+    ids=[
+        *("gemma-2-2b", "gemma-3-1b", "smollm3-3b", "gpt-oss-20b"),
+        *("qwen3-next-80b-a3b", "qwen3.5-9b", "qwen3.5-35b-a3b", "lfm2-1.2b", "lfm2-8b-a1b", "kimi-linear-48b-a3b"),
+    ],
 )
 def test_published_models_have_so_many_parameters(
     tmp_path: Path, published: dict[str, Any], num_parameters: int
@@ -382,6 +521,24 @@ def test_published_models_have_so_many_parameters(
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method=greedy is not .* only noaux_tc is"),
         ("deepseek_v3", {"n_group": 8, "topk_group": 3}, "n_group=8 leaves a group fewer than two"),
         ("deepseek_v3", {"routed_scaling_factor": ...}, "has no routed_scaling_factor"),
+        ("qwen3_next", {"num_key_value_heads": ...}, "has no num_key_value_heads"),
+        ("qwen3_5_text", {"num_key_value_heads": 2, "layer_types": ["conv"] * 9}, "linear_attention or full_attention"),
+        ("qwen3_5_text", {"linear_num_key_heads": 3}, "linear_num_value_heads=32 is not a multiple of .*heads=3"),
+        ("qwen3_5_text", {"linear_key_head_dim": 24}, "linear_key_head_dim=24 is not supported; .* multiple of 16"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim=9 is more than 8"),
+        ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; only silu is"),
+        ("qwen3_5_moe_text", {"num_experts": 7}, "num_experts_per_tok=8 exceeds num_experts=7"),
+        ("lfm2", {"layer_types": ["conv"]}, "layer_types must name conv or full_attention for each of 9 layers"),
+        ("lfm2_moe", {"layer_types": [1] * 9}, "layer_types must name conv or full_attention for each of 9 layers"),
+        ("lfm2_moe", {"num_experts": 3}, "num_experts_per_tok=4 exceeds num_experts=3"),
+        ("kimi_linear", {"linear_head_dim": 24}, "heads of 24 elements are not supported"),
+        ("kimi_linear", {"linear_conv_kernel_dim": 9}, "short_conv_kernel_size=9 is more than 8"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False is not supported; only True is"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "scoring_func=softmax is not .* only sigmoid is"),
+        ("kimi_linear", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types must name dense or sparse for each of 9"),
+        ("kimi_linear", {"linear_attn_config": [1]}, "linear_attn_config=.* is not an object"),
+        ("kimi_linear", {"linear_attn_config": {"gate_lower_bound": -5.0}}, "gate_lower_bound=-5.0 is not supported"),
+        ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [1, 3]}}, "name each of the layers 1 to 9 once"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused(

@@ -1,15 +1,17 @@
-/* Gated DeltaNet: every output follows from its row's own tokens alone, by the same operations however the row is cut
-into steps. */
+/* Gated DeltaNet and Kimi Delta Attention: every output follows from its row's own tokens alone, by the same operations
+however the row is cut into steps. */
 #include "rows.h"
 #include <omp.h>
 
-/* Gated DeltaNet, as configs/delta_net.py has it. Sizes are this rank's; heads' sizes are whole vectors. */
+/* A layer, as configs/delta_net.py and configs/kimi_delta.py have it. Sizes are this rank's; heads' sizes are whole
+vectors. A value head has one decay for all channels of its key (decay_dim is 1), or one for each (it is key_dim). */
 typedef struct {
-    const void *qkv, *z, *b, *a; /* a token's q heads, k heads and v heads; z and a start at strides of in_stride */
-    const float *a_log, *dt_bias, *norm; /* [value_heads], [value_heads], [value_dim] */
+    const void *qkv, *z, *b, *a; /* a token's q heads, k heads and v heads; its gates, by their strides */
+    const float *a_log, *dt_bias, *norm; /* [value_heads], [value_heads][decay_dim], [value_dim] */
     float *slots, *keys, *values, *decays; /* [slots][value_heads][key_dim][value_dim]; of recent tokens */
     void *out; /* [tokens][value_heads][value_dim] */
-    int64_t in_stride, key_heads, value_heads, key_dim, value_dim, num_recent, type;
+    int64_t z_stride, b_stride, a_stride, key_heads, value_heads, key_dim, value_dim, decay_dim, sigmoid_gate;
+    int64_t num_recent, type;
     float eps;
 } Delta;
 
@@ -19,8 +21,9 @@ typedef struct {
     Row row;
     int64_t head, shared; /* value heads of the key head */
     float *keys, *query; /* [CHUNK][key_dim], [key_dim] */
-    float *values, *decays; /* [shared][CHUNK][value_dim], [shared][CHUNK] */
+    float *values, *decays; /* [shared][CHUNK][value_dim], [shared][CHUNK][decay_dim] */
     float *own; /* [shared][key_dim][value_dim]: states that moved in this step */
+    float *left; /* [CHUNK][key_dim]: scratch of `add_token` and `advance` */
     float *read, *out; /* [value_dim] */
 } Head;
 
@@ -35,11 +38,35 @@ static size_t recent(const Delta *d, const Row *w, int64_t position) {
     return w->row * (size_t)d->num_recent + (size_t)(position % d->num_recent);
 }
 
-/* out = norm(o) * silu(z), o being rounded as the output is. */
+/* left[k] = the share of channel k that the decays between two tokens leave, from the sums of decays up to each. */
+static void left_between(const Delta *d, float *left, const float *now, const float *then) {
+    int64_t keys = d->key_dim;
+    for (int64_t k = 0; k < keys; k += LANES) {
+        v16 decay = d->decay_dim == 1 ? all(now[0] - (then ? then[0] : 0.0f))
+                                      : load16(now, (size_t)k, FP32) - (then ? load16(then, (size_t)k, FP32) : (v16){0});
+        store16(left, (size_t)k, FP32, exp16(decay));
+    }
+}
+
+/* The products of `key` and `query` with another key, each channel decayed from the sum of decays `then` to `now`. */
+static void decayed_dots(
+    const float *key, const float *query, const float *other, const float *now, const float *then, int64_t n, float *dots
+) {
+    v16 of_key = {0}, of_query = {0};
+    for (size_t k = 0; k < (size_t)n; k += LANES) {
+        v16 y = load16(other, k, FP32) * exp16(load16(now, k, FP32) - load16(then, k, FP32));
+        of_key = load16(key, k, FP32) * y + of_key;
+        of_query = load16(query, k, FP32) * y + of_query;
+    }
+    dots[0] = sum16(of_key);
+    dots[1] = sum16(of_query);
+}
+
+/* out = norm(o) * silu(z), or norm(o) * sigmoid(z), o being rounded as the output is. */
 static void gated_norm(const Delta *d, const float *o, size_t token, int64_t head) {
     int type = (int)d->type;
     int64_t n = d->value_dim;
-    size_t to = (token * (size_t)d->value_heads + (size_t)head) * (size_t)n, from = token * (size_t)d->in_stride;
+    size_t to = (token * (size_t)d->value_heads + (size_t)head) * (size_t)n, from = token * (size_t)d->z_stride;
     for (int64_t i = 0; i < n; i += LANES) store16(d->out, to + (size_t)i, type, load16(o, (size_t)i, FP32));
     v16 squares = {0};
     for (int64_t i = 0; i < n; i += LANES) {
@@ -50,7 +77,7 @@ static void gated_norm(const Delta *d, const float *o, size_t token, int64_t hea
     for (int64_t i = 0; i < n; i += LANES) {
         v16 z = load16(d->z, from + (size_t)(head * n + i), type);
         v16 y = load16(d->out, to + (size_t)i, type) * scale * load16(d->norm, (size_t)i, FP32);
-        store16(d->out, to + (size_t)i, type, y * (z / (1.0f + exp16(-z))));
+        store16(d->out, to + (size_t)i, type, y * ((d->sigmoid_gate ? all(1.0f) : z) / (1.0f + exp16(-z))));
     }
 }
 
@@ -59,25 +86,37 @@ static void add_token(Head *h, int64_t v, int64_t i, size_t token, const float *
     const Delta *d = h->d;
     int type = (int)d->type;
     int64_t head = h->head * h->shared + v, keys = d->key_dim, n = d->value_dim;
-    size_t from = token * (size_t)d->in_stride + (size_t)head;
-    float *values = h->values + v * CHUNK * n, *decays = h->decays + v * CHUNK;
-    float step = softplus(load1(d->a, from, type) + d->dt_bias[head]);
-    float beta = 1.0f / (1.0f + exp1(-load1(d->b, from, type)));
-    decays[i] = (i ? decays[i - 1] : 0.0f) - (float)exp((double)d->a_log[head]) * step;
+    int64_t channels = d->decay_dim;
+    float *values = h->values + v * CHUNK * n, *decays = h->decays + v * CHUNK * channels, *now = decays + i * channels;
+    float beta = 1.0f / (1.0f + exp1(-load1(d->b, token * (size_t)d->b_stride + (size_t)head, type)));
+    float rate = (float)exp((double)d->a_log[head]);
+    for (int64_t k = 0; k < channels; k++) {
+        int64_t channel = head * channels + k;
+        float step = softplus(load1(d->a, token * (size_t)d->a_stride + (size_t)channel, type) + d->dt_bias[channel]);
+        now[k] = (i ? now[k - channels] : 0.0f) - rate * step;
+    }
     const float *key = h->keys + i * keys;
     memset(h->read, 0, (size_t)n * 4);
     memset(h->out, 0, (size_t)n * 4);
     if (state) {
-        float left = exp1(decays[i]);
+        left_between(d, h->left, now, NULL);
         for (int64_t k = 0; k < keys; k++) {
-            add(h->read, state + k * n, key[k] * left, n);
-            add(h->out, state + k * n, h->query[k] * left, n);
+            add(h->read, state + k * n, key[k] * h->left[k], n);
+            add(h->out, state + k * n, h->query[k] * h->left[k], n);
         }
     }
     for (int64_t j = 0; j < i; j++) {
-        float left = exp1(decays[i] - decays[j]);
-        add(h->read, values + j * n, dot(key, h->keys + j * keys, keys) * left, n);
-        add(h->out, values + j * n, dot(h->query, h->keys + j * keys, keys) * left, n);
+        const float *other = h->keys + j * keys, *then = decays + j * channels;
+        float dots[2];
+        if (channels == 1) {
+            float left = exp1(now[0] - then[0]);
+            dots[0] = dot(key, other, keys) * left;
+            dots[1] = dot(h->query, other, keys) * left;
+        } else {
+            decayed_dots(key, h->query, other, now, then, keys, dots);
+        }
+        add(h->read, values + j * n, dots[0], n);
+        add(h->out, values + j * n, dots[1], n);
     }
     size_t value = (token * (size_t)(2 * d->key_heads * keys + d->value_heads * n)) +
                    (size_t)(2 * d->key_heads * keys + head * n);
@@ -93,20 +132,25 @@ static void add_token(Head *h, int64_t v, int64_t i, size_t token, const float *
 static void advance(Head *h, int64_t v, const float *state) {
     const Delta *d = h->d;
     int64_t keys = d->key_dim, n = d->value_dim;
-    const float *values = h->values + v * CHUNK * n, *decays = h->decays + v * CHUNK;
-    float left[CHUNK], *own = h->own + v * keys * n, all_left = exp1(decays[CHUNK - 1]);
-    for (int64_t j = 0; j < CHUNK; j++) left[j] = exp1(decays[CHUNK - 1] - decays[j]);
-    for (int64_t k = 0; k < keys; k++) {
-        for (int64_t i = 0; i < n; i++) own[k * n + i] = state ? state[k * n + i] * all_left : 0.0f;
-        for (int64_t j = 0; j < CHUNK; j++) add(own + k * n, values + j * n, h->keys[j * keys + k] * left[j], n);
+    int64_t channels = d->decay_dim, last = (CHUNK - 1) * channels;
+    const float *values = h->values + v * CHUNK * n, *decays = h->decays + v * CHUNK * channels;
+    float *own = h->own + v * keys * n;
+    left_between(d, h->left, decays + last, NULL);
+    for (int64_t k = 0; k < keys; k++)
+        for (int64_t i = 0; i < n; i++) own[k * n + i] = state ? state[k * n + i] * h->left[k] : 0.0f;
+    for (int64_t j = 0; j < CHUNK; j++) {
+        left_between(d, h->left + j * keys, decays + last, decays + j * channels);
+        for (int64_t k = j * keys; k < (j + 1) * keys; k++) h->left[k] *= h->keys[k];
     }
+    for (int64_t k = 0; k < keys; k++)
+        for (int64_t j = 0; j < CHUNK; j++) add(own + k * n, values + j * n, h->left[j * keys + k], n);
 }
 
 static void run_head(Head *h) {
     const Delta *d = h->d;
     const Row *w = &h->row;
     int64_t keys = d->key_dim, n = d->value_dim, of_token = 2 * d->key_heads * keys + d->value_heads * n;
-    size_t of_state = (size_t)(keys * n);
+    size_t of_state = (size_t)(keys * n), of_decay = (size_t)d->decay_dim;
     float *slots = d->slots + (w->row * (size_t)d->value_heads + (size_t)(h->head * h->shared)) * of_state;
     for (int64_t base = w->before; base < w->end; base += CHUNK) {
         int64_t stop = base + CHUNK < w->end ? base + CHUNK : w->end;
@@ -124,17 +168,17 @@ static void run_head(Head *h) {
             }
             for (int64_t v = 0; v < h->shared; v++) {
                 size_t entry = at * (size_t)d->value_heads + (size_t)(h->head * h->shared + v);
-                float *value = h->values + (v * CHUNK + i) * n, *decay = h->decays + v * CHUNK + i;
+                float *value = h->values + (v * CHUNK + i) * n, *decay = h->decays + (v * CHUNK + i) * d->decay_dim;
                 if (position < w->start) {
                     memcpy(value, d->values + entry * (size_t)n, (size_t)n * 4);
-                    *decay = d->decays[entry];
+                    memcpy(decay, d->decays + entry * of_decay, of_decay * 4);
                     continue;
                 }
                 const float *own = h->own + (size_t)v * of_state, *slot = slots + (size_t)v * of_state;
                 add_token(h, v, i, token, !is_first ? own : w->before ? slot : NULL);
                 if (position < w->after) continue;
                 memcpy(d->values + entry * (size_t)n, value, (size_t)n * 4);
-                d->decays[entry] = *decay;
+                memcpy(d->decays + entry * of_decay, decay, of_decay * 4);
             }
             if (position >= w->start && position >= w->after)
                 memcpy(d->keys + (at * (size_t)d->key_heads + (size_t)h->head) * (size_t)keys, key, (size_t)keys * 4);
@@ -151,7 +195,7 @@ static void run_head(Head *h) {
 /* Floats that `delta_net` needs as scratch, for each thread. */
 int64_t delta_scratch(const Delta *d) {
     int64_t shared = d->value_heads / d->key_heads, keys = d->key_dim, n = d->value_dim;
-    return (CHUNK + 1) * keys + shared * (CHUNK * (n + 1) + keys * n) + 2 * n;
+    return (2 * CHUNK + 1) * keys + shared * (CHUNK * (n + d->decay_dim) + keys * n) + 2 * n;
 }
 
 void delta_net(const Rows *r, const Delta *d, float *scratch, int threads) {
@@ -164,7 +208,8 @@ void delta_net(const Rows *r, const Delta *d, float *scratch, int threads) {
         h.values = h.query + keys;
         h.own = h.values + shared * CHUNK * n;
         h.decays = h.own + shared * keys * n;
-        h.read = h.decays + shared * CHUNK;
+        h.left = h.decays + shared * CHUNK * d->decay_dim;
+        h.read = h.left + CHUNK * keys;
         h.out = h.read + n;
         run_head(&h);
     }

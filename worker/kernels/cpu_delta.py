@@ -1,4 +1,4 @@
-"""Calls the C kernel of Gated DeltaNet. The structure has the memory layout of cpu_delta.c."""
+"""Calls the C kernel of Gated DeltaNet and Kimi Delta Attention. The structure has the memory layout of cpu_delta.c."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ class DeltaArgs(NamedTuple):
     key_dim: int
     """A multiple of 16, as `value_dim`."""
     value_dim: int
+    decay_dim: int
+    """Decays of a value head: 1, or `key_dim`."""
+    sigmoid_gate: bool
+    """Whether the output is multiplied by sigmoid(z). If false, by silu(z)."""
     eps: float
     a_log: torch.Tensor
-    """[value_heads] fp32, as `dt_bias`."""
+    """[value_heads] fp32."""
     dt_bias: torch.Tensor
+    """[value_heads * decay_dim] fp32."""
     norm: torch.Tensor
     """[value_dim] fp32."""
 
@@ -34,8 +39,8 @@ class _Delta(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("qkv", "z", "b", "a", "a_log", "dt_bias", "norm")),
         *((name, POINTER) for name in ("slots", "keys", "values", "decays", "out")),
-        *((name, INTEGER) for name in ("in_stride", "key_heads", "value_heads", "key_dim", "value_dim")),
-        *((name, INTEGER) for name in ("num_recent", "type")),
+        *((name, INTEGER) for name in ("z_stride", "b_stride", "a_stride", "key_heads", "value_heads", "key_dim")),
+        *((name, INTEGER) for name in ("value_dim", "decay_dim", "sigmoid_gate", "num_recent", "type")),
         ("eps", ctypes.c_float),
     )
 
@@ -48,11 +53,13 @@ def delta_net(
     slots: torch.Tensor,
     recent: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Gated DeltaNet (`configs.delta_net.GatedDeltaNet`) from the convolution's output to the projection's input.
+    """Gated DeltaNet or Kimi Delta Attention (configs/delta_net.py, configs/kimi_delta.py), from the convolution's
+    output to the projection's input.
 
     Args:
         qkv: [num_tokens, 2 * key_heads * key_dim + value_heads * value_dim], contiguous: q heads, k heads, v heads.
-        zba: z [num_tokens, value_heads * value_dim], b and a [num_tokens, value_heads], all with the same row stride.
+        zba: z [num_tokens, value_heads * value_dim], b [num_tokens, value_heads] and a [num_tokens, value_heads *
+            decay_dim], with any row strides.
         slots: [num_slots + 1, value_heads * key_dim * value_dim] fp32: S.
         recent: keys, values and decays [num_rows + 1, num_recent, elements] fp32 of recent tokens.
 
@@ -61,13 +68,13 @@ def delta_net(
     """
     z, b, a = zba
     assert qkv.is_contiguous(), "q, k and v of a token lie side by side"
-    assert z.stride() == b.stride() == a.stride() == (z.stride(0), 1), "z, b and a are columns of one product"
+    assert z.stride(1) == b.stride(1) == a.stride(1) == 1, "the elements of a token lie side by side"
     assert qkv.dtype is z.dtype, "all activations have one dtype"
     out = torch.empty(len(qkv), layer.value_heads * layer.value_dim, dtype=qkv.dtype)
     delta = _Delta(
         *(it.data_ptr() for it in (qkv, z, b, a, layer.a_log, layer.dt_bias, layer.norm, slots, *recent, out)),
-        z.stride(0),
-        *layer[:4],
+        *(it.stride(0) for it in zba),
+        *layer[:6],
         recent[0].shape[1],
         TYPES[qkv.dtype],
         layer.eps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -44,13 +45,13 @@ class CausalConv:
         return causal_conv(x, self._weight, self._bias, states, slots, recent, silu=self._silu)
 
     def _read(self, source: TensorSource, prefix: str, parts: Sequence[TensorSpec]) -> torch.Tensor:
-        """This rank's rows of tensors that the checkpoint stores as one, stacked."""
-        spans, first = [], 0
+        """This rank's rows of all parts, stacked. The checkpoint stores parts of one name as one tensor."""
+        spans, num_rows = [], Counter[str]()
         for part in parts:
             assert part.cut is not None, "the channels are divided among the ranks"
-            span = self._context.shard.span_of(part.cut)
+            span, first = self._context.shard.span_of(part.cut), num_rows[part.name]
             spans.append(Span(first + span.start, first + span.stop))
-            first += part.shape[0]
+            num_rows[part.name] += part.shape[0]
         out = self._context.empty(sum(span.size for span in spans), *parts[0].shape[1:])
         for part, span, rows in zip(parts, spans, torch.split(out, [span.size for span in spans]), strict=True):
             source.read(prefix + part.name, rows, rows=span)

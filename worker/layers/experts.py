@@ -357,7 +357,7 @@ class CpuExperts(Experts):
         if self._spec.norm_topk_prob:
             # Added one after the other, because torch's order of summing a row depends on the number of rows.
             first, *others = weights.unbind(1)
-            weights = weights / (sum(others, first) + 1e-20).unsqueeze(1)
+            weights = weights / (sum(others, first) + self._spec.sum_epsilon).unsqueeze(1)
         return experts, weights
 
     def _of_best_groups(self, logits: torch.Tensor) -> torch.Tensor:

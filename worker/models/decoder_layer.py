@@ -14,6 +14,7 @@ from attention.layer import AttentionLayer
 from attention.state_pool import StateLayer
 from configs.biased_mixture import BiasedMixture
 from configs.delta_net import GatedDeltaNet
+from configs.kimi_delta import KimiDeltaAttention
 from configs.latent_attention import LatentAttention
 from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts, Norms
 from configs.recurrent import ShortConvolution
@@ -77,6 +78,7 @@ _MIXERS: dict[type[Any], Callable[[Any, LayerContext, int, float], MixerModule]]
     GroupedQueryAttention: Attention,
     LatentAttention: MLA,
     GatedDeltaNet: DeltaNet,
+    KimiDeltaAttention: DeltaNet,
     ShortConvolution: ShortConv,
 }
 _FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerContext], FeedForwardModule]] = {

@@ -27,6 +27,7 @@ from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import Span, as_matrix, blocks_of
 from worker.weights.mxfp4 import BLOCKS, SCALES, read_matrices, stored_shapes
 from worker.weights.safetensors_file import SafetensorsFile
+from worker.weights.stacked_experts import by_expert
 
 if TYPE_CHECKING:  # checks of headers skip torch's slow import
     import torch
@@ -118,7 +119,7 @@ class Checkpoint(AnyCheckpoint):
     """All files of a checkpoint as one TensorSource. A context manager that reads nothing after `close`."""
 
     def __init__(self, files: Sequence[TensorFile], model: ModelConfig) -> None:
-        self._files = tuple(files)
+        self._files = by_expert(files, model)
         self._model = model
         self._owner: dict[str, TensorFile] = {}
         self._packed: dict[str, tuple[int, ...]] = {}  # shapes of the tensors that are stored in four bits
