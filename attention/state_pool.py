@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -43,11 +44,13 @@ class StateLayer:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowStates:
     """Which states a step's rows read and write. Tensors are int32 [num_rows] on the device, unless said otherwise."""
 
     pool: StatePool
+    num_tokens: int
+    """Number of the step's tokens, those of padding rows included."""
     rows: torch.Tensor
     """The row of each of the step's rows in the request table, which is its slot too. 0 for padding."""
     cu_seqlens_q: torch.Tensor
@@ -58,6 +61,12 @@ class RowStates:
     """Number of tokens that the slot's state covers before the step."""
     after: torch.Tensor
     """Number of tokens that the slot's state covers after the step. Drafts of the step are not among them."""
+
+    @cached_property
+    def row_of_token(self) -> torch.Tensor:
+        """[num_tokens] int32: the index in `rows` of the row of each of the step's tokens."""
+        tokens = torch.arange(self.num_tokens, dtype=torch.int32, device=self.rows.device)
+        return torch.searchsorted(self.cu_seqlens_q[1:], tokens, right=True, out_int32=True)
 
 
 class StatePool:
@@ -126,18 +135,24 @@ class StatePool:
     def copy(self, copies: npt.NDArray[np.int32]) -> None:
         """Copies states between slots, in order. `copies` [n, 3]: source, target, and the number of tokens that the
         state covers. A source of 0 stands for the state before the first token."""
+        slots = [it for tensors in self._tensors.values() for it in tensors if it.dim() == 2]
         for source, target, num_covered in copies.tolist():
             self._num_covered[target] = num_covered
-            if source:
-                for tensor in (it for tensors in self._tensors.values() for it in tensors if it.dim() == 2):
-                    tensor[target] = tensor[source]
+            if source:  # in one kernel for many tensors
+                torch._foreach_copy_([it[target] for it in slots], [it[source] for it in slots])
 
     def begin(
-        self, rows: torch.Tensor, cu_seqlens_q: torch.Tensor, ends: torch.Tensor, num_drafts: torch.Tensor
+        self,
+        num_tokens: int,
+        rows: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        ends: torch.Tensor,
+        num_drafts: torch.Tensor,
     ) -> RowStates:
         """Starts a step: decides which of its rows' states move forward. A graph may capture this.
 
         Args:
+            num_tokens: `RowStates.num_tokens`.
             rows: `RowStates.rows`.
             cu_seqlens_q: `RowStates.cu_seqlens_q`.
             ends: `RowStates.ends`.
@@ -146,4 +161,4 @@ class StatePool:
         before = self._num_covered.index_select(0, rows)
         after = torch.maximum(before, (ends - num_drafts).div(STATE_CHUNK, rounding_mode="floor") * STATE_CHUNK)
         self._num_covered.index_copy_(0, rows.long(), after)
-        return RowStates(self, rows, cu_seqlens_q, ends, before, after)
+        return RowStates(self, num_tokens, rows, cu_seqlens_q, ends, before, after)

@@ -109,8 +109,8 @@ class GatedDeltaNet(Recurrent):
         return (
             *conv_state({Axis.KV_HEADS: 2 * self.key_dim, Axis.QUERY_HEADS: self.value_dim}, self.width),
             StateTensor({Axis.QUERY_HEADS: self.key_dim * self.value_dim}, is_fp32=True),
-            StateTensor({Axis.KV_HEADS: self.key_dim}, RECENT_TOKENS, is_fp32=True),
-            StateTensor({Axis.QUERY_HEADS: self.value_dim}, RECENT_TOKENS, is_fp32=True),
+            StateTensor({Axis.KV_HEADS: self.key_dim}, RECENT_TOKENS),
+            StateTensor({Axis.QUERY_HEADS: self.value_dim}, RECENT_TOKENS),
             StateTensor({Axis.QUERY_HEADS: 1}, RECENT_TOKENS, is_fp32=True),
         )
 

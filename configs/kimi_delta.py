@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from configs.layers import Axis, Cut, HeadGroups, Linear, Role, StateTensor, TensorSpec, tensors_of
@@ -97,9 +97,10 @@ class KimiDeltaAttention(Recurrent):
     def state(self) -> tuple[StateTensor, ...]:
         """As in GatedDeltaNet, with a decay for each channel."""
         size = self.key_dim
-        recent = StateTensor({Axis.QUERY_HEADS: size}, RECENT_TOKENS, is_fp32=True)
+        recent = StateTensor({Axis.QUERY_HEADS: size}, RECENT_TOKENS)
         state = StateTensor({Axis.QUERY_HEADS: size * size}, is_fp32=True)
-        return (*conv_state({Axis.QUERY_HEADS: 3 * size}, self.width), state, recent, recent, recent)
+        conv = conv_state({Axis.QUERY_HEADS: 3 * size}, self.width)
+        return (*conv, state, recent, recent, replace(recent, is_fp32=True))
 
     def _into_heads(self, name: str, width: int, in_features: int) -> Linear:
         cut = Cut(Axis.QUERY_HEADS, 0, width)

@@ -218,8 +218,13 @@ class RowPages:
     def state_end(self, row: int, start: int, stop: int, prompt_end: int) -> int:
         """The end of a chunk that would cover tokens `start` to `stop` of a prompt. The chunk ends before `stop` if
         other rows can then use the state there: where the prompt parts from a cached one, or before the prompt's last
-        `STATE_CHUNK` tokens, because no row takes the last token from the cache."""
-        if self._states is None or not self._caching:
+        `STATE_CHUNK` tokens, because no row takes the last token from the cache. A chunk that begins after a stored
+        state ends where the next one is, so that no kernel reads recent entries while it replaces them."""
+        if self._states is None:
+            return stop
+        if start % STATE_CHUNK:
+            return min(stop, -(-start // STATE_CHUNK) * STATE_CHUNK)
+        if not self._caching:
             return stop
         places = int(self._branch[row]) // STATE_CHUNK * STATE_CHUNK, (prompt_end - 1) // STATE_CHUNK * STATE_CHUNK
         ends_before = stop % STATE_CHUNK == 0 and stop == prompt_end

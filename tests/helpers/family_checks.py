@@ -83,7 +83,7 @@ class Rank:
             self.states.copy(np.array([(0, row, 0) for row, start, _ in rows if not start], np.int32).reshape(-1, 3))
             of_rows = torch.tensor([row for row, _, _ in rows], dtype=torch.int32)
             paged, no_drafts = batch.paged, torch.zeros_like(of_rows)
-            states = self.states.begin(of_rows, paged.cu_seqlens_q, paged.cache_seqlens, no_drafts)
+            states = self.states.begin(batch.num_tokens, of_rows, paged.cu_seqlens_q, paged.cache_seqlens, no_drafts)
             batch = replace(batch, states=states)
         if new_tokens is not None:
             mask = mask_of([new_tokens, *[None] * (len(rows) - 1)], batch.extend_lens.tolist(), every.device)

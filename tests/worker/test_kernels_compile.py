@@ -45,6 +45,7 @@ from attention.kernels.packed_mask import pack_mask
 from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadata
 from attention.kv_pool import FP8
 from attention.layer import AttentionLayer
+from attention.state_pool import RowStates, StatePool
 from attention.step_metadata import StepTensors
 from configs.cards import COMPILED, FP8_FROM, Capability
 from parallel.collectives.group import TensorParallelGroup
@@ -61,7 +62,10 @@ from parallel.numerics.mxfp4 import Mxfp4Matrix
 from parallel.plan import Span
 from tests.helpers.pairs import pairs
 from worker.kernels import grouped_experts, moe, routing
-from worker.kernels.activation import act_and_mul, act_and_mul_in_fp8
+from worker.kernels.activation import act_and_mul, act_and_mul_in_fp8, mul_sigmoid_
+from worker.kernels.conv import causal_conv
+from worker.kernels.cpu_delta import DeltaArgs
+from worker.kernels.delta import delta_net
 from worker.kernels.norm import add_rms_norm, add_rms_norm_in_fp8, rms_norm
 from worker.kernels.rope import latent_norm_rope_store, qk_norm_rope_store
 from worker.protocol import RECORD_WORDS
@@ -518,6 +522,25 @@ def _call_exact_mixture(
     moe.gated_silu_and_mul(_bf16(num_tokens, 2 * columns), logits, num_experts, _int64(num_tokens), 64)
 
 
+def _call_recurrent(dtype: torch.dtype) -> None:
+    """Gated DeltaNet of Qwen3.5-9B, and a convolution with a bias of LFM2's width."""
+    key_heads, value_heads, dim, num_rows, num_tokens = 16, 32, 128, 4, 512
+    channels = (2 * key_heads + value_heads) * dim
+    pool = StatePool([], 8, 8, torch.device("cpu"))
+    states = RowStates(pool, num_tokens, *(_int32(num_rows + (i == 1)) for i in range(5)))
+    for width, bias in ((4, None), (3, torch.empty(channels))):
+        slots, recent = torch.empty(17, (width - 1) * channels, dtype=dtype), torch.empty(9, 32, channels, dtype=dtype)
+        x = torch.empty(num_tokens, channels + 64, dtype=dtype)[:, :channels]
+        causal_conv(x, torch.empty(width, channels), bias, states, slots, recent, silu=bias is None)
+    zba = torch.empty(num_tokens, value_heads * (dim + 2), dtype=dtype)
+    z, b, a = torch.split(zba, [value_heads * dim, value_heads, value_heads], dim=1)
+    of_heads = torch.empty(value_heads)
+    layer = DeltaArgs(key_heads, value_heads, dim, dim, 1, False, EPS, of_heads, of_heads, torch.empty(dim))
+    recent = [torch.empty(9, 128, heads * dim, dtype=dtype) for heads in (key_heads, value_heads)]
+    slots, qkv = torch.empty(17, value_heads * dim * dim), torch.empty(num_tokens, channels, dtype=dtype)
+    delta_net(qkv, (z, b, a), layer, states, slots, (recent[0], recent[1], torch.empty(9, 128, value_heads)))
+
+
 def _call_everything() -> None:
     """As production does, in bf16: what `configs` names has heads of 64 and 128, and these row lengths; of Gemma, heads
     of 256 and norms' weights in fp32."""
@@ -529,6 +552,9 @@ def _call_everything() -> None:
     rms_norm(_bf16(4, 2304), torch.empty(2304), EPS)
     add_rms_norm(_bf16(4, 2304), _bf16(4, 2304), torch.empty(2304), EPS)
     fill(_bf16(4, 1536), (1, -2), 0.1, 0.0, Span(0, 4), Span(0, 1536), torch.bfloat16)
+    mul_sigmoid_(_bf16(4, 4096), _bf16(4, 4096))
+    for dtype in (torch.bfloat16, torch.float32):
+        _call_recurrent(dtype)
     for activation in ("silu", "gelu", "gelu_tanh"):
         act_and_mul(_bf16(4, 2 * 1536), activation)
     for num_rows in (16, 256):

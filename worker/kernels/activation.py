@@ -50,6 +50,21 @@ def _act_and_mul_kernel(
         tl.store(out_ptr + row * size + columns, answer, mask=inside)
 
 
+@triton.jit
+def _mul_sigmoid_kernel(x_ptr, gate_ptr, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x, gate = tl.load(x_ptr + at, at < size).to(tl.float32), tl.load(gate_ptr + at, at < size).to(tl.float32)
+    tl.store(x_ptr + at, (x / (1.0 + tl.exp(-gate))).to(x_ptr.dtype.element_ty), at < size)
+
+
+def mul_sigmoid_(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Like `worker.kernels.cpu_pointwise.mul_sigmoid_`."""
+    assert x.is_contiguous(), "x must be contiguous"
+    assert gate.is_contiguous(), "the gate must be contiguous"
+    _mul_sigmoid_kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, gate, x.numel(), BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+    return x
+
+
 def act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
     """act(gate) * up.
 

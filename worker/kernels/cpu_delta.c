@@ -8,8 +8,8 @@ vectors. A value head has one decay for all channels of its key (decay_dim is 1)
 typedef struct {
     const void *qkv, *z, *b, *a; /* a token's q heads, k heads and v heads; its gates, by their strides */
     const float *a_log, *dt_bias, *norm; /* [value_heads], [value_heads][decay_dim], [value_dim] */
-    float *slots, *keys, *values, *decays; /* [slots][value_heads][key_dim][value_dim]; of recent tokens */
-    void *out; /* [tokens][value_heads][value_dim] */
+    float *slots, *decays; /* [slots][value_heads][key_dim][value_dim]; of recent tokens, as keys and values */
+    void *keys, *values, *out; /* out: [tokens][value_heads][value_dim] */
     int64_t z_stride, b_stride, a_stride, key_heads, value_heads, key_dim, value_dim, decay_dim, sigmoid_gate;
     int64_t num_recent, type;
     float eps;
@@ -27,11 +27,28 @@ typedef struct {
     float *read, *out; /* [value_dim] */
 } Head;
 
-/* n elements, scaled so that their length is `length`. */
+/* x[i] = y[at + i] of `type` */
+static void read(float *x, const void *y, size_t at, int type, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) store16(x, (size_t)i, FP32, load16(y, at + (size_t)i, type));
+}
+
+/* y[at + i] of `type` = x[i] */
+static void write(void *y, size_t at, int type, const float *x, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) store16(y, at + (size_t)i, type, load16(x, (size_t)i, FP32));
+}
+
+static v16 rounded(v16 x, int type) {
+    char some[64];
+    store16(some, 0, type, x);
+    return load16(some, 0, type);
+}
+
+/* n elements, scaled so that their length is `length`, and rounded to `type`. */
 static void normalised(float *out, const void *x, size_t at, int type, int64_t n, float length) {
-    for (int64_t i = 0; i < n; i += LANES) store16(out, (size_t)i, FP32, load16(x, at + (size_t)i, type));
+    read(out, x, at, type, n);
     float scale = 1.0f / sqrtf(dot(out, out, n) + 1e-6f) * length;
-    for (int64_t i = 0; i < n; i++) out[i] *= scale;
+    for (int64_t i = 0; i < n; i += LANES)
+        store16(out, (size_t)i, FP32, rounded(load16(out, (size_t)i, FP32) * scale, type));
 }
 
 static size_t recent(const Delta *d, const Row *w, int64_t position) {
@@ -122,7 +139,7 @@ static void add_token(Head *h, int64_t v, int64_t i, size_t token, const float *
                    (size_t)(2 * d->key_heads * keys + head * n);
     for (int64_t k = 0; k < n; k += LANES) {
         v16 new = beta * (load16(d->qkv, value + (size_t)k, type) - load16(h->read, (size_t)k, FP32));
-        store16(values + i * n, (size_t)k, FP32, new);
+        store16(values + i * n, (size_t)k, FP32, rounded(new, type));
     }
     add(h->out, values + i * n, dot(h->query, key, keys), n);
     gated_norm(d, h->out, token, head);
@@ -149,6 +166,7 @@ static void advance(Head *h, int64_t v, const float *state) {
 static void run_head(Head *h) {
     const Delta *d = h->d;
     const Row *w = &h->row;
+    int type = (int)d->type;
     int64_t keys = d->key_dim, n = d->value_dim, of_token = 2 * d->key_heads * keys + d->value_heads * n;
     size_t of_state = (size_t)(keys * n), of_decay = (size_t)d->decay_dim;
     float *slots = d->slots + (w->row * (size_t)d->value_heads + (size_t)(h->head * h->shared)) * of_state;
@@ -160,7 +178,7 @@ static void run_head(Head *h) {
             size_t at = recent(d, w, position), token = w->first + (size_t)(position - w->start);
             float *key = h->keys + i * keys;
             if (position < w->start) {
-                memcpy(key, d->keys + (at * (size_t)d->key_heads + (size_t)h->head) * (size_t)keys, (size_t)keys * 4);
+                read(key, d->keys, (at * (size_t)d->key_heads + (size_t)h->head) * (size_t)keys, type, keys);
             } else {
                 size_t q = token * (size_t)of_token + (size_t)(h->head * keys);
                 normalised(key, d->qkv, q + (size_t)(d->key_heads * keys), (int)d->type, keys, 1.0f);
@@ -170,18 +188,18 @@ static void run_head(Head *h) {
                 size_t entry = at * (size_t)d->value_heads + (size_t)(h->head * h->shared + v);
                 float *value = h->values + (v * CHUNK + i) * n, *decay = h->decays + (v * CHUNK + i) * d->decay_dim;
                 if (position < w->start) {
-                    memcpy(value, d->values + entry * (size_t)n, (size_t)n * 4);
+                    read(value, d->values, entry * (size_t)n, type, n);
                     memcpy(decay, d->decays + entry * of_decay, of_decay * 4);
                     continue;
                 }
                 const float *own = h->own + (size_t)v * of_state, *slot = slots + (size_t)v * of_state;
                 add_token(h, v, i, token, !is_first ? own : w->before ? slot : NULL);
                 if (position < w->after) continue;
-                memcpy(d->values + entry * (size_t)n, value, (size_t)n * 4);
+                write(d->values, entry * (size_t)n, type, value, n);
                 memcpy(d->decays + entry * of_decay, decay, of_decay * 4);
             }
             if (position >= w->start && position >= w->after)
-                memcpy(d->keys + (at * (size_t)d->key_heads + (size_t)h->head) * (size_t)keys, key, (size_t)keys * 4);
+                write(d->keys, (at * (size_t)d->key_heads + (size_t)h->head) * (size_t)keys, type, key, keys);
         }
         if (stop < base + CHUNK || (stop == w->end && stop > w->after)) continue;
         for (int64_t v = 0; v < h->shared; v++) {

@@ -38,7 +38,7 @@ class DeltaArgs(NamedTuple):
 class _Delta(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("qkv", "z", "b", "a", "a_log", "dt_bias", "norm")),
-        *((name, POINTER) for name in ("slots", "keys", "values", "decays", "out")),
+        *((name, POINTER) for name in ("slots", "decays", "keys", "values", "out")),
         *((name, INTEGER) for name in ("z_stride", "b_stride", "a_stride", "key_heads", "value_heads", "key_dim")),
         *((name, INTEGER) for name in ("value_dim", "decay_dim", "sigmoid_gate", "num_recent", "type")),
         ("eps", ctypes.c_float),
@@ -61,21 +61,24 @@ def delta_net(
         zba: z [num_tokens, value_heads * value_dim], b [num_tokens, value_heads] and a [num_tokens, value_heads *
             decay_dim], with any row strides.
         slots: [num_slots + 1, value_heads * key_dim * value_dim] fp32: S.
-        recent: keys, values and decays [num_rows + 1, num_recent, elements] fp32 of recent tokens.
+        recent: keys and values, of qkv's dtype, and decays, fp32, of recent tokens: [num_rows + 1, num_recent,
+            elements] each.
 
     Returns:
         [num_tokens, value_heads * value_dim], contiguous, of qkv's dtype.
     """
-    z, b, a = zba
+    (z, b, a), (keys, values, decays) = zba, recent
+    assert keys.dtype is values.dtype is qkv.dtype, "recent keys and values have the activations' dtype"
     assert qkv.is_contiguous(), "q, k and v of a token lie side by side"
     assert z.stride(1) == b.stride(1) == a.stride(1) == 1, "the elements of a token lie side by side"
     assert qkv.dtype is z.dtype, "all activations have one dtype"
     out = torch.empty(len(qkv), layer.value_heads * layer.value_dim, dtype=qkv.dtype)
     delta = _Delta(
-        *(it.data_ptr() for it in (qkv, z, b, a, layer.a_log, layer.dt_bias, layer.norm, slots, *recent, out)),
+        *(it.data_ptr() for it in (qkv, z, b, a, layer.a_log, layer.dt_bias, layer.norm)),
+        *(it.data_ptr() for it in (slots, decays, keys, values, out)),
         *(it.stride(0) for it in zba),
         *layer[:6],
-        recent[0].shape[1],
+        keys.shape[1],
         TYPES[qkv.dtype],
         layer.eps,
     )

@@ -14,7 +14,7 @@ from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.fp8 import Fp8Rows
 from parallel.numerics.tensor_source import TensorSource
-from worker.kernels.cpu_pointwise import mul_sigmoid_
+from worker.kernels import cpu_pointwise
 from worker.layers.interleaved_rows import InterleavedRows
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryHalves
@@ -47,6 +47,12 @@ class Attention:
         self._shard = context.shard
         self._qkv = ColumnParallelLinear(*spec.qkv, context=context)
         self._gate = None if spec.gate is None else ColumnParallelLinear(spec.gate, context=context)
+        if self._gate is not None and context.device.type == "cuda":
+            from worker.kernels import activation
+
+            self._mul_sigmoid_ = activation.mul_sigmoid_
+        else:
+            self._mul_sigmoid_ = cpu_pointwise.mul_sigmoid_
         self._o = RowParallelLinear(spec.o, context)
         self._head_norms = [
             RMSNorm(spec.head_dim, eps, dtype=context.dtype, device=context.device, offset=tensor.offset)
@@ -83,7 +89,7 @@ class Attention:
     def attend(self, x: torch.Tensor | Fp8Rows, step: Step) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, tp_q_head_num * head_dim]. Stores K and V in the pool."""
         out = step.backend.forward(self._qkv(x), self.layer, step.rotations[self.layer.layer_id], self._norms)
-        return out if self._gate is None else mul_sigmoid_(out, self._gate(x))
+        return out if self._gate is None else self._mul_sigmoid_(out, self._gate(x))
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
         """Computes the layer's output [num_tokens, hidden_size] from the output of `attend`."""

@@ -12,7 +12,7 @@ from configs.layers import Role, TensorSpec
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.tensor_source import TensorSource
 from parallel.plan import Span
-from worker.kernels.cpu_conv import causal_conv
+from worker.kernels import cpu_conv
 
 
 class CausalConv:
@@ -30,6 +30,12 @@ class CausalConv:
         self._silu = silu
         self._weight = torch.empty(0)
         self._bias: torch.Tensor | None = None
+        if context.device.type == "cuda":
+            from worker.kernels import conv
+
+            self._causal_conv = conv.causal_conv
+        else:
+            self._causal_conv = cpu_conv.causal_conv
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the weight and the bias. Their names begin with `prefix`."""
@@ -42,7 +48,7 @@ class CausalConv:
     def __call__(self, x: torch.Tensor, states: RowStates, slots: torch.Tensor, recent: torch.Tensor) -> torch.Tensor:
         """[num_tokens, channels of this rank] -> the same shape. `slots` and `recent` are the layer's tensors in the
         state pool."""
-        return causal_conv(x, self._weight, self._bias, states, slots, recent, silu=self._silu)
+        return self._causal_conv(x, self._weight, self._bias, states, slots, recent, silu=self._silu)
 
     def _read(self, source: TensorSource, prefix: str, parts: Sequence[TensorSpec]) -> torch.Tensor:
         """This rank's rows of all parts, stacked. The checkpoint stores parts of one name as one tensor."""

@@ -12,7 +12,8 @@ from parallel.collectives.interface import PartialSum
 from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.tensor_source import TensorSource
-from worker.kernels.cpu_delta import DeltaArgs, delta_net
+from worker.kernels import cpu_delta
+from worker.kernels.cpu_delta import DeltaArgs
 from worker.layers.causal_conv import CausalConv
 from worker.layers.interleaved_rows import InterleavedRows
 from worker.layers.step import Step
@@ -31,7 +32,8 @@ class DeltaNet:
         keys, values = context.shard[spec.key_axis].size, context.shard[Axis.QUERY_HEADS].size
         self.layer = StateLayer.of(layer_id, spec, context)
         self._spec, self._context = spec, context
-        a_log, dt_bias, norm = (torch.empty(n) for n in (values, values * spec.decay_dim, spec.value_dim))
+        lengths = values, values * spec.decay_dim, spec.value_dim
+        a_log, dt_bias, norm = (torch.empty(n, device=context.device) for n in lengths)
         sizes = keys, values, spec.key_dim, spec.value_dim, spec.decay_dim
         self._args = DeltaArgs(*sizes, spec.has_sigmoid_gate, eps, a_log, dt_bias, norm)
         widths = [context.shard.span_of(it.cut).size for it in spec.into]
@@ -40,6 +42,12 @@ class DeltaNet:
         self._gates = [ColumnParallelLinear(it, context=context) for it in spec.gates]
         self._conv = CausalConv(spec.conv, context, silu=True)
         self._out = RowParallelLinear(spec.out, context)
+        if context.device.type == "cuda":
+            from worker.kernels import delta
+
+            self._delta_net = delta.delta_net
+        else:
+            self._delta_net = cpu_delta.delta_net
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
@@ -71,7 +79,7 @@ class DeltaNet:
             z, a = (gate(low) for gate, low in zip(self._gates, (z, a), strict=True))
         qkv = self._conv(qkv, step.states, conv_slots, conv_recent)
         keys, values, decays = recent
-        return delta_net(qkv, (z, b, a), self._args, step.states, slots, (keys, values, decays))
+        return self._delta_net(qkv, (z, b, a), self._args, step.states, slots, (keys, values, decays))
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
         """Computes the layer's output [num_tokens, hidden_size] from the output of `attend`."""
