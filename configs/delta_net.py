@@ -80,8 +80,8 @@ class GatedDeltaNet(Recurrent):
     def decay(self) -> tuple[TensorSpec, TensorSpec]:
         """A_log and dt_bias [num_value_heads], used in fp32."""
         shape, cut = (self.num_value_heads,), Cut(Axis.QUERY_HEADS, 0)
-        a_log, bias = (TensorSpec(f"{_NAME}.{name}", shape, Role.BIAS, cut) for name in ("A_log", "dt_bias"))
-        return a_log, bias
+        a_log = TensorSpec(f"{_NAME}.A_log", shape, Role.DECAY, cut)
+        return a_log, TensorSpec(f"{_NAME}.dt_bias", shape, Role.BIAS, cut)
 
     @property
     def norm(self) -> TensorSpec:

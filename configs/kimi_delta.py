@@ -70,7 +70,7 @@ class KimiDeltaAttention(Recurrent):
         """A_log [1, 1, num_heads, 1] and dt_bias [num_heads * key_dim], used in fp32."""
         num, of_heads, of_channels = self.num_heads, Cut(Axis.QUERY_HEADS, 2), Cut(Axis.QUERY_HEADS, 0, self.key_dim)
         return (
-            TensorSpec("self_attn.A_log", (1, 1, num, 1), Role.BIAS, of_heads),
+            TensorSpec("self_attn.A_log", (1, 1, num, 1), Role.DECAY, of_heads),
             TensorSpec("self_attn.dt_bias", (num * self.key_dim,), Role.BIAS, of_channels),
         )
 

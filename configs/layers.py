@@ -47,6 +47,8 @@ class Role(StrEnum):
     """Rows of heads to which the rotary embedding applies."""
     ATTENTION_OUTPUT = auto()
     BIAS = auto()
+    DECAY = auto()
+    """Logarithms of the rates at which a recurrent layer's states decay."""
     NORM = auto()
     QUERY_KEY_NORM = auto()
 
@@ -590,7 +592,7 @@ class LayerSpec:
     @cached_property
     def product_elements(self) -> Mapping[Fraction, Amounts]:
         """Number of elements of the matrices that tokens are multiplied by, per `TensorSpec.share`."""
-        return _by_share(it for it in self.tensors if len(it.shape) > 1 and it.role is not Role.BIAS)
+        return _by_share(it for it in self.tensors if len(it.shape) > 1 and it.role not in (Role.BIAS, Role.DECAY))
 
     @cached_property
     def fp8_elements(self) -> Mapping[Fraction, Amounts]:
