@@ -114,7 +114,7 @@ def _experts(fields: Fields, method: str) -> MixtureOfExperts:
         num_groups=num_groups,
         top_groups=top_groups,
         shared_intermediate_size=fields.count("n_shared_experts") * width,
-        shared_name="shared_experts",
+        shared_name="mlp.shared_experts",
         has_shared_gate=False,
     )
 

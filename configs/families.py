@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from configs.deepseek import deepseek_v2_layers, deepseek_v3_feed_forwards, deepseek_v3_layers
 from configs.fields import Fields
+from configs.granite import granite_layers
 from configs.layers import PLAIN_NORMS, FeedForward, LayerSpec, NormNames
 from configs.lfm2 import lfm2_layers
 from configs.llama4 import llama4_layers
@@ -119,6 +120,9 @@ class Family:
     """Prefixes of tensors that are not read, see ModelConfig."""
     scales_embedding: bool = False
     """Whether embeddings are multiplied by the square root of hidden_size."""
+    reads_multipliers: bool = False
+    """Whether `embedding_multiplier`, `residual_multiplier`, `logits_scaling` and `lm_head_multiplier` of the file
+    count."""
 
 
 _GEMMA2 = Family(
@@ -298,6 +302,7 @@ FAMILIES = {
         tie_word_embeddings=True,
         final_norm_name="embedding_norm",
     ),
+    "granitemoehybrid": Family(max_position_embeddings=2048, layers=granite_layers, reads_multipliers=True),
     "llama4_text": _LLAMA4,
     "llama4": replace(_LLAMA4, tensor_prefix="language_model."),
     "glm4_moe": Family(

@@ -13,7 +13,7 @@ from enum import StrEnum, auto
 from fractions import Fraction
 from functools import cached_property
 from math import prod
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from configs.attention import Feature
 from configs.rope import RopeConfig
@@ -30,6 +30,9 @@ class Axis(StrEnum):
     """The latent vector that all heads of latent attention share. It has one index, and every rank holds it."""
     CHANNELS = "channels"
     """Channels of a short convolution."""
+    MAMBA_HEADS = "Mamba heads"
+    MAMBA_GROUPS = "Mamba groups"
+    """Groups of Mamba heads that share B and C."""
     MLP_COLUMNS = "MLP columns"
     EXPERT_COLUMNS = "expert columns"
     """Columns of each routed expert. A rank holds the same columns of every expert."""
@@ -51,6 +54,8 @@ class Role(StrEnum):
     QUERY_KEY_NORM = auto()
 
 
+GROUPS_OF = {Axis.QUERY_HEADS: Axis.KV_HEADS, Axis.MAMBA_HEADS: Axis.MAMBA_GROUPS}
+"""For each axis of heads, the axis of their groups."""
 FINEST_EXPERT_GRANULE = 32
 """Column granule of the grouped expert products. 768 columns over 5 ranks become 160 or 128 each, instead of 256 or
 128."""
@@ -433,16 +438,17 @@ class MixtureOfExperts:
     experts if there is a choice bias."""
     shared_intermediate_size: int | None = None
     """Columns of the shared expert. If None, there is no shared expert."""
-    shared_name: str = "shared_expert"
+    shared_name: str = "mlp.shared_expert"
+    shared_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     has_shared_gate: bool = True
     hidden_act: str = "silu"
     name: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down."""
     router_name: str = "gate"
-    are_stacked: bool = False
-    """Whether the checkpoint stores all experts in two tensors: one for gate and up together, one for down. Inputs are
-    their second dimension, outputs the third."""
+    stacked: Literal["no", "inputs first", "outputs first"] = "no"
+    """Whether the checkpoint stores all experts in two tensors: one for gate and up together, one for down. Experts are
+    their first dimension, then come inputs and outputs (Llama 4), or outputs and inputs (Granite)."""
 
     @property
     def router(self) -> TensorSpec:
@@ -472,18 +478,25 @@ class MixtureOfExperts:
         )
 
     @property
-    def stacked(self) -> tuple[TensorSpec, TensorSpec]:
-        """The two tensors of all experts if `are_stacked`.
+    def stacks(self) -> tuple[TensorSpec, TensorSpec]:
+        """The two tensors of all experts if they are `stacked`.
 
         Returns:
             Gate and up: [num_experts, hidden_size, 2 * intermediate_size].
             Down: [num_experts, intermediate_size, hidden_size].
+            With outputs first, the last two dimensions are exchanged.
         """
-        num, size, columns, name = self.num_experts, self.hidden_size, self.intermediate_size, f"{self.name}.experts"
-        gate_up, down = Cut(Axis.EXPERT_COLUMNS, 2, 2), Cut(Axis.EXPERT_COLUMNS, 1)
+        num, size, columns, axis = self.num_experts, self.hidden_size, self.intermediate_size, Axis.EXPERT_COLUMNS
+        if self.stacked == "outputs first":
+            gate_up, _, down = (f"{self.name}.{it}.weight" for it in self.projections)
+            return (
+                TensorSpec(gate_up, (num, 2 * columns, size), Role.MATRIX, Cut(axis, 1, 2)),
+                TensorSpec(down, (num, size, columns), Role.MATRIX, Cut(axis, 2)),
+            )
+        name = f"{self.name}.experts"
         return (
-            TensorSpec(f"{name}.gate_up_proj", (num, size, 2 * columns), Role.MATRIX, gate_up),
-            TensorSpec(f"{name}.down_proj", (num, columns, size), Role.MATRIX, down),
+            TensorSpec(f"{name}.gate_up_proj", (num, size, 2 * columns), Role.MATRIX, Cut(axis, 2, 2)),
+            TensorSpec(f"{name}.down_proj", (num, columns, size), Role.MATRIX, Cut(axis, 1)),
         )
 
     @property
@@ -495,7 +508,8 @@ class MixtureOfExperts:
             hidden_size=self.hidden_size,
             intermediate_size=self.shared_intermediate_size,
             hidden_act=self.hidden_act,
-            name=f"{self.name}.{self.shared_name}",
+            name=self.shared_name,
+            projections=self.shared_projections,
             axis=Axis.SHARED_EXPERT_COLUMNS,
             finest_granule=FINEST_EXPERT_GRANULE,
         )
@@ -506,12 +520,12 @@ class MixtureOfExperts:
         unscaled."""
         if self.shared is None or not self.has_shared_gate:
             return None
-        return TensorSpec(f"{self.name}.{self.shared_name}_gate.weight", (1, self.hidden_size), Role.MATRIX)
+        return TensorSpec(f"{self.shared_name}_gate.weight", (1, self.hidden_size), Role.MATRIX)
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         share = Fraction(self.top_k, self.num_experts)
-        each = self.stacked if self.are_stacked else (it for expert in self.experts for it in expert.tensors)
+        each = self.stacks if self.stacked != "no" else (it for expert in self.experts for it in expert.tensors)
         routed = tuple(replace(tensor, share=share) for tensor in each)
         beside = tuple(it for it in (self.choice_bias, self.shared_gate) if it is not None)
         return (self.router, *routed, *beside, *(() if self.shared is None else self.shared.tensors))

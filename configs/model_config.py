@@ -37,7 +37,11 @@ class ModelConfig:
     tie_word_embeddings: bool
     layers: tuple[LayerSpec, ...]
     embedding_scale: float = 1.0
-    """Factor of the embeddings before the first layer, applied in the activations' dtype."""
+    """Factor of the embeddings before the first layer."""
+    rounds_embedding_scale: bool = False
+    """Whether the factor is rounded to the activations' dtype (Gemma)."""
+    logit_scale: float = 1.0
+    """Factor of the logits."""
     norm_offset: float = 0.0
     """`TensorSpec.offset` of the final norm's weight."""
     norm_name: str = "norm"

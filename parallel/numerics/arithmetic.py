@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from configs.layers import Axis, Columns, Cut, HeadGroups, Linear
+from configs.layers import GROUPS_OF, Axis, Columns, Cut, HeadGroups, Linear
 from configs.numerics import leaf_columns
 from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.fp8 import Fp8Matrix
@@ -182,9 +182,9 @@ class LayerContext:
         """Inputs per leaf (`leaf_heads` or `leaf_columns`), and the tree of a matrix whose inputs have this cut. The
         plan must be exact."""
         spans = [shard[cut.axis] for shard in self.shards]
-        if cut.axis is Axis.QUERY_HEADS:
-            num_groups = self.shards[-1][Axis.KV_HEADS].stop
-            indices = HeadGroups(cut.axis, spans[-1].stop, Axis.KV_HEADS, num_groups).leaf_heads
+        groups = GROUPS_OF.get(cut.axis)
+        if groups is not None:
+            indices = HeadGroups(cut.axis, spans[-1].stop, groups, self.shards[-1][groups].stop).leaf_heads
         else:
             indices = leaf_columns(spans[-1].stop)
         dealt = tuple(Span(span.start // indices, span.stop // indices) for span in spans)

@@ -111,6 +111,23 @@ def _hybrid(model_type: str, **changes: Any) -> Family:
     return Family(model_type, {**sizes, **changes})
 
 
+def _granite(ranks: tuple[int, ...] = (1, 2, 3, 4), **changes: Any) -> Family:
+    sizes = {
+        **GROUPED,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 32,
+        "intermediate_size": 96,
+        "shared_intermediate_size": 160,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    }
+    return Family("granitemoehybrid", {**sizes, **changes}, ranks)
+
+
 # Windows and chunks below the prompts' lengths; softcaps that scores and logits reach.
 FAMILIES: dict[str, Family] = {
     "llama": _dense("llama"),
@@ -180,6 +197,18 @@ FAMILIES: dict[str, Family] = {
             "block_multiple_of": 32,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
+    ),
+    # The ranks share one group of Mamba heads, whose states are wider than the heads.
+    "granite_4": _granite(num_local_experts=0),
+    # Two groups, and attention with positions.
+    "granite_4_experts": _granite(
+        tuple(range(1, 9)),
+        num_attention_heads=8,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        mamba_n_groups=2,
+        position_embedding_type="rope",
+        attention_bias=True,
     ),
     "glm4": _grouped("glm4", pad_token_id=0, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}),
     # Of the layers with experts one has positions, and one has none.
@@ -290,7 +319,7 @@ def save(hf: Any, path: Path) -> None:
     """Writes a transformers model whose norms and biases are random too: ones and zeros would hide their absence."""
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", ".D", ".A_log")):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     hf.eval().save_pretrained(path)
 

@@ -17,6 +17,7 @@ from configs.errors import CheckpointError
 from configs.families import FAMILIES as MODEL_TYPES
 from configs.latent_attention import LatentAttention
 from configs.layers import DenseMLP, GroupedQueryAttention, MixtureOfExperts
+from configs.mamba import Mamba2
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.rope import RopeConfig
@@ -34,6 +35,7 @@ BASES: dict[str, Mapping[str, Any]] = {
     **{name: {**EXPERTS, **own} for name, own in WITH_EXPERTS.items()},
     "deepseek_v2": LATENTS,
     "deepseek_v3": FAMILIES["v3"].config,
+    "granitemoehybrid": {**GROUPED, "mamba_n_heads": 8},
 }
 """Numbers of families that do not have those of GROUPED."""
 
@@ -157,6 +159,35 @@ def test_what_a_config_of_smollm_3_leaves_out_is_as_transformers_has_it(tmp_path
         assert attention.rope.theta == theirs.rope_parameters["rope_theta"]
         assert attention.rotary_dim == (layer.self_attn.head_dim if layer.self_attn.use_rope else 0)
         assert attention.window == layer.self_attn.sliding_window
+
+
+@pytest.mark.parametrize("said", [{}, {"num_local_experts": 0, "position_embedding_type": "rope"}])
+def test_what_a_config_of_granite_4_leaves_out_is_as_transformers_has_it(tmp_path: Path, said: dict[str, Any]) -> None:
+    """With the shape of granite-4.0-h-tiny where the file needs numbers, and its names of layers' types."""
+    sizes = {"vocab_size": 100352, "hidden_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
+    heads = {"layer_types": ["mamba"] * 5 + ["attention"], "mamba_n_heads": 48}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "granitemoehybrid", **sizes, **heads, **said}))
+    ours, theirs = read_model_config(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        hf = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert sum(it.elements for it in ours.tensors()) == sum(it.numel() for it in hf.parameters())
+    assert (ours.embedding_scale, ours.logit_scale) == (theirs.embedding_multiplier, theirs.logits_scaling)
+    assert (ours.rms_norm_eps, ours.max_context) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    mamba, attention = ours.layers[0].mixer, _attention(ours, 5)
+    assert isinstance(mamba, Mamba2)
+    assert (mamba.norm_eps, mamba.dt_limits) == (theirs.rms_norm_eps, theirs.time_step_limit)
+    assert (mamba.num_groups, mamba.head_size, mamba.state_size) == (1, theirs.mamba_d_head, theirs.mamba_d_state)
+    assert (attention.scale, attention.num_key_value_heads) == (theirs.attention_multiplier, 12)
+    assert attention.rotary_dim == (128 if said else 0)
+    if not said:
+        assert _mixture(ours).top_k == theirs.num_experts_per_tok
+        assert len(_mixture(ours).experts) == theirs.num_local_experts
+
+
+def test_a_multiplier_of_the_residual_changes_the_embeddings_and_the_eps_of_norms(tmp_path: Path) -> None:
+    model = _read(tmp_path, "granitemoehybrid", embedding_multiplier=12, residual_multiplier=0.25, logits_scaling=8)
+    assert (model.embedding_scale, model.logit_scale, model.rms_norm_eps) == (48.0, 0.125, 1.6e-4)
 
 
 def test_layers_without_a_rotary_embedding_do_not_limit_the_context(tmp_path: Path) -> None:
@@ -378,6 +409,13 @@ def test_published_models_have_so_many_parameters(
         ("deepseek_v2", {"moe_layer_freq": 0}, "moe_layer_freq=0 is less than 1"),
         ("deepseek_v2", {"qk_rope_head_dim": 7}, "is odd"),
         ("deepseek_v2", {"quantization_config": {"quant_method": "gptq"}}, "has a quantization_config"),
+        ("granitemoehybrid", {"layer_types": ["mamba"]}, "layer_types must name mamba or attention for each of 3"),
+        ("granitemoehybrid", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; only silu is"),
+        ("granitemoehybrid", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds num_local_experts=8"),
+        ("granitemoehybrid", {"mamba_n_groups": 3}, "8 Mamba heads are no multiple of 3 groups"),
+        ("granitemoehybrid", {"mamba_d_state": 40}, "states of 40 elements are not supported; .* multiples of 16"),
+        ("granitemoehybrid", {"time_step_limit": [0.0]}, r"time_step_limit=\[0.0\] is not two numbers"),
+        ("granitemoehybrid", {"residual_multiplier": 0}, "residual_multiplier=0.0 is not positive"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func=softmax is not .* only sigmoid is"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method=greedy is not .* only noaux_tc is"),
         ("deepseek_v3", {"n_group": 8, "topk_group": 3}, "n_group=8 leaves a group fewer than two"),

@@ -90,7 +90,7 @@ class Experts(ABC):
 
     def _read_expert(self, source: TensorSource, prefix: str, i: int, gate_up: Tensor, down: Tensor) -> None:
         """Fills gate_up [2 * columns, hidden_size] and down [hidden_size, columns] for one expert."""
-        if isinstance(self._spec, MixtureOfExperts) and self._spec.are_stacked:
+        if isinstance(self._spec, MixtureOfExperts) and self._spec.stacked != "no":
             _read_stacked(source, prefix, self._spec, i, self._columns, gate_up, down)
             return
         expert = self._experts[i]
@@ -381,8 +381,15 @@ def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _read_stacked(
     source: TensorSource, prefix: str, spec: MixtureOfExperts, i: int, columns: Span, gate_up: Tensor, down: Tensor
 ) -> None:
-    """Like `Experts._read_expert`, from stacked tensors of all experts, with the inputs in the first dimension."""
-    (all_gate_up, all_down), size = spec.stacked, spec.intermediate_size
+    """Like `Experts._read_expert`, from stacked tensors of all experts."""
+    (all_gate_up, all_down), size = spec.stacks, spec.intermediate_size
+    if spec.stacked == "outputs first":
+        for half, out in enumerate(gate_up.chunk(2)):
+            first = (2 * i + half) * size
+            source.read(prefix + all_gate_up.name, out, rows=Span(*(first + it for it in columns)))
+        rows = Span(i * spec.hidden_size, (i + 1) * spec.hidden_size)
+        source.read(prefix + all_down.name, down, rows=rows, columns=columns)
+        return
     rows = Span(i * spec.hidden_size, (i + 1) * spec.hidden_size)
     for first, out in zip((0, size), gate_up.chunk(2), strict=True):
         part = torch.empty_like(out.t(), memory_format=torch.contiguous_format)

@@ -75,7 +75,9 @@ class Decoder:
         self._norm = RMSNorm(
             model.hidden_size, model.rms_norm_eps, dtype=dtype, device=device, offset=model.norm.offset
         )
-        self._embedding_scale = torch.tensor(model.embedding_scale, dtype=dtype).item()  # rounded as in transformers
+        self._embedding_scale = model.embedding_scale
+        if model.rounds_embedding_scale:
+            self._embedding_scale = torch.tensor(model.embedding_scale, dtype=dtype).item()
         self._lm_head = ParallelLMHead(model.hidden_size, plan, group, arithmetic, dtype=dtype, device=device)
 
     @property
@@ -183,6 +185,8 @@ class Decoder:
             [num_rows, num_local_logits] fp32. `out` if it is given.
         """
         logits = self._lm_head.local_logits(hidden, out)
+        if self._model.logit_scale != 1.0:
+            logits *= self._model.logit_scale
         softcap = self._model.final_logit_softcap
         if softcap is None:
             return logits

@@ -16,6 +16,7 @@ from configs.biased_mixture import BiasedMixture
 from configs.delta_net import GatedDeltaNet
 from configs.latent_attention import LatentAttention
 from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts, Norms
+from configs.mamba import Mamba2
 from configs.recurrent import ShortConvolution
 from parallel.collectives.interface import PartialSum
 from parallel.numerics.arithmetic import LayerContext
@@ -24,6 +25,7 @@ from worker.layers.attention import Attention
 from worker.layers.delta_net import DeltaNet
 from worker.layers.experts import Experts
 from worker.layers.latent_attention import MLA
+from worker.layers.mamba import Mamba
 from worker.layers.mlp import MLP
 from worker.layers.norm import RMSNorm
 from worker.layers.short_conv import ShortConv
@@ -78,6 +80,7 @@ _MIXERS: dict[type[Any], Callable[[Any, LayerContext, int, float], MixerModule]]
     LatentAttention: MLA,
     GatedDeltaNet: DeltaNet,
     ShortConvolution: ShortConv,
+    Mamba2: Mamba,
 }
 _FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerContext], FeedForwardModule]] = {
     DenseMLP: MLP,

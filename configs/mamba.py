@@ -1,0 +1,151 @@
+"""The spec of Mamba2, a recurrent mixer of configs/layers.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from configs.errors import CheckpointError
+from configs.fields import Fields
+from configs.layers import Axis, Cut, HeadGroups, Linear, Role, StateTensor, TensorSpec, tensors_of
+from configs.recurrent import RECENT_TOKENS, Recurrent, conv_state
+
+_UNIT = 16  # elements of a head and of a state come in whole vectors of the kernels
+
+
+class Factors(NamedTuple):
+    """Factors of what a Mamba2 layer computes from its input (Falcon-H1)."""
+
+    z: float = 1.0
+    x: float = 1.0
+    b: float = 1.0
+    c: float = 1.0
+    dt: float = 1.0
+
+
+NO_FACTORS = Factors()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2(Recurrent):
+    """A state space model with scalar decays. For each head, with its group's B and C:
+
+    h = e^(-e^A_log dt) h + B (dt x)'; y = C'h + D x
+
+    h is [state_size, head_size]. x, B and C pass a convolution with silu first. dt = softplus(dt + dt_bias), within
+    limits. The output is norm(y silu(z)), projected. The norm is over all heads of a group, so ranks that share a group
+    exchange their sums of squares.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_groups: int
+    """A divisor of `num_heads`: equal groups of heads share B and C."""
+    head_size: int
+    """Elements of x, z and y of a head."""
+    state_size: int
+    """Elements of B and of C of a group."""
+    width: int
+    """Number of tokens that the convolution reads, including the current one."""
+    name: str = "mamba"
+    bias: bool = False
+    """Whether both projections have a bias."""
+    conv_bias: bool = True
+    norm_eps: float | None
+    """The eps of the norm. If None, there is no norm."""
+    dt_limits: tuple[float, float] = (0.0, math.inf)
+    """The smallest and the largest dt. transformers applies them to prompts only; here they apply to all tokens, so
+    that prompts and answers have the same bits."""
+    factors: Factors = NO_FACTORS
+
+    @property
+    def into(self) -> tuple[Linear, ...]:
+        """The projections to x, B, C, z and dt, in this order. The checkpoint stores them as one tensor, z first."""
+        heads, groups = self.num_heads * self.head_size, self.num_groups * self.state_size
+        return (
+            self._into(Axis.MAMBA_HEADS, self.num_heads, self.head_size, heads),
+            self._into(Axis.MAMBA_GROUPS, self.num_groups, self.state_size, 2 * heads),
+            self._into(Axis.MAMBA_GROUPS, self.num_groups, self.state_size, 2 * heads + groups),
+            self._into(Axis.MAMBA_HEADS, self.num_heads, self.head_size, 0),
+            self._into(Axis.MAMBA_HEADS, self.num_heads, 1, 2 * heads + 2 * groups),
+        )
+
+    @property
+    def conv(self) -> tuple[TensorSpec, ...]:
+        """The weights of the convolution, of x, B and C, and its biases. The checkpoint stores each as one tensor."""
+        sizes = [(it.out_features, it.cut) for it in self.into[:3]]
+        name = f"{self.name}.conv1d"
+        weights = tuple(TensorSpec(f"{name}.weight", (size, 1, self.width), Role.MATRIX, cut) for size, cut in sizes)
+        biases = tuple(TensorSpec(f"{name}.bias", (size,), Role.BIAS, cut) for size, cut in sizes if self.conv_bias)
+        return weights + biases
+
+    @property
+    def of_heads(self) -> tuple[TensorSpec, ...]:
+        """A_log, dt_bias and D [num_heads], used in fp32."""
+        cut = Cut(Axis.MAMBA_HEADS, 0)
+        names = (f"{self.name}.{it}" for it in ("A_log", "dt_bias", "D"))
+        return tuple(TensorSpec(name, (self.num_heads,), Role.BIAS, cut) for name in names)
+
+    @property
+    def norm(self) -> TensorSpec | None:
+        """The weight [num_heads * head_size] of the norm, used in fp32, or None if there is no norm."""
+        if self.norm_eps is None:
+            return None
+        shape, cut = (self.num_heads * self.head_size,), Cut(Axis.MAMBA_HEADS, 0, self.head_size)
+        return TensorSpec(f"{self.name}.norm.weight", shape, Role.NORM, cut)
+
+    @property
+    def out(self) -> Linear:
+        """The output projection."""
+        columns, cut = self.num_heads * self.head_size, Cut(Axis.MAMBA_HEADS, 1, self.head_size)
+        role = Role.ATTENTION_OUTPUT
+        return Linear(f"{self.name}.out_proj", self.hidden_size, columns, cut, self.bias, role)
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        norm = () if self.norm is None else (self.norm,)
+        return (*tensors_of(*self.into, self.out), *self.conv, *self.of_heads, *norm)
+
+    @property
+    def axes(self) -> tuple[HeadGroups]:
+        return (HeadGroups(Axis.MAMBA_HEADS, self.num_heads, Axis.MAMBA_GROUPS, self.num_groups),)
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        """The convolution's two parts; h; and of recent tokens x and B after the convolution, and dt."""
+        heads, groups = Axis.MAMBA_HEADS, Axis.MAMBA_GROUPS
+        return (
+            *conv_state({heads: self.head_size, groups: 2 * self.state_size}, self.width),
+            StateTensor({heads: self.state_size * self.head_size}, is_fp32=True),
+            StateTensor({heads: self.head_size, groups: self.state_size}, RECENT_TOKENS),
+            StateTensor({heads: 1}, RECENT_TOKENS, is_fp32=True),
+        )
+
+    def _into(self, axis: Axis, count: int, width: int, first_row: int) -> Linear:
+        shape, cut = (count * width, self.hidden_size), Cut(axis, 0, width)
+        return Linear(f"{self.name}.in_proj", *shape, cut, self.bias, first_row=first_row)
+
+
+def checked_mamba(mamba: Mamba2, where: str) -> Mamba2:
+    """Returns `mamba`, from the file `where`. Raises CheckpointError if it cannot be served."""
+    if mamba.num_heads % mamba.num_groups:
+        raise CheckpointError(f"{where}: {mamba.num_heads} Mamba heads are no multiple of {mamba.num_groups} groups")
+    for size in (mamba.head_size, mamba.state_size):
+        if size % _UNIT:
+            raise CheckpointError(
+                f"{where}: Mamba heads of {mamba.head_size} and states of {mamba.state_size} elements are not "
+                f"supported; both must be multiples of {_UNIT}"
+            )
+    return mamba
+
+
+def dt_limits(fields: Fields) -> tuple[float, float]:
+    """`time_step_limit`, as two numbers, or as transformers 5 writes infinity. No limits if the file has none."""
+    limits = fields.values.get("time_step_limit")
+    if limits is None:
+        return 0.0, math.inf
+    found = [float(it["__float__"]) if isinstance(it, dict) and "__float__" in it else it for it in limits]
+    if len(found) != 2 or not all(isinstance(it, (int, float)) for it in found):
+        raise CheckpointError(f"{fields.where}: time_step_limit={limits!r} is not two numbers")
+    return found[0], found[1]
