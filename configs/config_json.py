@@ -36,7 +36,7 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
     quantization = fields.values.get("quantization_config") or {}
     weight_scales = read_weight_scales(quantization, config_path) if quantization else None
     family = FAMILIES[model_type]
-    if family.tensor_prefix or family.body != Family.body:
+    if family.is_part:
         text = fields.values.get("text_config")
         if not isinstance(text, dict):
             raise CheckpointError(
@@ -66,6 +66,7 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
         rounds_embedding_scale=family.scales_embedding,
         logit_scale=logit_scale,
         norm_offset=family.norm_offset,
+        embedding_name=family.embedding_name,
         norm_name=family.final_norm_name,
         final_logit_softcap=_softcap(fields, family, "final_logit_softcapping"),
         dtype=_dtype(fields),

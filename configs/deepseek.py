@@ -96,7 +96,7 @@ def _check(fields: Fields, key: str, value: object, supported: object) -> None:
 def _experts(fields: Fields, method: str) -> MixtureOfExperts:
     num_experts, top_k = fields.count("n_routed_experts", at_most=MOST_PARTS), fields.count("num_experts_per_tok")
     _check(fields, "hidden_act", fields.text("hidden_act", "silu"), "silu")
-    num_groups, top_groups = (1, 1) if method == _GREEDY else _groups(fields, num_experts)
+    num_groups, top_groups = (1, 1) if method == _GREEDY else expert_groups(fields, num_experts)
     if top_k > top_groups * (num_experts // num_groups):
         raise CheckpointError(
             f"{fields.where}: num_experts_per_tok={top_k} exceeds the experts of {top_groups} of {num_groups} groups "
@@ -119,9 +119,10 @@ def _experts(fields: Fields, method: str) -> MixtureOfExperts:
     )
 
 
-def _groups(fields: Fields, num_experts: int) -> tuple[int, int]:
-    """The number of expert groups, and the number of groups that a token may choose from."""
-    num_groups, top_groups = fields.count("n_group"), fields.count("topk_group")
+def expert_groups(fields: Fields, num_experts: int, default: int | None = None) -> tuple[int, int]:
+    """The number of expert groups, and the number of groups that a token may choose from. Each is `default` if the file
+    has none."""
+    num_groups, top_groups = fields.count("n_group", default), fields.count("topk_group", default)
     if num_experts % num_groups or top_groups > num_groups:
         raise CheckpointError(
             f"{fields.where}: n_group={num_groups} does not divide n_routed_experts={num_experts}, or is less than "

@@ -15,6 +15,7 @@ from configs.granite import granite_layers
 from configs.layers import PLAIN_NORMS, FeedForward, LayerSpec, NormNames
 from configs.lfm2 import lfm2_layers
 from configs.llama4 import llama4_layers
+from configs.nemotron import nemotron_layers
 from configs.qwen_hybrid import qwen3_5_layers, qwen3_5_moe_layers, qwen3_next_layers
 from configs.rope import RopeConfig
 
@@ -107,15 +108,16 @@ class Family:
     """The softcap keys that the family reads, with their defaults. A null in the file turns a softcap off."""
     norm_names: NormNames = PLAIN_NORMS
     """Names of a layer's norms, see LayerSpec."""
+    embedding_name: str = "embed_tokens"
     final_norm_name: str = "norm"
     norm_offset: float = 0.0
     """`TensorSpec.offset` of all norm weights."""
     tensor_prefix: str = ""
-    """Prefix of the text model's tensor names. If set, the checkpoint is of a larger model, and its `text_config`
-    counts."""
+    """Prefix of the text model's tensor names."""
     body: str = "model"
-    """Prefix of all tensor names but the LM head's. If it is another one, the checkpoint is of a larger model, and its
-    `text_config` counts."""
+    """Prefix of all tensor names but the LM head's."""
+    is_part: bool = False
+    """Whether the checkpoint is of a larger model. Then its `text_config` counts."""
     unread: tuple[str, ...] = ()
     """Prefixes of tensors that are not read, see ModelConfig."""
     scales_embedding: bool = False
@@ -154,7 +156,11 @@ _QWEN_HYBRID = Family(
     unread=("mtp.",),
 )
 _QWEN3_5_MOE = replace(_QWEN_HYBRID, layers=qwen3_5_moe_layers)
-_WITH_IMAGES: dict[str, Any] = {"body": "model.language_model", "unread": ("mtp.", "model.visual.")}
+_WITH_IMAGES: dict[str, Any] = {
+    "body": "model.language_model",
+    "unread": ("mtp.", "model.visual."),
+    "is_part": True,
+}
 
 _LLAMA4 = Family(
     max_position_embeddings=131072,
@@ -303,8 +309,18 @@ FAMILIES = {
         final_norm_name="embedding_norm",
     ),
     "granitemoehybrid": Family(max_position_embeddings=2048, layers=granite_layers, reads_multipliers=True),
+    "nemotron_h": Family(
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        rms_norm_eps_key="layer_norm_epsilon",
+        layers=nemotron_layers,
+        embedding_name="embeddings",
+        final_norm_name="norm_f",
+        body="backbone",
+        unread=("mtp.",),
+    ),
     "llama4_text": _LLAMA4,
-    "llama4": replace(_LLAMA4, tensor_prefix="language_model."),
+    "llama4": replace(_LLAMA4, tensor_prefix="language_model.", is_part=True),
     "glm4_moe": Family(
         num_key_value_heads=8,
         max_position_embeddings=131072,

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from configs.layers import GROUPS_OF, Axis, Columns, Cut, HeadGroups, Linear
+from configs.layers import GROUPS_OF, Cut, HeadGroups, Linear
 from configs.numerics import leaf_columns
 from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.fp8 import Fp8Matrix
@@ -255,7 +255,8 @@ def most_nodes(plan: ShardPlan) -> int:
     most = 1
     for layer, shards in zip(plan.model.all_layers, plan.layers, strict=True):
         context = LayerContext(shards, TensorParallelGroup.single(), FAST, torch.float32, torch.device("cpu"))
-        of_heads = max(context.tree(Cut(Axis.QUERY_HEADS, 1))[1].counts)
-        columns = [axis.axis for axis in layer.axes if isinstance(axis, Columns)]
-        most = max(most, of_heads, sum(max(context.tree(Cut(axis, 1))[1].counts) for axis in columns))
+        axes = {axis.heads if isinstance(axis, HeadGroups) else axis.axis for axis in layer.axes}
+        counts = {axis: max(context.tree(Cut(axis, 1))[1].counts) for axis in axes}
+        of_columns = sum(count for axis, count in counts.items() if axis not in GROUPS_OF)
+        most = max(most, of_columns, *counts.values())
     return most

@@ -210,6 +210,29 @@ FAMILIES: dict[str, Family] = {
         position_embedding_type="rope",
         attention_bias=True,
     ),
+    # Layers of all kinds, mixers after each other, experts on latents; two groups of heads, and limits that dt reaches.
+    "nemotron_h": Family(
+        "nemotron_h",
+        {
+            **{
+                key: it for key, it in EXPERTS.items() if key not in ("rms_norm_eps", "num_hidden_layers", "rope_theta")
+            },
+            "layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 32,
+            "n_groups": 2,
+            "time_step_min": 0.02,
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 96,
+            "moe_shared_expert_intermediate_size": 160,
+            "moe_latent_size": 48,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+        tuple(range(1, 9)),
+    ),
     "glm4": _grouped("glm4", pad_token_id=0, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}),
     # Of the layers with experts one has positions, and one has none.
     "llama4_text": _grouped(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from configs.layers import DenseMLP, GroupedQueryAttention, MixtureOfExperts
 from configs.mamba import Mamba2
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
+from configs.recurrent import NoMixer
 from configs.rope import RopeConfig
 from tests.conftest import ROOT
 from tests.helpers.families import EXPERTS, FAMILIES, GROUPED, LATENTS
@@ -57,6 +59,12 @@ def _mixture(model: ModelConfig, layer: int = 0) -> MixtureOfExperts:
     feed_forward = model.layers[layer].feed_forward
     assert isinstance(feed_forward, MixtureOfExperts)
     return feed_forward
+
+
+def _mamba_of(model: ModelConfig) -> Mamba2:
+    mixer = model.layers[0].mixer
+    assert isinstance(mixer, Mamba2)
+    return mixer
 
 
 def test_the_guide_has_a_row_for_every_family() -> None:
@@ -174,8 +182,7 @@ def test_what_a_config_of_granite_4_leaves_out_is_as_transformers_has_it(tmp_pat
     assert (ours.embedding_scale, ours.logit_scale) == (theirs.embedding_multiplier, theirs.logits_scaling)
     assert (ours.rms_norm_eps, ours.max_context) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    mamba, attention = ours.layers[0].mixer, _attention(ours, 5)
-    assert isinstance(mamba, Mamba2)
+    mamba, attention = _mamba_of(ours), _attention(ours, 5)
     assert (mamba.norm_eps, mamba.dt_limits) == (theirs.rms_norm_eps, theirs.time_step_limit)
     assert (mamba.num_groups, mamba.head_size, mamba.state_size) == (1, theirs.mamba_d_head, theirs.mamba_d_state)
     assert (attention.scale, attention.num_key_value_heads) == (theirs.attention_multiplier, 12)
@@ -183,6 +190,32 @@ def test_what_a_config_of_granite_4_leaves_out_is_as_transformers_has_it(tmp_pat
     if not said:
         assert _mixture(ours).top_k == theirs.num_experts_per_tok
         assert len(_mixture(ours).experts) == theirs.num_local_experts
+
+
+def test_what_a_config_of_nemotron_h_leaves_out_is_as_transformers_has_it(tmp_path: Path) -> None:
+    """With the pattern of layers and the numbers of Nemotron 3 Nano, as far as it has others than the defaults."""
+    pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    sizes = {"vocab_size": 131072, "hidden_size": 2688, "mamba_num_heads": 64, "num_key_value_heads": 2}
+    experts = {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856}
+    for said in ({}, {"hybrid_override_pattern": pattern, "num_hidden_layers": 52, **experts}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "nemotron_h", **sizes, **said}))
+        ours, theirs = read_model_config(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+        with torch.device("meta"):
+            hf = transformers.AutoModelForCausalLM.from_config(theirs)
+        assert sum(it.elements for it in ours.tensors()) == sum(it.numel() for it in hf.state_dict().values())
+        assert (ours.rms_norm_eps, ours.max_context) == (theirs.layer_norm_epsilon, theirs.max_position_embeddings)
+        assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+        kinds = [Mamba2 if it == "linear_attention" else GroupedQueryAttention if it == "full_attention" else NoMixer
+                 for it in theirs.layers_block_type]  # fmt: skip
+        assert [type(layer.mixer) for layer in ours.layers] == kinds
+        mamba, mixture = _mamba_of(ours), _mixture(ours, 1)
+        assert (mamba.num_groups, mamba.head_size, mamba.state_size) == (8, 64, theirs.ssm_state_size)
+        assert (mamba.norm_eps, mamba.dt_limits[0]) == (theirs.layer_norm_epsilon, theirs.time_step_min)
+        assert (mixture.top_k, mixture.weight_scale) == (theirs.num_experts_per_tok, theirs.routed_scaling_factor)
+        assert (mixture.norm_topk_prob, mixture.num_groups) == (theirs.norm_topk_prob, theirs.n_group)
+        others = {key: value for key, value in sizes.items() if key != "mamba_num_heads"}
+        old = {"mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_num_heads": 64, "hybrid_override_pattern": "M*"}
+        assert _mamba_of(_read(tmp_path, "nemotron_h", **others, **old)) == replace(mamba, num_groups=4, width=3)
 
 
 def test_a_multiplier_of_the_residual_changes_the_embeddings_and_the_eps_of_norms(tmp_path: Path) -> None:
@@ -416,6 +449,10 @@ def test_published_models_have_so_many_parameters(
         ("granitemoehybrid", {"mamba_d_state": 40}, "states of 40 elements are not supported; .* multiples of 16"),
         ("granitemoehybrid", {"time_step_limit": [0.0]}, r"time_step_limit=\[0.0\] is not two numbers"),
         ("granitemoehybrid", {"residual_multiplier": 0}, "residual_multiplier=0.0 is not positive"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act=silu is not supported; only relu2 is"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias=True is not supported; only False is"),
+        ("nemotron_h", {"hybrid_override_pattern": "MX"}, "layers must be of the types mamba, attention, mlp, moe"),
+        ("nemotron_h", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds the experts that a token may take"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func=softmax is not .* only sigmoid is"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method=greedy is not .* only noaux_tc is"),
         ("deepseek_v3", {"n_group": 8, "topk_group": 3}, "n_group=8 leaves a group fewer than two"),

@@ -18,12 +18,14 @@ from cluster.messages.engine import SamplingParams
 from configs.recurrent import STATE_CHUNK
 from configs.schema import SpeculationConfig
 from parallel.collectives.group import TensorParallelGroup
+from parallel.numerics.arithmetic import most_nodes
+from parallel.plan import ShardPlan
 from tests.helpers.families import FAMILIES, Case, case_of
 from tests.helpers.family_checks import Rank
 from tests.helpers.local_group import Answers, Limits, LocalGroup
 from tests.helpers.rank_threads import on_ranks
 
-RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "granite_4", "granite_4_experts")
+RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "granite_4", "granite_4_experts", "nemotron_h")
 LONG = 300
 NUM_PAGES = 400
 NGRAMS = SpeculationConfig(method="ngram", num_speculative_tokens=5)
@@ -115,8 +117,8 @@ def test_preemptions_and_chunks_change_no_token(case: Case) -> None:
 
 
 def test_drafts_change_no_token(case: Case) -> None:
-    """Answers of three tokens repeat themselves, so that n-grams find drafts, which are right now and then."""
-    bias = ((5, 100.0), (6, 100.0), (7, 100.0))
+    """Answers of three tokens, mostly of one, repeat themselves: n-grams find drafts, which are right now and then."""
+    bias = ((5, 104.0), (6, 100.0), (7, 100.0))
     prompts = [[5, 6, 7, *tokens_of(seed, length)] for seed, length in enumerate((1, 30, 55, 60, 63, 120))]
     with running(case, 2, NGRAMS) as group:
         how = {"bias": bias, "speculation": NGRAMS, "prefix_caching": True}
@@ -169,6 +171,11 @@ def test_the_turns_of_a_conversation_find_what_was_said_before(case: Case) -> No
         # Each turn finds what whole chunks of the turn before allow, its answer without the last token.
         most = sum((len(prompt) + 39) // STATE_CHUNK * STATE_CHUNK for prompt in sent[:-1])
         assert found.stats.total_prefix_hit_tokens == most
+
+
+def test_exact_sums_of_layers_without_attention_are_counted(case: Case) -> None:
+    """Ranks ask for the largest number before they make their group."""
+    assert most_nodes(ShardPlan.create(case.model, 3, exact=True)) > 1
 
 
 def test_recurrent_families_are_all_here(made: Callable[[str], Case]) -> None:

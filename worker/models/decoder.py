@@ -28,7 +28,7 @@ from worker.kernels.cpu_pointwise import softcap_
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
 from worker.layers.step import Padding, Step
-from worker.models.decoder_layer import DecoderLayer
+from worker.models.decoder_layer import DecoderLayer, MixerModule
 from worker.models.draft_head import DraftModel
 
 
@@ -83,12 +83,16 @@ class Decoder:
     @property
     def attention_layers(self) -> list[AttentionLayer]:
         """Geometry of every attention layer on this rank, the draft head's last."""
-        return [layer.mixer.layer for layer in self._all_layers if isinstance(layer.mixer.layer, AttentionLayer)]
+        return [it.layer for it in self._mixers if isinstance(it.layer, AttentionLayer)]
 
     @property
     def state_layers(self) -> list[StateLayer]:
         """The states of every recurrent layer on this rank."""
-        return [layer.mixer.layer for layer in self.layers if isinstance(layer.mixer.layer, StateLayer)]
+        return [it.layer for it in self._mixers if isinstance(it.layer, StateLayer)]
+
+    @property
+    def _mixers(self) -> list[MixerModule]:
+        return [mixer for layer in self._all_layers for mixer in layer.mixers]
 
     @property
     def _all_layers(self) -> list[DecoderLayer]:
@@ -116,8 +120,8 @@ class Decoder:
         """Sets the factors by which each layer's keys and values are divided in an FP8 pool: one for each, or one for
         both. Call before a pool is made from `attention_layers`."""
         for layer, of_layer in zip(self._all_layers, scales, strict=True):
-            attention: Any = layer.mixer  # each kind of attention has its own kind of layer
             if of_layer:
+                attention: Any = layer.mixers[0]  # each kind of attention has its own kind of layer
                 attention.layer = replace(attention.layer, k_scale=of_layer[0], v_scale=of_layer[-1])
 
     def set_max_positions(self, max_positions: int) -> None:
