@@ -27,8 +27,8 @@ def deepseek_v3_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...
 
 def deepseek_v3_feed_forwards(fields: Fields) -> list[FeedForward]:
     """The feed-forward of each layer: a few dense MLPs, then experts chosen by sigmoids with a bias (noaux_tc)."""
-    _check(fields, "scoring_func", fields.text("scoring_func", "sigmoid"), "sigmoid")
-    _check(fields, "topk_method", fields.text("topk_method", _NOAUX_TC), _NOAUX_TC)
+    fields.check("scoring_func", "sigmoid")
+    fields.check("topk_method", _NOAUX_TC)
     experts = _experts(fields, _NOAUX_TC)
     if experts.num_experts // experts.num_groups < 2:
         raise CheckpointError(
@@ -78,8 +78,8 @@ def _attention(fields: Fields, rope: RopeConfig) -> LatentAttention:
 
 def _v2_experts(fields: Fields) -> MixtureOfExperts:
     # DeepSeek's code and transformers treat norm_topk_prob differently. No published model sets it.
-    _check(fields, "scoring_func", fields.text("scoring_func", "softmax"), "softmax")
-    _check(fields, "norm_topk_prob", fields.flag("norm_topk_prob", False), False)
+    fields.check("scoring_func", "softmax")
+    fields.check("norm_topk_prob", False)
     method = fields.text("topk_method", _GREEDY)
     if method not in (_GREEDY, _GROUP_LIMITED):
         raise CheckpointError(
@@ -88,14 +88,9 @@ def _v2_experts(fields: Fields) -> MixtureOfExperts:
     return _experts(fields, method)
 
 
-def _check(fields: Fields, key: str, value: object, supported: object) -> None:
-    if value != supported:
-        raise CheckpointError(f"{fields.where}: {key}={value} is not supported; only {supported} is")
-
-
 def _experts(fields: Fields, method: str) -> MixtureOfExperts:
     num_experts, top_k = fields.count("n_routed_experts", at_most=MOST_PARTS), fields.count("num_experts_per_tok")
-    _check(fields, "hidden_act", fields.text("hidden_act", "silu"), "silu")
+    fields.check("hidden_act", "silu")
     num_groups, top_groups = (1, 1) if method == _GREEDY else expert_groups(fields, num_experts)
     if top_k > top_groups * (num_experts // num_groups):
         raise CheckpointError(

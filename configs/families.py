@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from configs.deepseek import deepseek_v2_layers, deepseek_v3_feed_forwards, deepseek_v3_layers
+from configs.falcon_h1 import falcon_h1_layers
 from configs.fields import Fields
 from configs.granite import granite_layers
 from configs.layers import PLAIN_NORMS, FeedForward, LayerSpec, NormNames
@@ -318,6 +319,13 @@ FAMILIES = {
         final_norm_name="norm_f",
         body="backbone",
         unread=("mtp.",),
+    ),
+    "falcon_h1": Family(
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        layers=falcon_h1_layers,
+        final_norm_name="final_layernorm",
+        reads_multipliers=True,
     ),
     "llama4_text": _LLAMA4,
     "llama4": replace(_LLAMA4, tensor_prefix="language_model.", is_part=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,21 @@ class Fields:
 
     def text(self, key: str, default: str | None = None) -> str:
         return self._typed(key, default, (str,), "a string")
+
+    def numbers(self, key: str, default: Sequence[float]) -> tuple[float, ...]:
+        """A list with the length of `default`. transformers 5 writes infinity as an object."""
+        value = self.values.get(key)
+        listed = [] if value is None else value if isinstance(value, list) else [value]
+        found = [float(it["__float__"]) if isinstance(it, dict) and "__float__" in it else it for it in listed]
+        if found and (len(found) != len(default) or not all(isinstance(it, (int, float)) for it in found)):
+            raise CheckpointError(f"{self.where}: {key}={value!r} is not {len(default)} numbers")
+        return tuple(found or default)
+
+    def check(self, key: str, supported: object) -> None:
+        """Raises CheckpointError if the file has another value than the supported one, which is the default."""
+        value = self.values.get(key)
+        if value is not None and value != supported:
+            raise CheckpointError(f"{self.where}: {key}={value} is not supported; only {supported} is")
 
     def integers(self, key: str) -> tuple[int, ...]:
         """An integer or a list of integers. Empty if the file has none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from configs.errors import CheckpointError
 from configs.fields import MOST_PARTS, Fields
 from configs.layers import DenseMLP, FeedForward, GroupedQueryAttention, LayerSpec, Mixer, MixtureOfExperts
-from configs.mamba import Mamba2, checked_mamba, dt_limits
+from configs.mamba import read_mamba
 from configs.model_config import layers_of
 from configs.rope import RopeConfig
 
@@ -21,30 +21,15 @@ def granite_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
         raise CheckpointError(
             f"{fields.where}: layer_types must name mamba or attention for each of {num_layers} layers"
         )
-    if (act := fields.text("hidden_act", "silu")) != "silu":
-        raise CheckpointError(f"{fields.where}: hidden_act={act} is not supported; only silu is")
+    fields.check("hidden_act", "silu")
     mixers: dict[str, Mixer] = dict.fromkeys(_ATTENTION, _attention(fields, rope))
     if set(types) & {*_MAMBA}:
-        mixers |= dict.fromkeys(_MAMBA, _mamba(fields))
+        columns, eps = (
+            fields.count("mamba_expand", 2) * fields.count("hidden_size"),
+            fields.number("rms_norm_eps", 1e-6),
+        )
+        mixers |= dict.fromkeys(_MAMBA, read_mamba(fields, columns, eps))
     return layers_of([mixers[it] for it in types], [_feed_forward(fields)] * num_layers, fields.count("hidden_size"))
-
-
-def _mamba(fields: Fields) -> Mamba2:
-    num_heads, size = fields.count("mamba_n_heads", 128), fields.count("mamba_expand", 2) * fields.count("hidden_size")
-    is_auto = fields.values.get("mamba_d_head", "auto") == "auto"
-    mamba = Mamba2(
-        hidden_size=fields.count("hidden_size"),
-        num_heads=num_heads,
-        num_groups=fields.count("mamba_n_groups", 1),
-        head_size=size // num_heads if is_auto else fields.count("mamba_d_head"),
-        state_size=fields.count("mamba_d_state", 256),
-        width=fields.count("mamba_d_conv", 4, at_most=8),
-        bias=fields.flag("mamba_proj_bias", False),
-        conv_bias=fields.flag("mamba_conv_bias", True),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        dt_limits=dt_limits(fields),
-    )
-    return checked_mamba(mamba, fields.where)
 
 
 def _attention(fields: Fields, rope: RopeConfig) -> GroupedQueryAttention:

@@ -13,7 +13,7 @@ from enum import StrEnum, auto
 from fractions import Fraction
 from functools import cached_property
 from math import prod
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from configs.attention import Feature
 from configs.rope import RopeConfig
@@ -284,7 +284,9 @@ class GroupedQueryAttention:
     """Positions are divided in chunks of this many, and a query sees only its own chunk, up to itself. If None, it sees
     all tokens before it."""
 
-    state: ClassVar = ()
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        return ()
 
     @property
     def qkv(self) -> tuple[Linear, Linear, Linear]:
@@ -374,6 +376,8 @@ class DenseMLP:
     hidden_act: str = "silu"
     is_gated: bool = True
     """Whether there is a gate. Without one, the activation is relu2, the square of the positive part (Nemotron-H)."""
+    factors: tuple[float, float] | None = None
+    """Factors of gate(x) and up(x). None stands for ones."""
     bias: bool = False
     name: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")

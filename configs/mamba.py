@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from configs.errors import CheckpointError
 from configs.fields import Fields
@@ -12,19 +11,6 @@ from configs.layers import Axis, Cut, HeadGroups, Linear, Role, StateTensor, Ten
 from configs.recurrent import RECENT_TOKENS, Recurrent, conv_state
 
 _UNIT = 16  # elements of a head and of a state come in whole vectors of the kernels
-
-
-class Factors(NamedTuple):
-    """Factors of what a Mamba2 layer computes from its input (Falcon-H1)."""
-
-    z: float = 1.0
-    x: float = 1.0
-    b: float = 1.0
-    c: float = 1.0
-    dt: float = 1.0
-
-
-NO_FACTORS = Factors()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +40,11 @@ class Mamba2(Recurrent):
     conv_bias: bool = True
     norm_eps: float | None
     """The eps of the norm. If None, there is no norm."""
-    dt_limits: tuple[float, float] = (0.0, math.inf)
+    dt_limits: tuple[float, ...] = (0.0, math.inf)
     """The smallest and the largest dt. transformers applies them to prompts only; here they apply to all tokens, so
     that prompts and answers have the same bits."""
-    factors: Factors = NO_FACTORS
+    factors: tuple[float, ...] = (1.0,) * 5
+    """Factors of z, x, B, C and dt as they are projected (Falcon-H1)."""
 
     @property
     def into(self) -> tuple[Linear, ...]:
@@ -129,23 +116,32 @@ class Mamba2(Recurrent):
 
 def checked_mamba(mamba: Mamba2, where: str) -> Mamba2:
     """Returns `mamba`, from the file `where`. Raises CheckpointError if it cannot be served."""
-    if mamba.num_heads % mamba.num_groups:
-        raise CheckpointError(f"{where}: {mamba.num_heads} Mamba heads are no multiple of {mamba.num_groups} groups")
-    for size in (mamba.head_size, mamba.state_size):
-        if size % _UNIT:
-            raise CheckpointError(
-                f"{where}: Mamba heads of {mamba.head_size} and states of {mamba.state_size} elements are not "
-                f"supported; both must be multiples of {_UNIT}"
-            )
+    if mamba.num_heads % mamba.num_groups or mamba.head_size % _UNIT or mamba.state_size % _UNIT:
+        raise CheckpointError(
+            f"{where}: {mamba.num_heads} Mamba heads of {mamba.head_size} elements in {mamba.num_groups} groups with "
+            f"states of {mamba.state_size} are not supported; groups must be equal, and sizes multiples of {_UNIT}"
+        )
     return mamba
 
 
-def dt_limits(fields: Fields) -> tuple[float, float]:
-    """`time_step_limit`, as two numbers, or as transformers 5 writes infinity. No limits if the file has none."""
-    limits = fields.values.get("time_step_limit")
-    if limits is None:
-        return 0.0, math.inf
-    found = [float(it["__float__"]) if isinstance(it, dict) and "__float__" in it else it for it in limits]
-    if len(found) != 2 or not all(isinstance(it, (int, float)) for it in found):
-        raise CheckpointError(f"{fields.where}: time_step_limit={limits!r} is not two numbers")
-    return found[0], found[1]
+def read_mamba(fields: Fields, columns: int, norm_eps: float | None, factors: tuple[float, ...] = (1.0,) * 5) -> Mamba2:
+    """The spec from the keys that Granite 4 and Falcon-H1 share. Raises CheckpointError if one is not supported.
+
+    Args:
+        columns: number of elements of x of all heads.
+    """
+    num_heads, is_auto = fields.count("mamba_n_heads", 128), fields.values.get("mamba_d_head", "auto") == "auto"
+    mamba = Mamba2(
+        hidden_size=fields.count("hidden_size"),
+        num_heads=num_heads,
+        num_groups=fields.count("mamba_n_groups", 1),
+        head_size=columns // num_heads if is_auto else fields.count("mamba_d_head"),
+        state_size=fields.count("mamba_d_state", 256),
+        width=fields.count("mamba_d_conv", 4, at_most=8),
+        bias=fields.flag("mamba_proj_bias", False),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        norm_eps=norm_eps,
+        dt_limits=fields.numbers("time_step_limit", (0.0, math.inf)),
+        factors=factors,
+    )
+    return checked_mamba(mamba, fields.where)

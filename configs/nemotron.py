@@ -14,25 +14,14 @@ from configs.recurrent import NoMixer
 from configs.rope import RopeConfig
 
 _TYPES = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of a pattern, and transformers 4's names
-_OLD_KEYS = {
-    "mamba_n_groups": "n_groups",
-    "mamba_d_conv": "conv_kernel",
-    "mamba_conv_bias": "use_conv_bias",
-    "mamba_dt_min": "time_step_min",
-}
 _NEW_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}  # transformers 5's
 
 
 def nemotron_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
     """All layers of the model. Raises CheckpointError if a field is missing or not supported."""
-    old = {key: fields.values[it] for it, key in _OLD_KEYS.items() if it in fields.values}
-    fields = Fields({**fields.values, **old}, fields.where)
-    types, supported = _types(fields), {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
-    for key, act in supported.items():
-        if fields.text(key, act) != act:
-            raise CheckpointError(f"{fields.where}: {key}={fields.text(key)} is not supported; only {act} is")
-    if fields.flag("mlp_bias", False):
-        raise CheckpointError(f"{fields.where}: mlp_bias=True is not supported; only False is")
+    types = _types(fields)
+    for key, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("mlp_bias", False)):
+        fields.check(key, only)
     parts: dict[str, tuple[Mixer, FeedForward | None]] = {"attention": (_attention(fields, rope), None)}
     if "mamba" in types:
         parts["mamba"] = _mamba(fields), None

@@ -54,7 +54,7 @@ def _layers(
 
 
 def _linear(fields: Fields, is_interleaved: bool) -> GatedDeltaNet:
-    _check_silu(fields)
+    fields.check("hidden_act", "silu")
     num_keys, num_values = fields.count("linear_num_key_heads", 16), fields.count("linear_num_value_heads", 32)
     if num_values % num_keys:
         raise CheckpointError(
@@ -101,7 +101,7 @@ def _mlp(fields: Fields, columns: int) -> DenseMLP:
 
 def _experts(fields: Fields, num_experts: int, top_k: int) -> MixtureOfExperts:
     """The experts, with this many of them and this many for a token if the file has no numbers."""
-    _check_silu(fields)
+    fields.check("hidden_act", "silu")
     num_experts = fields.count("num_experts", num_experts, MOST_PARTS)
     top_k = fields.count("num_experts_per_tok", top_k)
     if top_k > num_experts:
@@ -114,8 +114,3 @@ def _experts(fields: Fields, num_experts: int, top_k: int) -> MixtureOfExperts:
         norm_topk_prob=fields.flag("norm_topk_prob", True),
         shared_intermediate_size=fields.count("shared_expert_intermediate_size", 512),
     )
-
-
-def _check_silu(fields: Fields) -> None:
-    if (act := fields.text("hidden_act", "silu")) != "silu":
-        raise CheckpointError(f"{fields.where}: hidden_act={act} is not supported; only silu is")

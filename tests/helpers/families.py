@@ -128,6 +128,25 @@ def _granite(ranks: tuple[int, ...] = (1, 2, 3, 4), **changes: Any) -> Family:
     return Family("granitemoehybrid", {**sizes, **changes}, ranks)
 
 
+def _falcon(**changes: Any) -> Family:
+    sizes = {
+        **GROUPED,
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 32,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.5,
+        "mlp_multipliers": [0.7, 0.6],
+        "key_multiplier": 0.8,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.4,
+        "ssm_in_multiplier": 1.2,
+        "ssm_multipliers": [0.9, 0.8, 1.4, 1.5, 0.7],
+        "ssm_out_multiplier": 0.5,
+    }
+    return Family("falcon_h1", {**sizes, **changes})
+
+
 # Windows and chunks below the prompts' lengths; softcaps that scores and logits reach.
 FAMILIES: dict[str, Family] = {
     "llama": _dense("llama"),
@@ -233,6 +252,9 @@ FAMILIES: dict[str, Family] = {
         },
         tuple(range(1, 9)),
     ),
+    "falcon_h1": _falcon(),
+    # Two groups, and a norm over each.
+    "falcon_h1_norm": _falcon(mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_n_groups=2),
     "glm4": _grouped("glm4", pad_token_id=0, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}),
     # Of the layers with experts one has positions, and one has none.
     "llama4_text": _grouped(

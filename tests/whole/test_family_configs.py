@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import transformers
 
 from configs.biased_mixture import BiasedMixture
 from configs.errors import CheckpointError
+from configs.falcon_h1 import AttentionAndMamba
 from configs.families import FAMILIES as MODEL_TYPES
 from configs.latent_attention import LatentAttention
 from configs.layers import DenseMLP, GroupedQueryAttention, MixtureOfExperts
@@ -193,7 +193,7 @@ def test_what_a_config_of_granite_4_leaves_out_is_as_transformers_has_it(tmp_pat
 
 
 def test_what_a_config_of_nemotron_h_leaves_out_is_as_transformers_has_it(tmp_path: Path) -> None:
-    """With the pattern of layers and the numbers of Nemotron 3 Nano, as far as it has others than the defaults."""
+    """With the pattern of layers and the sizes of Nemotron 3 Nano."""
     pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
     sizes = {"vocab_size": 131072, "hidden_size": 2688, "mamba_num_heads": 64, "num_key_value_heads": 2}
     experts = {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856}
@@ -213,9 +213,31 @@ def test_what_a_config_of_nemotron_h_leaves_out_is_as_transformers_has_it(tmp_pa
         assert (mamba.norm_eps, mamba.dt_limits[0]) == (theirs.layer_norm_epsilon, theirs.time_step_min)
         assert (mixture.top_k, mixture.weight_scale) == (theirs.num_experts_per_tok, theirs.routed_scaling_factor)
         assert (mixture.norm_topk_prob, mixture.num_groups) == (theirs.norm_topk_prob, theirs.n_group)
-        others = {key: value for key, value in sizes.items() if key != "mamba_num_heads"}
-        old = {"mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_num_heads": 64, "hybrid_override_pattern": "M*"}
-        assert _mamba_of(_read(tmp_path, "nemotron_h", **others, **old)) == replace(mamba, num_groups=4, width=3)
+
+
+def test_what_a_config_of_falcon_h1_leaves_out_is_as_transformers_has_it(tmp_path: Path) -> None:
+    """With the sizes of Falcon-H1-0.5B."""
+    sizes = {"vocab_size": 32784, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+    mamba_sizes = {"mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_state": 128}
+    for said in (
+        {"mamba_n_heads": 16},
+        {**sizes, **mamba_sizes, "num_hidden_layers": 3},
+        {**sizes, "mamba_d_ssm": None},
+    ):
+        needed = {"model_type": "falcon_h1", "hidden_size": 4096, "vocab_size": 128000, **said}
+        (tmp_path / "config.json").write_text(json.dumps(needed))
+        ours, theirs = read_model_config(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+        with torch.device("meta"):
+            hf = transformers.AutoModelForCausalLM.from_config(theirs)
+        assert expected_shapes(ours) == {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+        assert (ours.rms_norm_eps, ours.max_context) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
+        assert (ours.embedding_scale, ours.logit_scale) == (theirs.embedding_multiplier, theirs.lm_head_multiplier)
+        mixer = ours.layers[0].mixer
+        assert isinstance(mixer, AttentionAndMamba)
+        assert mixer.rope.theta == theirs.rope_parameters["rope_theta"]
+        assert (mixer.scale, mixer.factors) == (mixer.head_dim**-0.5, (1.0, 1.0))
+        assert (mixer.mamba.factors, mixer.mamba.norm_eps) == (tuple(theirs.ssm_multipliers), None)
+        assert mixer.mamba.dt_limits == theirs.time_step_limit
 
 
 def test_a_multiplier_of_the_residual_changes_the_embeddings_and_the_eps_of_norms(tmp_path: Path) -> None:
@@ -445,14 +467,18 @@ def test_published_models_have_so_many_parameters(
         ("granitemoehybrid", {"layer_types": ["mamba"]}, "layer_types must name mamba or attention for each of 3"),
         ("granitemoehybrid", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; only silu is"),
         ("granitemoehybrid", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds num_local_experts=8"),
-        ("granitemoehybrid", {"mamba_n_groups": 3}, "8 Mamba heads are no multiple of 3 groups"),
-        ("granitemoehybrid", {"mamba_d_state": 40}, "states of 40 elements are not supported; .* multiples of 16"),
-        ("granitemoehybrid", {"time_step_limit": [0.0]}, r"time_step_limit=\[0.0\] is not two numbers"),
+        ("granitemoehybrid", {"mamba_n_groups": 3}, "8 Mamba heads .* in 3 groups .* groups must be equal"),
+        ("granitemoehybrid", {"mamba_d_state": 40}, "states of 40 are not supported; .* multiples of 16"),
+        ("granitemoehybrid", {"time_step_limit": [0.0]}, r"time_step_limit=\[0.0\] is not 2 numbers"),
         ("granitemoehybrid", {"residual_multiplier": 0}, "residual_multiplier=0.0 is not positive"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act=silu is not supported; only relu2 is"),
         ("nemotron_h", {"mlp_bias": True}, "mlp_bias=True is not supported; only False is"),
         ("nemotron_h", {"hybrid_override_pattern": "MX"}, "layers must be of the types mamba, attention, mlp, moe"),
         ("nemotron_h", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds the experts that a token may take"),
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias=True is not supported; only False is"),
+        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate=True is not supported; only False is"),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, r"ssm_multipliers=\[1.0\] is not 5 numbers"),
+        ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; only silu is"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func=softmax is not .* only sigmoid is"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method=greedy is not .* only noaux_tc is"),
         ("deepseek_v3", {"n_group": 8, "topk_group": 3}, "n_group=8 leaves a group fewer than two"),

@@ -25,7 +25,10 @@ from tests.helpers.family_checks import Rank
 from tests.helpers.local_group import Answers, Limits, LocalGroup
 from tests.helpers.rank_threads import on_ranks
 
-RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "granite_4", "granite_4_experts", "nemotron_h")
+RECURRENT = (
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2"),
+    *("granite_4", "granite_4_experts", "nemotron_h", "falcon_h1", "falcon_h1_norm"),
+)
 LONG = 300
 NUM_PAGES = 400
 NGRAMS = SpeculationConfig(method="ngram", num_speculative_tokens=5)

@@ -26,7 +26,7 @@ class MambaArgs(NamedTuple):
     """[heads] fp32, as `dt_bias` and `d`."""
     dt_bias: torch.Tensor
     d: torch.Tensor
-    numbers: tuple[float, float, float, float]
+    numbers: tuple[float, ...]
     """Factors of z and of dt, and the smallest and largest dt."""
 
 

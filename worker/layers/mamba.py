@@ -28,7 +28,7 @@ class Mamba:
         self._heads = context.shard[Axis.MAMBA_HEADS]
         num_heads, num_groups = self._heads.size, context.shard[Axis.MAMBA_GROUPS].size
         self.layer = StateLayer.of(layer_id, spec, context)
-        numbers = spec.factors.z, spec.factors.dt, *spec.dt_limits
+        numbers = spec.factors[0], spec.factors[4], *spec.dt_limits
         sizes = num_heads, num_groups, spec.head_size, spec.state_size
         self._args = MambaArgs(*sizes, torch.empty(num_heads), torch.empty(num_heads), torch.empty(num_heads), numbers)
         of_x, of_groups = num_heads * spec.head_size, num_groups * spec.state_size

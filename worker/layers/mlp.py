@@ -24,6 +24,7 @@ class MLP:
     which may be left to the next norm."""
 
     def __init__(self, spec: DenseMLP, context: LayerContext) -> None:
+        self._factors = spec.factors
         self._act = ActAndMul(spec.hidden_act) if spec.is_gated else relu2
         self._gate_up = ColumnParallelLinear(*spec.gate_up, context=context)
         self._down = RowParallelLinear(spec.down, context)
@@ -53,4 +54,8 @@ class MLP:
         return self._down.for_norm(self._activated(x))
 
     def _activated(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Rows:
-        return self._act(self._gate_up(x), self._down.row_groups())
+        hidden = self._gate_up(x)
+        if self._factors is not None:
+            for part, factor in zip(hidden.chunk(2, dim=1), self._factors, strict=True):
+                part.mul_(factor)
+        return self._act(hidden, self._down.row_groups())

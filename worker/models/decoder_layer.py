@@ -14,6 +14,7 @@ from attention.layer import AttentionLayer
 from attention.state_pool import StateLayer
 from configs.biased_mixture import BiasedMixture
 from configs.delta_net import GatedDeltaNet
+from configs.falcon_h1 import AttentionAndMamba
 from configs.latent_attention import LatentAttention
 from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts, Norms
 from configs.mamba import Mamba2
@@ -81,6 +82,7 @@ _MIXERS: dict[type[Any], Callable[[Any, LayerContext, int, float], MixerModule]]
     GatedDeltaNet: DeltaNet,
     ShortConvolution: ShortConv,
     Mamba2: Mamba,
+    AttentionAndMamba: Attention,  # DecoderLayer adds Mamba
 }
 _FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerContext], FeedForwardModule]] = {
     DenseMLP: MLP,
@@ -117,10 +119,14 @@ class DecoderLayer:
 
     def __init__(self, spec: LayerSpec, context: LayerContext, layer_id: int, eps: float) -> None:
         self.mixers: list[MixerModule] = []
-        """The mixer. Empty if there is none."""
+        """The mixer. Empty if there is none, two if their outputs are added."""
+        self._factors = (1.0, 1.0)
         self._feed_forward: FeedForwardModule | None = None
         if not isinstance(spec.mixer, NoMixer):
             self.mixers.append(_MIXERS[type(spec.mixer)](spec.mixer, context, layer_id, eps))
+        if isinstance(spec.mixer, AttentionAndMamba):
+            self.mixers.append(Mamba(spec.mixer.mamba, context, layer_id, eps))
+            self._factors = spec.mixer.factors
         if spec.feed_forward is not None:
             self._feed_forward = _FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, context)
         norms = (spec.mixer_norms, spec.feed_forward_norms)
@@ -168,7 +174,7 @@ class DecoderLayer:
             attended, residual = [it.index_select(0, keep) for it in attended], residual.index_select(0, keep)
             padding = padding.of(keep)
         if self.mixers:
-            x = self._norms[0].output(self.mixers[0].project(attended[0]))
+            x = self._norms[0].output(self._projected(attended))
             if self._feed_forward is None:
                 return x, residual
             normed = self._norms[-1].before.add_for(x, residual, self._feed_forward.row_groups())
@@ -176,3 +182,12 @@ class DecoderLayer:
             normed = normed.index_select(0, keep)
         assert self._feed_forward is not None, "a layer has a mixer or a feed-forward"
         return self._norms[-1].output(self._feed_forward(normed, padding)), residual
+
+    def _projected(self, attended: list[torch.Tensor]) -> torch.Tensor | PartialSum:
+        """The output of the mixer, or the sum of the outputs of two, times their factors."""
+        parts = [mixer.project(it) for mixer, it in zip(self.mixers, attended, strict=True)]
+        if len(parts) == 1:
+            return parts[0]
+        first, second = (part for part in parts if isinstance(part, torch.Tensor))  # no PartialSum on CPUs
+        # Not one fused operation, which would round the last elements otherwise than whole vectors.
+        return first.mul_(self._factors[0]).add_(second.mul_(self._factors[1]))
