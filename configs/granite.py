@@ -18,17 +18,12 @@ def granite_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
     num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
     types = fields.values.get("layer_types") or fields.values.get("layers_block_type") or [_MAMBA[0]] * num_layers
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {*_MAMBA, *_ATTENTION}:
-        raise CheckpointError(
-            f"{fields.where}: layer_types must name mamba or attention for each of {num_layers} layers"
-        )
+        raise CheckpointError(f"{fields.where}: layer_types must name mamba or attention for {num_layers} layers")
     fields.check("hidden_act", "silu")
     mixers: dict[str, Mixer] = dict.fromkeys(_ATTENTION, _attention(fields, rope))
     if set(types) & {*_MAMBA}:
-        columns, eps = (
-            fields.count("mamba_expand", 2) * fields.count("hidden_size"),
-            fields.number("rms_norm_eps", 1e-6),
-        )
-        mixers |= dict.fromkeys(_MAMBA, read_mamba(fields, columns, eps))
+        columns = fields.count("mamba_expand", 2) * fields.count("hidden_size")
+        mixers |= dict.fromkeys(_MAMBA, read_mamba(fields, columns, fields.number("rms_norm_eps", 1e-6)))
     return layers_of([mixers[it] for it in types], [_feed_forward(fields)] * num_layers, fields.count("hidden_size"))
 
 

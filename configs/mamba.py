@@ -86,8 +86,7 @@ class Mamba2(Recurrent):
     def out(self) -> Linear:
         """The output projection."""
         columns, cut = self.num_heads * self.head_size, Cut(Axis.MAMBA_HEADS, 1, self.head_size)
-        role = Role.ATTENTION_OUTPUT
-        return Linear(f"{self.name}.out_proj", self.hidden_size, columns, cut, self.bias, role)
+        return Linear(f"{self.name}.out_proj", self.hidden_size, columns, cut, self.bias, Role.ATTENTION_OUTPUT)
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

@@ -464,7 +464,7 @@ def test_published_models_have_so_many_parameters(
         ("deepseek_v2", {"moe_layer_freq": 0}, "moe_layer_freq=0 is less than 1"),
         ("deepseek_v2", {"qk_rope_head_dim": 7}, "is odd"),
         ("deepseek_v2", {"quantization_config": {"quant_method": "gptq"}}, "has a quantization_config"),
-        ("granitemoehybrid", {"layer_types": ["mamba"]}, "layer_types must name mamba or attention for each of 3"),
+        ("granitemoehybrid", {"layer_types": ["mamba"]}, "layer_types must name mamba or attention for 3"),
         ("granitemoehybrid", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; only silu is"),
         ("granitemoehybrid", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds num_local_experts=8"),
         ("granitemoehybrid", {"mamba_n_groups": 3}, "8 Mamba heads .* in 3 groups .* groups must be equal"),
