@@ -125,21 +125,18 @@ class StatePool:
     def check(self, copies: npt.NDArray[np.int32]) -> None:
         """Raises EngineError if a copy in `copies` is outside the pool. See `copy`."""
         if len(copies) and not (
-            (copies >= 0).all()
-            and (copies[:, :2] <= self.num_slots).all()
-            and (copies[:, 1] > 0).all()
-            and not (copies[:, 2] % STATE_CHUNK).any()
+            (copies > 0).all() and (copies[:, :2] <= self.num_slots).all() and not (copies[:, 2] % STATE_CHUNK).any()
         ):
             raise EngineError(f"a copy of states is outside {self.num_slots} slots; please report this bug")
 
     def copy(self, copies: npt.NDArray[np.int32]) -> None:
         """Copies states between slots, in order. `copies` [n, 3]: source, target, and the number of tokens that the
-        state covers. A source of 0 stands for the state before the first token."""
+        state covers."""
         slots = [it for tensors in self._tensors.values() for it in tensors if it.dim() == 2]
         for source, target, num_covered in copies.tolist():
             self._num_covered[target] = num_covered
-            if source:  # in one kernel for many tensors
-                torch._foreach_copy_([it[target] for it in slots], [it[source] for it in slots])
+            # In one kernel for many tensors
+            torch._foreach_copy_([it[target] for it in slots], [it[source] for it in slots])
 
     def begin(
         self,
@@ -158,7 +155,9 @@ class StatePool:
             ends: `RowStates.ends`.
             num_drafts: [num_rows] int32, device: how many of each row's inputs, at their end, are unverified drafts.
         """
-        before = self._num_covered.index_select(0, rows)
+        # A row that begins is that of another request than before.
+        begins = ends == cu_seqlens_q.diff()
+        before = self._num_covered.index_select(0, rows).masked_fill(begins, 0)
         after = torch.maximum(before, (ends - num_drafts).div(STATE_CHUNK, rounding_mode="floor") * STATE_CHUNK)
         self._num_covered.index_copy_(0, rows.long(), after)
         return RowStates(self, num_tokens, rows, cu_seqlens_q, ends, before, after)

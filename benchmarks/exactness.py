@@ -176,7 +176,14 @@ class Frames(ScheduledFrames):
     """
 
     def __init__(
-        self, way: Way, vocab_size: int, max_model_len: int, num_pages: int, asked: list[GenerateRequest]
+        self,
+        way: Way,
+        vocab_size: int,
+        max_model_len: int,
+        num_pages: int,
+        asked: list[GenerateRequest],
+        *,
+        has_states: bool,
     ) -> None:
         super().__init__(
             SchedulerLimits(
@@ -192,6 +199,7 @@ class Frames(ScheduledFrames):
                 steps_in_flight=2,
                 enable_prefix_caching=way.caches,
                 eos_token_ids=(),
+                num_states=way.rows if has_states else None,
             )
         )
         self.rows: list[tuple[int, int]] = []
@@ -321,7 +329,9 @@ def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: arg
             continue
         asked = requests(worker.vocab_size, _most_rows(config.device), args.tokens, args.long)
         num_pages = way.num_pages(asked, max_model_len)
-        frames = Frames(way, worker.vocab_size, max_model_len, num_pages, asked)
+        frames = Frames(
+            way, worker.vocab_size, max_model_len, num_pages, asked, has_states=worker.shard.decoder.state_layers != []
+        )
         ModelRunner.capture = capture if way.graphs else lambda *_, **__: None  # type: ignore[method-assign]
         worker.allocate(num_pages, max_model_len)
         watch.begin()

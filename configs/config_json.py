@@ -38,7 +38,7 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
     family = FAMILIES[model_type]
     own_names = {family.other_names.get(key, key): it for key, it in fields.values.items()}
     fields = Fields(own_names, fields.where)
-    if family.tensor_prefix or family.body != Family.body:
+    if family.is_part:
         text = fields.values.get("text_config")
         if not isinstance(text, dict):
             raise CheckpointError(
@@ -50,19 +50,25 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
             f"{config_path}: use_bidirectional_attention is not supported; choose a model that generates text"
         )
     hidden_size = fields.count("hidden_size")
+    embedding_scale, residual_scale, logit_scale = _multipliers(fields, family)
     return ModelConfig(
         model_type=model_type,
         hidden_size=hidden_size,
         vocab_size=fields.count("vocab_size"),
         max_position_embeddings=_max_positions(fields, family),
-        rms_norm_eps=fields.number(family.rms_norm_eps_key, family.rms_norm_eps),
+        # The model adds its parts times a factor to the residual. Here the residual is the model's divided by this
+        # factor, so the parts are added as they are. Norms of it have the same results with another eps.
+        rms_norm_eps=fields.number(family.rms_norm_eps_key, family.rms_norm_eps) / residual_scale**2,
         tie_word_embeddings=fields.flag(
             "tie_embedding",  # LFM2's name
             fields.flag("tie_word_embeddings", family.tie_word_embeddings),
         ),
         layers=_layers(fields, family, max_model_len),
-        embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
+        embedding_scale=embedding_scale / residual_scale,
+        rounds_embedding_scale=family.scales_embedding,
+        logit_scale=logit_scale,
         norm_offset=family.norm_offset,
+        embedding_name=family.embedding_name,
         norm_name=family.final_norm_name,
         final_logit_softcap=_softcap(fields, family, "final_logit_softcapping"),
         dtype=_dtype(fields),
@@ -118,6 +124,14 @@ def _layers(fields: Fields, family: Family, max_model_len: int | None) -> tuple[
         norm_names=family.norm_names,
         norm_offset=family.norm_offset,
     )
+
+
+def _multipliers(fields: Fields, family: Family) -> tuple[float, float, float]:
+    """Factors of the embeddings, of what layers add to the residual, and of the logits."""
+    if not family.reads_multipliers:
+        return fields.count("hidden_size") ** 0.5 if family.scales_embedding else 1.0, 1.0, 1.0
+    logits = fields.number("lm_head_multiplier", 1.0) / _positive(fields, "logits_scaling", 1.0)
+    return fields.number("embedding_multiplier", 1.0), _positive(fields, "residual_multiplier", 1.0), logits
 
 
 def _max_positions(fields: Fields, family: Family) -> int:

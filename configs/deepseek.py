@@ -32,8 +32,8 @@ def deepseek_v3_feed_forwards(fields: Fields) -> list[FeedForward]:
 
 def deepseek_v3_experts(fields: Fields) -> MixtureOfExperts:
     """Experts chosen by sigmoids with a bias. Raises CheckpointError if a field is missing or not supported."""
-    fields.require("scoring_func", fields.text("scoring_func", "sigmoid"), "sigmoid")
-    fields.require("topk_method", fields.text("topk_method", _NOAUX_TC), _NOAUX_TC)
+    fields.check("scoring_func", "sigmoid")
+    fields.check("topk_method", _NOAUX_TC)
     experts = _experts(fields, _NOAUX_TC)
     if experts.num_experts // experts.num_groups < 2:
         raise CheckpointError(
@@ -89,8 +89,8 @@ def latent_attention(fields: Fields, rope: RopeConfig) -> LatentAttention:
 
 def _v2_experts(fields: Fields) -> MixtureOfExperts:
     # DeepSeek's code and transformers treat norm_topk_prob differently. No published model sets it.
-    fields.require("scoring_func", fields.text("scoring_func", "softmax"), "softmax")
-    fields.require("norm_topk_prob", fields.flag("norm_topk_prob", False), False)
+    fields.check("scoring_func", "softmax")
+    fields.check("norm_topk_prob", False)
     method = fields.text("topk_method", _GREEDY)
     if method not in (_GREEDY, _GROUP_LIMITED):
         raise CheckpointError(
@@ -101,8 +101,8 @@ def _v2_experts(fields: Fields) -> MixtureOfExperts:
 
 def _experts(fields: Fields, method: str) -> MixtureOfExperts:
     num_experts, top_k = fields.count("n_routed_experts", at_most=MOST_PARTS), fields.count("num_experts_per_tok")
-    fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
-    num_groups, top_groups = (1, 1) if method == _GREEDY else _groups(fields, num_experts)
+    fields.check("hidden_act", "silu")
+    num_groups, top_groups = (1, 1) if method == _GREEDY else expert_groups(fields, num_experts)
     if top_k > top_groups * (num_experts // num_groups):
         raise CheckpointError(
             f"{fields.where}: num_experts_per_tok={top_k} exceeds the experts of {top_groups} of {num_groups} groups "
@@ -120,14 +120,15 @@ def _experts(fields: Fields, method: str) -> MixtureOfExperts:
         num_groups=num_groups,
         top_groups=top_groups,
         shared_intermediate_size=fields.count("n_shared_experts") * width,
-        shared_name="shared_experts",
+        shared_name="mlp.shared_experts",
         has_shared_gate=False,
     )
 
 
-def _groups(fields: Fields, num_experts: int) -> tuple[int, int]:
-    """The number of expert groups, and the number of groups that a token may choose from."""
-    num_groups, top_groups = fields.count("n_group"), fields.count("topk_group")
+def expert_groups(fields: Fields, num_experts: int, default: int | None = None) -> tuple[int, int]:
+    """The number of expert groups, and the number of groups that a token may choose from. Each is `default` if the file
+    has none."""
+    num_groups, top_groups = fields.count("n_group", default), fields.count("topk_group", default)
     if num_experts % num_groups or top_groups > num_groups:
         raise CheckpointError(
             f"{fields.where}: n_group={num_groups} does not divide n_routed_experts={num_experts}, or is less than "

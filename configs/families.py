@@ -10,11 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from configs.deepseek import deepseek_v2_layers, deepseek_v3_feed_forwards, deepseek_v3_layers
+from configs.falcon_h1 import falcon_h1_layers
 from configs.fields import Fields
+from configs.granite import granite_layers
 from configs.kimi_linear import kimi_linear_layers
 from configs.layers import PLAIN_NORMS, FeedForward, LayerSpec, NormNames
 from configs.lfm2 import lfm2_layers, lfm2_moe_layers
 from configs.llama4 import llama4_layers
+from configs.nemotron import nemotron_layers
 from configs.qwen_hybrid import qwen3_5_layers, qwen3_5_moe_layers, qwen3_next_layers
 from configs.rope import RopeConfig
 
@@ -107,15 +110,16 @@ class Family:
     """The softcap keys that the family reads, with their defaults. A null in the file turns a softcap off."""
     norm_names: NormNames = PLAIN_NORMS
     """Names of a layer's norms, see LayerSpec."""
+    embedding_name: str = "embed_tokens"
     final_norm_name: str = "norm"
     norm_offset: float = 0.0
     """`TensorSpec.offset` of all norm weights."""
     tensor_prefix: str = ""
-    """Prefix of the text model's tensor names. If set, the checkpoint is of a larger model, and its `text_config`
-    counts."""
+    """Prefix of the text model's tensor names."""
     body: str = "model"
-    """Prefix of all tensor names but the LM head's. If it is another one, the checkpoint is of a larger model, and its
-    `text_config` counts."""
+    """Prefix of all tensor names but the LM head's."""
+    is_part: bool = False
+    """Whether the checkpoint is of a larger model. Then its `text_config` counts."""
     unread: tuple[str, ...] = ()
     """Prefixes of tensors that are not read, see ModelConfig."""
     num_mtp_layers: int = 0
@@ -124,6 +128,9 @@ class Family:
     """Keys of the file that have other names in this module, with these names."""
     scales_embedding: bool = False
     """Whether embeddings are multiplied by the square root of hidden_size."""
+    reads_multipliers: bool = False
+    """Whether `embedding_multiplier`, `residual_multiplier`, `logits_scaling` and `lm_head_multiplier` of the file
+    count."""
 
 
 _GEMMA2 = Family(
@@ -156,7 +163,11 @@ _QWEN_HYBRID = Family(
     num_mtp_layers=1,
 )
 _QWEN3_5_MOE = replace(_QWEN_HYBRID, layers=qwen3_5_moe_layers)
-_WITH_IMAGES: dict[str, Any] = {"body": "model.language_model", "unread": ("mtp.", "model.visual.")}
+_WITH_IMAGES: dict[str, Any] = {
+    "body": "model.language_model",
+    "unread": ("mtp.", "model.visual."),
+    "is_part": True,
+}
 
 _LFM2 = Family(
     max_position_embeddings=128000,
@@ -321,8 +332,26 @@ FAMILIES = {
     "qwen3_5_moe": replace(_QWEN3_5_MOE, **_WITH_IMAGES),
     "lfm2": _LFM2,
     "lfm2_moe": replace(_LFM2, layers=lfm2_moe_layers),
+    "granitemoehybrid": Family(max_position_embeddings=2048, layers=granite_layers, reads_multipliers=True),
+    "nemotron_h": Family(
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        rms_norm_eps_key="layer_norm_epsilon",
+        layers=nemotron_layers,
+        embedding_name="embeddings",
+        final_norm_name="norm_f",
+        body="backbone",
+        unread=("mtp.",),
+    ),
+    "falcon_h1": Family(
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        layers=falcon_h1_layers,
+        final_norm_name="final_layernorm",
+        reads_multipliers=True,
+    ),
     "llama4_text": _LLAMA4,
-    "llama4": replace(_LLAMA4, tensor_prefix="language_model."),
+    "llama4": replace(_LLAMA4, tensor_prefix="language_model.", is_part=True),
     "glm4_moe": Family(
         num_key_value_heads=8,
         max_position_embeddings=131072,

@@ -50,9 +50,19 @@ class Fields:
         """The object at `key`, or an empty one if the file has none."""
         return Fields(self._typed(key, {}, (dict,), "an object"), f"{self.where}: {key}")
 
-    def require(self, key: str, value: object, supported: object) -> None:
-        """Raises CheckpointError if `value`, that of `key` in the file or a default, is not `supported`."""
-        if value != supported:
+    def numbers(self, key: str, default: Sequence[float]) -> tuple[float, ...]:
+        """A list with the length of `default`. transformers 5 writes infinity as an object."""
+        value = self.values.get(key)
+        listed = [] if value is None else value if isinstance(value, list) else [value]
+        found = [float(it["__float__"]) if isinstance(it, dict) and "__float__" in it else it for it in listed]
+        if found and (len(found) != len(default) or not all(isinstance(it, (int, float)) for it in found)):
+            raise CheckpointError(f"{self.where}: {key}={value!r} is not {len(default)} numbers")
+        return tuple(found or default)
+
+    def check(self, key: str, supported: object) -> None:
+        """Raises CheckpointError if the file has another value than the supported one, which is the default."""
+        value = self.values.get(key)
+        if value is not None and value != supported:
             raise CheckpointError(f"{self.where}: {key}={value} is not supported; only {supported} is")
 
     def integers(self, key: str) -> tuple[int, ...]:

@@ -33,13 +33,18 @@ def kimi_linear_layers(fields: Fields, _rope: RopeConfig) -> tuple[LayerSpec, ..
     num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
     fields = Fields({**_DEFAULTS, **fields.values}, fields.where)
     linear = fields.part("linear_attn_config")
-    fields.require("mla_use_nope", fields.flag("mla_use_nope", True), True)
-    fields.require("mla_use_output_gate", fields.flag("mla_use_output_gate", False), False)
-    linear.require("use_full_rank_gate", linear.flag("use_full_rank_gate", False), False)
-    linear.require("gate_lower_bound", linear.values.get("gate_lower_bound"), None)
+    fields.check("mla_use_nope", True)
+    fields.check("mla_use_output_gate", False)
+    linear.check("use_full_rank_gate", False)
+    linear.check("gate_lower_bound", None)
     num_dense, step = fields.integer("first_k_dense_replace", 1), fields.count("moe_layer_freq", 1)
     usual = [_DENSE if i < num_dense or i % step else _SPARSE for i in range(num_layers)]
-    experts = replace(deepseek_v3_experts(fields), name="block_sparse_moe", projections=("w1", "w3", "w2"))
+    experts = replace(
+        deepseek_v3_experts(fields),
+        name="block_sparse_moe",
+        projections=("w1", "w3", "w2"),
+        shared_name="block_sparse_moe.shared_experts",
+    )
     feed_forwards: dict[str, FeedForward] = {_DENSE: dense_mlp(fields), _SPARSE: experts}
     full = latent_attention(fields, RopeConfig(theta=10000.0, partial=0.0))
     mixers: dict[str, Mixer] = {_LINEAR: _delta_attention(fields, linear), _FULL: full}

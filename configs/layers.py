@@ -13,7 +13,7 @@ from enum import StrEnum, auto
 from fractions import Fraction
 from functools import cached_property
 from math import prod
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from configs.attention import Feature
 from configs.rope import RopeConfig
@@ -30,6 +30,9 @@ class Axis(StrEnum):
     """The latent vector that all heads of latent attention share. It has one index, and every rank holds it."""
     CHANNELS = "channels"
     """Channels of a short convolution."""
+    MAMBA_HEADS = "Mamba heads"
+    MAMBA_GROUPS = "Mamba groups"
+    """Groups of Mamba heads that share B and C."""
     MLP_COLUMNS = "MLP columns"
     EXPERT_COLUMNS = "expert columns"
     """Columns of each routed expert. A rank holds the same columns of every expert."""
@@ -53,6 +56,8 @@ class Role(StrEnum):
     QUERY_KEY_NORM = auto()
 
 
+GROUPS_OF = {Axis.QUERY_HEADS: Axis.KV_HEADS, Axis.MAMBA_HEADS: Axis.MAMBA_GROUPS}
+"""For each axis of heads, the axis of their groups."""
 FINEST_EXPERT_GRANULE = 32
 """Column granule of the grouped expert products. 768 columns over 5 ranks become 160 or 128 each, instead of 256 or
 128."""
@@ -257,6 +262,7 @@ class GroupedQueryAttention:
     is_gated: bool = False
     """Whether the output is multiplied by the sigmoid of one more projection. The checkpoint stores its rows with those
     of the queries, head by head."""
+    name: str = "self_attn"
     o_name: str = "o_proj"
     """Name of the output projection."""
     qk_norm: bool = False
@@ -280,7 +286,9 @@ class GroupedQueryAttention:
     """Positions are divided in chunks of this many, and a query sees only its own chunk, up to itself. If None, it sees
     all tokens before it."""
 
-    state: ClassVar = ()
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        return ()
 
     @property
     def qkv(self) -> tuple[Linear, Linear, Linear]:
@@ -302,20 +310,20 @@ class GroupedQueryAttention:
     def o(self) -> Linear:
         """The output projection."""
         columns, cut = self.num_attention_heads * self.head_dim, Cut(Axis.QUERY_HEADS, 1, self.head_dim)
-        return Linear(f"self_attn.{self.o_name}", self.hidden_size, columns, cut, self.o_bias, Role.ATTENTION_OUTPUT)
+        return Linear(f"{self.name}.{self.o_name}", self.hidden_size, columns, cut, self.o_bias, Role.ATTENTION_OUTPUT)
 
     @property
     def head_norms(self) -> tuple[TensorSpec, ...]:
         """Weights of the query and key norms. Empty if there are none."""
         has_weights = self.qk_norm and self.norms_have_weights
-        names = (f"self_attn.{letter}_{self.head_norm_name}.weight" for letter in "qk" if has_weights)
+        names = (f"{self.name}.{letter}_{self.head_norm_name}.weight" for letter in "qk" if has_weights)
         return tuple(TensorSpec(name, (self.head_dim,), Role.QUERY_KEY_NORM, offset=self.norm_offset) for name in names)
 
     @property
     def sinks(self) -> TensorSpec | None:
         """The sinks [num_attention_heads], or None if the layer has none."""
         shape, cut = (self.num_attention_heads,), Cut(Axis.QUERY_HEADS, 0)
-        return TensorSpec("self_attn.sinks", shape, Role.BIAS, cut) if self.has_sinks else None
+        return TensorSpec(f"{self.name}.sinks", shape, Role.BIAS, cut) if self.has_sinks else None
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -351,23 +359,27 @@ class GroupedQueryAttention:
 
     @property
     def kv_scales(self) -> tuple[tuple[str, ...], ...]:
-        return tuple((f"self_attn.{it}_scale", f"self_attn.{it}_proj.{it}_scale") for it in "kv")
+        return tuple((f"{self.name}.{it}_scale", f"{self.name}.{it}_proj.{it}_scale") for it in "kv")
 
     def _projection(self, letter: str, axis: Axis, num_heads: int, role: Role, first_head: int) -> Linear:
         is_stacked = self.fused_qkv or (self.is_gated and letter == "q")
         letters, first_row = "qkv" if self.fused_qkv else letter, first_head * self.head_dim * is_stacked
         shape = num_heads * self.head_dim, self.input_size or self.hidden_size
         cut = Cut(axis, 0, self.head_dim)
-        return Linear(f"self_attn.{letters}_proj", *shape, cut, self.qkv_bias, role, first_row)
+        return Linear(f"{self.name}.{letters}_proj", *shape, cut, self.qkv_bias, role, first_row)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseMLP:
-    """An MLP, down(act(gate(x)) * up(x)): a layer's feed-forward, or one expert."""
+    """An MLP, down(act(gate(x)) * up(x)) or down(act(up(x))): a layer's feed-forward, or one expert."""
 
     hidden_size: int
     intermediate_size: int
     hidden_act: str = "silu"
+    is_gated: bool = True
+    """Whether there is a gate. Without one, the activation is relu2, the square of the positive part (Nemotron-H)."""
+    factors: tuple[float, float] | None = None
+    """Factors of gate(x) and up(x). None stands for ones."""
     bias: bool = False
     name: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -378,14 +390,13 @@ class DenseMLP:
     """The smallest granule of the columns, see Columns."""
 
     @property
-    def gate_up(self) -> tuple[Linear, Linear]:
-        """The gate and up projections, in this order."""
+    def gate_up(self) -> tuple[Linear, ...]:
+        """The gate, if there is one, and up projections, in this order."""
         gate, up, _ = self.projections
         shape = self.intermediate_size, self.hidden_size, Cut(self.axis, 0)
-        return (
-            Linear(f"{self.name}.{gate}", *shape, self.bias),
-            Linear(f"{self.name}.{up}", *shape, self.bias, first_row=self.intermediate_size * (gate == up)),
-        )
+        gates = (Linear(f"{self.name}.{gate}", *shape, self.bias),) if self.is_gated else ()
+        first_row = self.intermediate_size * (self.is_gated and gate == up)
+        return (*gates, Linear(f"{self.name}.{up}", *shape, self.bias, first_row=first_row))
 
     @property
     def down(self) -> Linear:
@@ -438,16 +449,22 @@ class MixtureOfExperts:
     experts if there is a choice bias."""
     shared_intermediate_size: int | None = None
     """Columns of the shared expert. If None, there is no shared expert."""
-    shared_name: str = "shared_expert"
+    shared_name: str = "mlp.shared_expert"
+    shared_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     has_shared_gate: bool = True
     hidden_act: str = "silu"
+    is_gated: bool = True
+    """As in DenseMLP, for routed experts and the shared one."""
+    latent_size: int | None = None
+    """Size of what routed experts read and write. A projection before them and one after them convert it. If None, it
+    is hidden_size, without projections."""
     name: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down."""
     router_name: str = "gate"
-    are_stacked: bool = False
-    """Whether the checkpoint stores all experts in two tensors: one for gate and up together, one for down. Inputs are
-    their second dimension, outputs the third."""
+    stacked: Literal["no", "inputs first", "outputs first"] = "no"
+    """Whether the checkpoint stores all experts in two tensors: one for gate and up together, one for down. Experts are
+    their first dimension, then come inputs and outputs (Llama 4), or outputs and inputs (Granite)."""
 
     @property
     def router(self) -> TensorSpec:
@@ -462,13 +479,23 @@ class MixtureOfExperts:
         return TensorSpec(name, (self.num_experts,), Role.BIAS) if self.has_choice_bias else None
 
     @property
+    def latents(self) -> tuple[TensorSpec, ...]:
+        """The projections before and after the routed experts, whole on every rank. Empty if there are none."""
+        if self.latent_size is None:
+            return ()
+        shape = self.latent_size, self.hidden_size
+        sizes = ("fc1", shape), ("fc2", shape[::-1])
+        return tuple(TensorSpec(f"{self.name}.{it}_latent_proj.weight", size, Role.MATRIX) for it, size in sizes)
+
+    @property
     def experts(self) -> tuple[DenseMLP, ...]:
         """The routed experts."""
         return tuple(
             DenseMLP(
-                hidden_size=self.hidden_size,
+                hidden_size=self.latent_size or self.hidden_size,
                 intermediate_size=self.intermediate_size,
                 hidden_act=self.hidden_act,
+                is_gated=self.is_gated,
                 name=f"{self.name}.experts.{i}",
                 projections=self.projections,
                 axis=Axis.EXPERT_COLUMNS,
@@ -477,18 +504,25 @@ class MixtureOfExperts:
         )
 
     @property
-    def stacked(self) -> tuple[TensorSpec, TensorSpec]:
-        """The two tensors of all experts if `are_stacked`.
+    def stacks(self) -> tuple[TensorSpec, TensorSpec]:
+        """The two tensors of all experts if they are `stacked`.
 
         Returns:
             Gate and up: [num_experts, hidden_size, 2 * intermediate_size].
             Down: [num_experts, intermediate_size, hidden_size].
+            With outputs first, the last two dimensions are exchanged.
         """
-        num, size, columns, name = self.num_experts, self.hidden_size, self.intermediate_size, f"{self.name}.experts"
-        gate_up, down = Cut(Axis.EXPERT_COLUMNS, 2, 2), Cut(Axis.EXPERT_COLUMNS, 1)
+        num, size, columns, axis = self.num_experts, self.hidden_size, self.intermediate_size, Axis.EXPERT_COLUMNS
+        if self.stacked == "outputs first":
+            gate_up, _, down = (f"{self.name}.{it}.weight" for it in self.projections)
+            return (
+                TensorSpec(gate_up, (num, 2 * columns, size), Role.MATRIX, Cut(axis, 1, 2)),
+                TensorSpec(down, (num, size, columns), Role.MATRIX, Cut(axis, 2)),
+            )
+        name = f"{self.name}.experts"
         return (
-            TensorSpec(f"{name}.gate_up_proj", (num, size, 2 * columns), Role.MATRIX, gate_up),
-            TensorSpec(f"{name}.down_proj", (num, columns, size), Role.MATRIX, down),
+            TensorSpec(f"{name}.gate_up_proj", (num, size, 2 * columns), Role.MATRIX, Cut(axis, 2, 2)),
+            TensorSpec(f"{name}.down_proj", (num, columns, size), Role.MATRIX, Cut(axis, 1)),
         )
 
     @property
@@ -500,7 +534,9 @@ class MixtureOfExperts:
             hidden_size=self.hidden_size,
             intermediate_size=self.shared_intermediate_size,
             hidden_act=self.hidden_act,
-            name=f"{self.name}.{self.shared_name}",
+            is_gated=self.is_gated,
+            name=self.shared_name,
+            projections=self.shared_projections,
             axis=Axis.SHARED_EXPERT_COLUMNS,
             finest_granule=FINEST_EXPERT_GRANULE,
         )
@@ -511,15 +547,15 @@ class MixtureOfExperts:
         unscaled."""
         if self.shared is None or not self.has_shared_gate:
             return None
-        return TensorSpec(f"{self.name}.{self.shared_name}_gate.weight", (1, self.hidden_size), Role.MATRIX)
+        return TensorSpec(f"{self.shared_name}_gate.weight", (1, self.hidden_size), Role.MATRIX)
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         share = Fraction(self.top_k, self.num_experts)
-        each = self.stacked if self.are_stacked else (it for expert in self.experts for it in expert.tensors)
+        each = self.stacks if self.stacked != "no" else (it for expert in self.experts for it in expert.tensors)
         routed = tuple(replace(tensor, share=share) for tensor in each)
         beside = tuple(it for it in (self.choice_bias, self.shared_gate) if it is not None)
-        return (self.router, *routed, *beside, *(() if self.shared is None else self.shared.tensors))
+        return (self.router, *routed, *self.latents, *beside, *(() if self.shared is None else self.shared.tensors))
 
     @property
     def axes(self) -> tuple[Columns, ...]:
@@ -549,26 +585,32 @@ class Norms(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: residual += mixer(norm(residual)), then residual += feed_forward(norm(residual))."""
+    """One layer: residual += mixer(norm(residual)), then residual += feed_forward(norm(residual)). Layers of Nemotron-H
+    have one of the two, because some of its mixers follow each other directly."""
 
     hidden_size: int
     mixer: Mixer
-    feed_forward: FeedForward
+    """`configs.recurrent.NoMixer` if there is none."""
+    feed_forward: FeedForward | None
     norm_names: NormNames = PLAIN_NORMS
     """Gemma and GLM 4 also have norms on the outputs of mixer and feed-forward."""
     norm_offset: float = 0.0
     """`TensorSpec.offset` of the weights of the layer's norms."""
 
     @property
-    def mixer_norms(self) -> Norms:
-        """The norms around the mixer."""
+    def mixer_norms(self) -> Norms | None:
+        """The norms around the mixer. None if there is no mixer."""
+        if not self.mixer.tensors:
+            return None
         names = self.norm_names
         after = None if names.after_mixer is None else self._norm(names.after_mixer)
         return Norms(self._norm(names.before_mixer), after)
 
     @property
-    def feed_forward_norms(self) -> Norms:
-        """The norms around the feed-forward."""
+    def feed_forward_norms(self) -> Norms | None:
+        """The norms around the feed-forward. None if there is no feed-forward."""
+        if self.feed_forward is None:
+            return None
         names = self.norm_names
         after = None if names.after_feed_forward is None else self._norm(names.after_feed_forward)
         return Norms(self._norm(names.before_feed_forward), after)
@@ -576,13 +618,14 @@ class LayerSpec:
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All tensors of the layer."""
-        norms = tuple(norm for norm in self.mixer_norms + self.feed_forward_norms if norm is not None)
-        return self.mixer.tensors + self.feed_forward.tensors + norms
+        pairs = (self.mixer_norms or ()) + (self.feed_forward_norms or ())
+        norms = tuple(norm for norm in pairs if norm is not None)
+        return self.mixer.tensors + (() if self.feed_forward is None else self.feed_forward.tensors) + norms
 
     @cached_property
     def axes(self) -> tuple[HeadGroups | Columns, ...]:
         """The axes that are divided among the ranks, in this order."""
-        return self.mixer.axes + self.feed_forward.axes
+        return self.mixer.axes + (() if self.feed_forward is None else self.feed_forward.axes)
 
     @cached_property
     def weight_elements(self) -> Amounts:

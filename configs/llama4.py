@@ -79,8 +79,9 @@ def _experts(fields: Fields) -> MixtureOfExperts:
         sigmoid=True,
         scales_input=True,
         shared_intermediate_size=fields.count("intermediate_size"),
+        shared_name="feed_forward.shared_expert",
         has_shared_gate=False,
         name="feed_forward",
         router_name="router",
-        are_stacked=True,
+        stacked="inputs first",
     )

@@ -37,9 +37,14 @@ class ModelConfig:
     tie_word_embeddings: bool
     layers: tuple[LayerSpec, ...]
     embedding_scale: float = 1.0
-    """Factor of the embeddings before the first layer, applied in the activations' dtype."""
+    """Factor of the embeddings before the first layer."""
+    rounds_embedding_scale: bool = False
+    """Whether the factor is rounded to the activations' dtype (Gemma)."""
+    logit_scale: float = 1.0
+    """Factor of the logits."""
     norm_offset: float = 0.0
     """`TensorSpec.offset` of the final norm's weight."""
+    embedding_name: str = "embed_tokens"
     norm_name: str = "norm"
     """Name of the final norm."""
     final_logit_softcap: float | None = None
@@ -87,7 +92,7 @@ class ModelConfig:
     @property
     def embedding(self) -> Linear:
         """The embedding [vocab_size, hidden_size]. It is the LM head too if the two are tied."""
-        return self._vocabulary(f"{self.tensor_prefix}{self.body}.embed_tokens")
+        return self._vocabulary(f"{self.tensor_prefix}{self.body}.{self.embedding_name}")
 
     @property
     def lm_head(self) -> Linear | None:
@@ -161,7 +166,7 @@ def check_tensor_parallel_size(model: ModelConfig, tp_size: int) -> None:
 
 def layers_of(
     mixers: Sequence[Mixer],
-    feed_forwards: Sequence[FeedForward],
+    feed_forwards: Sequence[FeedForward | None],
     hidden_size: int,
     *,
     norm_names: NormNames = PLAIN_NORMS,

@@ -49,7 +49,7 @@ def _layers(
 
 
 def _linear(fields: Fields, is_interleaved: bool) -> GatedDeltaNet:
-    fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
+    fields.check("hidden_act", "silu")
     num_keys, num_values = fields.count("linear_num_key_heads", 16), fields.count("linear_num_value_heads", 32)
     if num_values % num_keys:
         raise CheckpointError(
@@ -96,7 +96,7 @@ def _mlp(fields: Fields, columns: int) -> DenseMLP:
 
 def _experts(fields: Fields, num_experts: int, top_k: int) -> MixtureOfExperts:
     """The experts, with this many of them and this many for a token if the file has no numbers."""
-    fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu")
+    fields.check("hidden_act", "silu")
     num_experts = fields.count("num_experts", num_experts, MOST_PARTS)
     top_k = fields.count("num_experts_per_tok", top_k)
     if top_k > num_experts:

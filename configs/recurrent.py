@@ -43,6 +43,15 @@ class Recurrent:
     pair_flops: ClassVar[Amounts] = {}
 
 
+@dataclass(frozen=True)
+class NoMixer(Recurrent):
+    """The mixer of a layer that has only a feed-forward."""
+
+    tensors: ClassVar[tuple[TensorSpec, ...]] = ()
+    axes: ClassVar[tuple[Columns, ...]] = ()
+    state: ClassVar[tuple[StateTensor, ...]] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShortConvolution(Recurrent):
     """A gated convolution over the last `width` tokens: out(c * conv(b * x)), with b, c and x from one projection

@@ -48,6 +48,11 @@ def kv_block(layer_id: int) -> str:
     return f"kv {layer_id:04}"
 
 
+def state_block(layer_id: int) -> str:
+    """The name of the block with a layer's recurrent states. It is dropped with the layer's KV."""
+    return f"{kv_block(layer_id)} state"
+
+
 class _Block(msgspec.Struct, frozen=True):
     """A message about a block. A rank's request has the name alone to find a block, the size and a descriptor to store
     one, or a note to store. An answer has the size and the note only if a descriptor comes with it."""

@@ -138,8 +138,7 @@ class StepFrame(Message):
     to the page. Each page appears at most once. Empty without a window pool."""
     state_copies = Section(np.int32, "state_copy", 3)
     """[num_state_copies, 3] of (source slot, target slot, tokens that the state covers): copies of recurrent states, in
-    order, before the step. A source of 0 is the state before the first token. A row's own slot has the row's number.
-    Empty without recurrent layers."""
+    order, before the step. A row's own slot has the row's number. Empty without recurrent layers."""
     params = Section(PARAMS_DTYPE, "param")
     """Rows given to a new request. Such a row starts without biases, mask, counts and requested log probabilities."""
     biases = Section(BIAS_DTYPE, "bias")

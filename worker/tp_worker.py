@@ -26,7 +26,7 @@ from configs.schema import EngineConfig, resolved
 from parallel.collectives.group import TensorParallelGroup
 from parallel.collectives.symmetric_memory import PeerSizes
 from parallel.numerics.arithmetic import most_nodes
-from parallel.persistent_memory import PersistentMemory, kv_block
+from parallel.persistent_memory import PersistentMemory, kv_block, state_block
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from worker.device.memory import DeviceMemory, await_idle, free_bytes, profile_cuda
@@ -170,12 +170,12 @@ class TPWorker:
         self._kv.clear()
         self.shard.load_to_device()
         with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
-            allocate: Callable[[int, int], torch.Tensor] | None = None
+            allocate: Callable[[str, int], torch.Tensor] | None = None
             if (persistent := self.shard.persistent) is not None:
                 block = persistent.existing if keeps_kv else persistent.new
 
-                def allocate(layer_id: int, num_bytes: int) -> torch.Tensor:
-                    self._kv.append(block(kv_block(layer_id), num_bytes))
+                def allocate(name: str, num_bytes: int) -> torch.Tensor:
+                    self._kv.append(block(name, num_bytes))
                     return self._kv[-1]
 
             self._runner = self._new_runner(num_pages, max_model_len, num_window_pages, allocate)
@@ -337,8 +337,10 @@ class TPWorker:
         num_pages: int,
         max_model_len: int,
         num_window_pages: int | None = None,
-        allocate: Callable[[int, int], torch.Tensor] | None = None,
+        allocate: Callable[[str, int], torch.Tensor] | None = None,
     ) -> ModelRunner:
+        """Makes a runner. `allocate` returns the memory of a pool's block with this name and number of bytes. If None,
+        the pools allocate it."""
         scheduler, attention = self._config.scheduler, self._config.attention
         max_rows, page_size = resolved(scheduler.max_num_seqs), self._config.kv_cache.page_size
         flops = StepCost.of(self._plan, self.shard.dtype.itemsize).flops_per_token / self._group.size
@@ -350,7 +352,7 @@ class TPWorker:
             compute_dtype=self.shard.dtype,
             device=self._device,
             num_window_pages=num_window_pages,
-            allocate=allocate,
+            allocate=None if allocate is None else lambda layer_id, size: allocate(kv_block(layer_id), size),
         )
         self.shard.decoder.set_max_positions(max_model_len)
         num_placed_pages = None if num_window_pages is None else num_pages
@@ -379,10 +381,11 @@ class TPWorker:
             state_pool=self._new_state_pool(max_rows, allocate),
         )
 
-    def _new_state_pool(self, max_rows: int, allocate: Callable[[int, int], torch.Tensor] | None) -> StatePool | None:
+    def _new_state_pool(self, max_rows: int, allocate: Callable[[str, int], torch.Tensor] | None) -> StatePool | None:
         if not (layers := self.shard.decoder.state_layers):
             return None
-        return StatePool(layers, max_rows, num_cached_states(self._config), self._device, allocate)
+        of_layer = None if allocate is None else lambda layer_id, size: allocate(state_block(layer_id), size)
+        return StatePool(layers, max_rows, num_cached_states(self._config), self._device, of_layer)
 
 
 def peer_sizes(config: EngineConfig, model: ModelConfig, plan: ShardPlan) -> PeerSizes:

@@ -33,8 +33,10 @@ def print_layers(plan: ShardPlan, console: Console) -> None:
             f"{count} elements" + (" on every rank" if axis is None else f" per {axis.removesuffix('s')}")
             for axis, count in layer.mixer.token_elements.items()
         )
-        memory = f"state of a token: {', '.join(state)}" if layer.mixer.token_elements else "state of a request"
-        for line in (_described(layer.mixer), memory, _described(layer.feed_forward)):
+        memory = [f"state of a token: {', '.join(state)}"] * bool(layer.mixer.token_elements)
+        memory += ["state of a request"] * bool(layer.mixer.state)
+        parts = [] if layer.feed_forward is None else [_described(layer.feed_forward)]
+        for line in (_described(layer.mixer), *memory, *parts):
             console.print(f"  {line}", soft_wrap=True, markup=False)
         console.print(_tensor_table(layer.tensors, [shard for number in numbers for shard in plan.layers[number]]))
 

@@ -130,9 +130,7 @@ class RowPages:
         self._nodes[row] = self.cache.lock_root(
             b"%d:%b" % (self._weights_version, salt) if self._weights_version else salt
         )
-        if self._states is not None:
-            self._states.begin(row)
-            self._branch[row] = self._num_certain[row] = 0
+        self._branch[row] = self._num_certain[row] = 0
 
     def begin_weights_version(self) -> None:
         """Frees every page that no row uses. Rows opened from now on share nothing with older rows."""

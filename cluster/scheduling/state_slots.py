@@ -32,13 +32,9 @@ class StateSlots:
         """Number of states that were dropped for others."""
         self._stored_by: dict[int, int] = {}  # for each slot, the step before which a state was last copied to it
 
-    def begin(self, row: int) -> None:
-        """Gives a row the state before the first token."""
-        self._copies = [copy for copy in self._copies if copy[1] != row]  # of a request that got no pages
-        self._copies.append((0, row, 0))
-
     def adopt(self, row: int, node: Node, num_tokens: int) -> None:
         """Gives a row the state after `node`'s prefix of `num_tokens` tokens. The node must have a state."""
+        self._copies = [copy for copy in self._copies if copy[1] != row]  # of a request that got no pages
         self._nodes.move_to_end(node)
         self._copies.append((node.state, row, num_tokens))
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from configs.layers import Axis, Columns, Cut, HeadGroups, Linear
+from configs.layers import GROUPS_OF, Cut, HeadGroups, Linear
 from configs.numerics import leaf_columns
 from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.fp8 import Fp8Matrix
@@ -182,9 +182,10 @@ class LayerContext:
         """Inputs per leaf (`leaf_heads` or `leaf_columns`), and the tree of a matrix whose inputs have this cut. The
         plan must be exact."""
         spans = [shard[cut.axis] for shard in self.shards]
-        if cut.axis is Axis.QUERY_HEADS:
-            num_groups = self.shards[-1].spans.get(Axis.KV_HEADS, Span(0, 1)).stop  # else all heads share a latent
-            indices = HeadGroups(cut.axis, spans[-1].stop, Axis.KV_HEADS, num_groups).leaf_heads
+        groups = GROUPS_OF.get(cut.axis)
+        if groups is not None:
+            num_groups = self.shards[-1].spans.get(groups, Span(0, 1)).stop  # else all heads share a latent
+            indices = HeadGroups(cut.axis, spans[-1].stop, groups, num_groups).leaf_heads
         else:
             indices = leaf_columns(spans[-1].stop)
         dealt = tuple(Span(span.start // indices, span.stop // indices) for span in spans)
@@ -255,8 +256,8 @@ def most_nodes(plan: ShardPlan) -> int:
     most = 1
     for layer, shards in zip(plan.model.all_layers, plan.layers, strict=True):
         context = LayerContext(shards, TensorParallelGroup.single(), FAST, torch.float32, torch.device("cpu"))
-        has_heads = any(isinstance(axis, HeadGroups) for axis in layer.axes)
-        of_heads = max(context.tree(Cut(Axis.QUERY_HEADS, 1))[1].counts) if has_heads else 1
-        columns = [axis.axis for axis in layer.axes if isinstance(axis, Columns)]
-        most = max(most, of_heads, sum(max(context.tree(Cut(axis, 1))[1].counts) for axis in columns))
+        axes = {axis.heads if isinstance(axis, HeadGroups) else axis.axis for axis in layer.axes}
+        counts = {axis: max(context.tree(Cut(axis, 1))[1].counts) for axis in axes}
+        of_columns = sum(count for axis, count in counts.items() if axis not in GROUPS_OF)
+        most = max(most, of_columns, *counts.values())
     return most

@@ -140,6 +140,42 @@ def _convolutions(model_type: str, **changes: Any) -> Family:
     return Family(model_type, {**sizes, **changes})
 
 
+def _granite(ranks: tuple[int, ...] = (1, 2, 3, 4), **changes: Any) -> Family:
+    sizes = {
+        **GROUPED,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 32,
+        "intermediate_size": 96,
+        "shared_intermediate_size": 160,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    }
+    return Family("granitemoehybrid", {**sizes, **changes}, ranks)
+
+
+def _falcon(**changes: Any) -> Family:
+    sizes = {
+        **GROUPED,
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 32,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.5,
+        "mlp_multipliers": [0.7, 0.6],
+        "key_multiplier": 0.8,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.4,
+        "ssm_in_multiplier": 1.2,
+        "ssm_multipliers": [0.9, 0.8, 1.4, 1.5, 0.7],
+        "ssm_out_multiplier": 0.5,
+    }
+    return Family("falcon_h1", {**sizes, **changes})
+
+
 # Windows and chunks below the prompts' lengths; softcaps that scores and logits reach.
 FAMILIES: dict[str, Family] = {
     "llama": _dense("llama"),
@@ -209,6 +245,44 @@ FAMILIES: dict[str, Family] = {
     # Heads of both kinds of attention differ in number. A latent layer between two recurrent ones, and these alone.
     "kimi_linear": _kimi(("linear_attention", "full_attention", "linear_attention")),
     "kimi_linear_recurrent": _kimi(("linear_attention",) * 3, may_be_exact=True),
+    # The ranks share one group of Mamba heads, whose states are wider than the heads.
+    "granite_4": _granite(num_local_experts=0),
+    # Two groups, and attention with positions.
+    "granite_4_experts": _granite(
+        tuple(range(1, 9)),
+        num_attention_heads=8,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        mamba_n_groups=2,
+        position_embedding_type="rope",
+        attention_bias=True,
+    ),
+    # Layers of all kinds, mixers after each other, experts on latents; two groups of heads, and limits that dt reaches.
+    "nemotron_h": Family(
+        "nemotron_h",
+        {
+            **{
+                key: it for key, it in EXPERTS.items() if key not in ("rms_norm_eps", "num_hidden_layers", "rope_theta")
+            },
+            "layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 32,
+            "n_groups": 2,
+            "time_step_min": 0.02,
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 96,
+            "moe_shared_expert_intermediate_size": 160,
+            "moe_latent_size": 48,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+        tuple(range(1, 9)),
+    ),
+    "falcon_h1": _falcon(),
+    # Two groups, and a norm over each.
+    "falcon_h1_norm": _falcon(mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_n_groups=2),
     "glm4": _grouped("glm4", pad_token_id=0, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}),
     # Of the layers with experts one has positions, and one has none.
     "llama4_text": _grouped(
@@ -318,7 +392,7 @@ def save(hf: Any, path: Path) -> None:
     """Writes a transformers model whose norms and biases are random too: ones and zeros would hide their absence."""
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", ".D", ".A_log")):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     hf.eval().save_pretrained(path)
     if hf.config.model_type == "kimi_linear":

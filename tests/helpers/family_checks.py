@@ -80,7 +80,6 @@ class Rank:
         every = torch.arange(batch.num_tokens, device=batch.positions.device)  # not only the last of each row
         batch = replace(batch, sample_indices=every)
         if self.states is not None:
-            self.states.copy(np.array([(0, row, 0) for row, start, _ in rows if not start], np.int32).reshape(-1, 3))
             of_rows = torch.tensor([row for row, _, _ in rows], dtype=torch.int32)
             paged, no_drafts = batch.paged, torch.zeros_like(of_rows)
             states = self.states.begin(batch.num_tokens, of_rows, paged.cu_seqlens_q, paged.cache_seqlens, no_drafts)

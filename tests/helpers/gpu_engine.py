@@ -28,6 +28,7 @@ from configs.kv_pages import WindowPool, pool_bytes
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
+from configs.recurrent import num_cached_states
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
 from tests.conftest import SHARE_GPUS
@@ -230,6 +231,7 @@ class GpuEngine:
             eos_token_ids=self.model.eos_token_ids,
             num_window_pages=self._num_window_pages,
             window=1 if self._window_pool is None else self._window_pool.window,
+            num_states=num_cached_states(self.config) if self.model.has_states else None,
             speculation=self.config.speculation,
             **self.config.scheduler.model_dump(),
         )

@@ -14,11 +14,14 @@ import transformers
 
 from configs.biased_mixture import BiasedMixture
 from configs.errors import CheckpointError
+from configs.falcon_h1 import AttentionAndMamba
 from configs.families import FAMILIES as MODEL_TYPES
 from configs.latent_attention import LatentAttention
 from configs.layers import DenseMLP, GroupedQueryAttention, MixtureOfExperts
+from configs.mamba import Mamba2
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
+from configs.recurrent import NoMixer
 from configs.rope import RopeConfig
 from tests.conftest import ROOT
 from tests.helpers.families import EXPERTS, FAMILIES, GROUPED, LATENTS
@@ -47,6 +50,7 @@ BASES: dict[str, Mapping[str, Any]] = {
     **{name: {**EXPERTS, **own} for name, own in WITH_EXPERTS.items()},
     "deepseek_v2": LATENTS,
     "deepseek_v3": FAMILIES["v3"].config,
+    "granitemoehybrid": {**GROUPED, "mamba_n_heads": 8},
 }
 """Numbers of families that do not have those of GROUPED."""
 
@@ -68,6 +72,12 @@ def _mixture(model: ModelConfig, layer: int = 0) -> MixtureOfExperts:
     feed_forward = model.layers[layer].feed_forward
     assert isinstance(feed_forward, MixtureOfExperts)
     return feed_forward
+
+
+def _mamba_of(model: ModelConfig) -> Mamba2:
+    mixer = model.layers[0].mixer
+    assert isinstance(mixer, Mamba2)
+    return mixer
 
 
 def test_the_guide_has_a_row_for_every_family() -> None:
@@ -170,6 +180,82 @@ def test_what_a_config_of_smollm_3_leaves_out_is_as_transformers_has_it(tmp_path
         assert attention.rope.theta == theirs.rope_parameters["rope_theta"]
         assert attention.rotary_dim == (layer.self_attn.head_dim if layer.self_attn.use_rope else 0)
         assert attention.window == layer.self_attn.sliding_window
+
+
+@pytest.mark.parametrize("said", [{}, {"num_local_experts": 0, "position_embedding_type": "rope"}])
+def test_what_a_config_of_granite_4_leaves_out_is_as_transformers_has_it(tmp_path: Path, said: dict[str, Any]) -> None:
+    """With the shape of granite-4.0-h-tiny where the file needs numbers, and its names of layers' types."""
+    sizes = {"vocab_size": 100352, "hidden_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
+    heads = {"layer_types": ["mamba"] * 5 + ["attention"], "mamba_n_heads": 48}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "granitemoehybrid", **sizes, **heads, **said}))
+    ours, theirs = read_model_config(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        hf = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert sum(it.elements for it in ours.tensors()) == sum(it.numel() for it in hf.parameters())
+    assert (ours.embedding_scale, ours.logit_scale) == (theirs.embedding_multiplier, theirs.logits_scaling)
+    assert (ours.rms_norm_eps, ours.max_context) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    mamba, attention = _mamba_of(ours), _attention(ours, 5)
+    assert (mamba.norm_eps, mamba.dt_limits) == (theirs.rms_norm_eps, theirs.time_step_limit)
+    assert (mamba.num_groups, mamba.head_size, mamba.state_size) == (1, theirs.mamba_d_head, theirs.mamba_d_state)
+    assert (attention.scale, attention.num_key_value_heads) == (theirs.attention_multiplier, 12)
+    assert attention.rotary_dim == (128 if said else 0)
+    if not said:
+        assert _mixture(ours).top_k == theirs.num_experts_per_tok
+        assert len(_mixture(ours).experts) == theirs.num_local_experts
+
+
+def test_what_a_config_of_nemotron_h_leaves_out_is_as_transformers_has_it(tmp_path: Path) -> None:
+    """With the pattern of layers and the sizes of Nemotron 3 Nano."""
+    pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    sizes = {"vocab_size": 131072, "hidden_size": 2688, "mamba_num_heads": 64, "num_key_value_heads": 2}
+    experts = {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856}
+    for said in ({}, {"hybrid_override_pattern": pattern, "num_hidden_layers": 52, **experts}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "nemotron_h", **sizes, **said}))
+        ours, theirs = read_model_config(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+        with torch.device("meta"):
+            hf = transformers.AutoModelForCausalLM.from_config(theirs)
+        assert sum(it.elements for it in ours.tensors()) == sum(it.numel() for it in hf.state_dict().values())
+        assert (ours.rms_norm_eps, ours.max_context) == (theirs.layer_norm_epsilon, theirs.max_position_embeddings)
+        assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+        kinds = [Mamba2 if it == "linear_attention" else GroupedQueryAttention if it == "full_attention" else NoMixer
+                 for it in theirs.layers_block_type]  # fmt: skip
+        assert [type(layer.mixer) for layer in ours.layers] == kinds
+        mamba, mixture = _mamba_of(ours), _mixture(ours, 1)
+        assert (mamba.num_groups, mamba.head_size, mamba.state_size) == (8, 64, theirs.ssm_state_size)
+        assert (mamba.norm_eps, mamba.dt_limits[0]) == (theirs.layer_norm_epsilon, theirs.time_step_min)
+        assert (mixture.top_k, mixture.weight_scale) == (theirs.num_experts_per_tok, theirs.routed_scaling_factor)
+        assert (mixture.norm_topk_prob, mixture.num_groups) == (theirs.norm_topk_prob, theirs.n_group)
+
+
+def test_what_a_config_of_falcon_h1_leaves_out_is_as_transformers_has_it(tmp_path: Path) -> None:
+    """With the sizes of Falcon-H1-0.5B."""
+    sizes = {"vocab_size": 32784, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+    mamba_sizes = {"mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_state": 128}
+    for said in (
+        {"mamba_n_heads": 16},
+        {**sizes, **mamba_sizes, "num_hidden_layers": 3},
+        {**sizes, "mamba_d_ssm": None},
+    ):
+        needed = {"model_type": "falcon_h1", "hidden_size": 4096, "vocab_size": 128000, **said}
+        (tmp_path / "config.json").write_text(json.dumps(needed))
+        ours, theirs = read_model_config(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+        with torch.device("meta"):
+            hf = transformers.AutoModelForCausalLM.from_config(theirs)
+        assert expected_shapes(ours) == {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+        assert (ours.rms_norm_eps, ours.max_context) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
+        assert (ours.embedding_scale, ours.logit_scale) == (theirs.embedding_multiplier, theirs.lm_head_multiplier)
+        mixer = ours.layers[0].mixer
+        assert isinstance(mixer, AttentionAndMamba)
+        assert mixer.rope.theta == theirs.rope_parameters["rope_theta"]
+        assert (mixer.scale, mixer.factors) == (mixer.head_dim**-0.5, (1.0, 1.0))
+        assert (mixer.mamba.factors, mixer.mamba.norm_eps) == (tuple(theirs.ssm_multipliers), None)
+        assert mixer.mamba.dt_limits == theirs.time_step_limit
+
+
+def test_a_multiplier_of_the_residual_changes_the_embeddings_and_the_eps_of_norms(tmp_path: Path) -> None:
+    model = _read(tmp_path, "granitemoehybrid", embedding_multiplier=12, residual_multiplier=0.25, logits_scaling=8)
+    assert (model.embedding_scale, model.logit_scale, model.rms_norm_eps) == (48.0, 0.125, 1.6e-4)
 
 
 def test_layers_without_a_rotary_embedding_do_not_limit_the_context(tmp_path: Path) -> None:
@@ -517,6 +603,21 @@ def test_published_models_have_so_many_parameters(
         ("deepseek_v2", {"moe_layer_freq": 0}, "moe_layer_freq=0 is less than 1"),
         ("deepseek_v2", {"qk_rope_head_dim": 7}, "is odd"),
         ("deepseek_v2", {"quantization_config": {"quant_method": "gptq"}}, "has a quantization_config"),
+        ("granitemoehybrid", {"layer_types": ["mamba"]}, "layer_types must name mamba or attention for 3"),
+        ("granitemoehybrid", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; only silu is"),
+        ("granitemoehybrid", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds num_local_experts=8"),
+        ("granitemoehybrid", {"mamba_n_groups": 3}, "8 Mamba heads .* in 3 groups .* groups must be equal"),
+        ("granitemoehybrid", {"mamba_d_state": 40}, "states of 40 are not supported; .* multiples of 16"),
+        ("granitemoehybrid", {"time_step_limit": [0.0]}, r"time_step_limit=\[0.0\] is not 2 numbers"),
+        ("granitemoehybrid", {"residual_multiplier": 0}, "residual_multiplier=0.0 is not positive"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act=silu is not supported; only relu2 is"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias=True is not supported; only False is"),
+        ("nemotron_h", {"hybrid_override_pattern": "MX"}, "layers must be of the types mamba, attention, mlp, moe"),
+        ("nemotron_h", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds the experts that a token may take"),
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias=True is not supported; only False is"),
+        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate=True is not supported; only False is"),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, r"ssm_multipliers=\[1.0\] is not 5 numbers"),
+        ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; only silu is"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func=softmax is not .* only sigmoid is"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method=greedy is not .* only noaux_tc is"),
         ("deepseek_v3", {"n_group": 8, "topk_group": 3}, "n_group=8 leaves a group fewer than two"),

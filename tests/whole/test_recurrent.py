@@ -21,6 +21,8 @@ from configs.latent_attention import LatentAttention
 from configs.recurrent import STATE_CHUNK
 from configs.schema import SpeculationConfig
 from parallel.collectives.group import TensorParallelGroup
+from parallel.numerics.arithmetic import most_nodes
+from parallel.plan import ShardPlan
 from tests.helpers.families import FAMILIES, Case, case_of
 from tests.helpers.family_checks import Rank
 from tests.helpers.local_group import Answers, Limits, LocalGroup
@@ -28,7 +30,10 @@ from tests.helpers.rank_threads import on_ranks
 from tests.whole.test_failure import running as running_engine
 from tests.whole.test_recovery import answer, answer_struck, drawn, status
 
-RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe", "kimi_linear", "kimi_linear_recurrent")
+RECURRENT = (
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe", "kimi_linear", "kimi_linear_recurrent"),
+    *("granite_4", "granite_4_experts", "nemotron_h", "falcon_h1", "falcon_h1_norm"),
+)
 EXACT = [name for name in RECURRENT if FAMILIES[name].may_be_exact]
 INEXACT = [name for name in RECURRENT if name not in EXACT]
 LONG = 300
@@ -137,8 +142,8 @@ def test_preemptions_and_chunks_change_no_token(case: Case) -> None:
 
 
 def test_drafts_change_no_token(case: Case) -> None:
-    """Answers of three tokens repeat themselves, so that n-grams find drafts, which are right now and then."""
-    bias = ((5, 100.0), (6, 100.0), (7, 100.0))
+    """Answers of three tokens, mostly of one, repeat themselves: n-grams find drafts, which are right now and then."""
+    bias = ((5, 104.0), (6, 100.0), (7, 100.0))
     prompts = [[5, 6, 7, *tokens_of(seed, length)] for seed, length in enumerate((1, 30, 55, 60, 63, 120))]
     with running(case, 2, NGRAMS) as group:
         how = {"bias": bias, "speculation": NGRAMS, "prefix_caching": True}
@@ -223,6 +228,11 @@ def test_a_request_continues_from_its_state_when_a_rank_is_replaced(
             assert not (await status(engine))["num_owned_pages"]
 
     asyncio.run(main())
+
+
+def test_exact_sums_of_layers_without_attention_are_counted(case: Case) -> None:
+    """Ranks ask for the largest number before they make their group."""
+    assert most_nodes(ShardPlan.create(case.model, 3, exact=True)) > 1
 
 
 def test_recurrent_families_are_all_here(made: Callable[[str], Case]) -> None:

@@ -135,7 +135,7 @@ DEEPSEEK = replace(
     round_weights=False,
     weight_scale=2.5,
     shared_intermediate_size=SHARED_COLUMNS,
-    shared_name="shared_experts",
+    shared_name="mlp.shared_experts",
     has_shared_gate=False,
 )
 FAMILIES = {
@@ -171,10 +171,11 @@ FAMILIES["llama4"] = Family(
         sigmoid=True,
         scales_input=True,
         shared_intermediate_size=SHARED_COLUMNS,
+        shared_name="feed_forward.shared_expert",
         has_shared_gate=False,
         name="feed_forward",
         router_name="router",
-        are_stacked=True,
+        stacked="inputs first",
     ),
 )
 FAMILIES["gpt_oss"] = Family(
@@ -198,7 +199,7 @@ class Source(TensorSource):
             return
         prefix, (gate_name, up_name, down_name) = PREFIX + spec.name, spec.projections
         for name, tensor in block.state_dict().items():
-            if name.startswith("experts.") and spec.are_stacked:
+            if name.startswith("experts.") and spec.stacked != "no":
                 self.tensors[f"{prefix}.{name}"] = tensor.flatten(0, 1)
             elif name == "experts.gate_up_proj":
                 for expert, (gate, up) in enumerate(part.chunk(2) for part in tensor):

@@ -7,7 +7,6 @@ import itertools
 import os
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 
@@ -68,7 +67,6 @@ def run(of_conv: ModuleType, of_delta: ModuleType, cuts: list[int], drafts: int 
         z, b, a = torch.split(of_gates, [VALUES * VALUE_DIM, VALUES, VALUES], dim=1)
         out = of_delta.delta_net(qkv, (z, b, a), args, states, slots, (keys, values, decays))
         outs.append((qkv[1 : 1 + stop - start], out[1 : 1 + stop - start]))
-        pool.copy(np.array([(0, 1, 0)], np.int32))  # the row beside it begins again
     convolved, out = (torch.cat(it) for it in zip(*outs, strict=True))
     return convolved, out, pool.tensors(0)[2][2]
 

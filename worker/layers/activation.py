@@ -20,6 +20,11 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
+def relu2(x: torch.Tensor, _groups: Groups | None = None) -> torch.Tensor:
+    """The square of the positive part: the activation of MLPs without a gate. Changes x."""
+    return x.clamp_min_(0.0).square_()
+
+
 class ActAndMul:
     """act(gate) * up: a Triton kernel for CUDA tensors, C for all others.
 

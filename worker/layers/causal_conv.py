@@ -22,10 +22,19 @@ class CausalConv:
         tensors: the parts of the weight [channels, 1, width] in the order of the checkpoint's rows, and those of the
             bias [channels].
         silu: whether silu is applied to the result.
+        factors: factors of the inputs of each part of the weight, which are applied to the weight. Ones if empty.
     """
 
-    def __init__(self, tensors: Sequence[TensorSpec], context: LayerContext, *, silu: bool = False) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[TensorSpec],
+        context: LayerContext,
+        *,
+        silu: bool = False,
+        factors: Sequence[float] = (),
+    ) -> None:
         self._tensors = tensors
+        self._factors = factors
         self._context = context
         self._silu = silu
         self._weight = torch.empty(0)
@@ -39,10 +48,16 @@ class CausalConv:
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the weight and the bias. Their names begin with `prefix`."""
-        weight = self._read(source, prefix, [it for it in self._tensors if it.role is not Role.BIAS])
+        weights = [it for it in self._tensors if it.role is not Role.BIAS]
+        weight = self._read(source, prefix, weights)
         biases = [it for it in self._tensors if it.role is Role.BIAS]
         # The kernel reads the channels of one token after the other.
         self._weight = weight.squeeze(1).t().contiguous().float()
+        sizes = [self._context.shard.span_of(it.cut).size for it in weights if it.cut is not None]
+        for part, factor in zip(
+            torch.split(self._weight, sizes, dim=1), self._factors or [1.0] * len(sizes), strict=True
+        ):
+            part *= factor
         self._bias = self._read(source, prefix, biases).float() if biases else None
 
     def __call__(self, x: torch.Tensor, states: RowStates, slots: torch.Tensor, recent: torch.Tensor) -> torch.Tensor:

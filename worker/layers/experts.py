@@ -26,6 +26,7 @@ from parallel.numerics.tensor_source import TensorSource
 from parallel.numerics.weight import CpuWeight
 from parallel.plan import Span
 from worker.kernels.cpu_pointwise import act_and_mul, clamped_act_and_mul, softmax
+from worker.layers.activation import relu2
 from worker.layers.mlp import MLP
 from worker.layers.step import Padding
 
@@ -39,11 +40,11 @@ _CUT = Cut(Axis.EXPERT_COLUMNS, 1)
 class Experts(ABC):
     """Routed experts and perhaps a shared one over this rank's columns, summed over the ranks.
 
-    Raises ConfigError if the experts' activation is not silu.
+    Raises ConfigError if the experts' activation is neither silu nor, without a gate, relu2.
     """
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
-        if isinstance(spec, MixtureOfExperts) and spec.hidden_act != "silu":
+        if isinstance(spec, MixtureOfExperts) and spec.hidden_act != ("silu" if spec.is_gated else "relu2"):
             raise ConfigError(f"hidden_act={spec.hidden_act} of experts is not supported; only silu is")
         self._spec = spec
         self._experts = spec.experts if isinstance(spec, MixtureOfExperts) else ()
@@ -89,12 +90,13 @@ class Experts(ABC):
             self._shared.load(source, prefix)
 
     def _read_expert(self, source: TensorSource, prefix: str, i: int, gate_up: Tensor, down: Tensor) -> None:
-        """Fills gate_up [2 * columns, hidden_size] and down [hidden_size, columns] for one expert."""
-        if isinstance(self._spec, MixtureOfExperts) and self._spec.are_stacked:
+        """Fills gate_up [2 * columns, hidden_size] and down [hidden_size, columns] for one expert. Without a gate,
+        gate_up is up [columns, hidden_size]."""
+        if isinstance(self._spec, MixtureOfExperts) and self._spec.stacked != "no":
             _read_stacked(source, prefix, self._spec, i, self._columns, gate_up, down)
             return
         expert = self._experts[i]
-        for linear, out in zip(expert.gate_up, gate_up.chunk(2), strict=True):
+        for linear, out in zip(expert.gate_up, gate_up.chunk(len(expert.gate_up)), strict=True):
             source.read(f"{prefix}{linear.name}.weight", out, rows=self._columns)
         source.read(f"{prefix}{expert.down.name}.weight", down, columns=self._columns)
 
@@ -111,6 +113,8 @@ class CudaExperts(Experts):
         from worker.kernels.routing import Scoring
 
         super().__init__(spec, context)
+        if isinstance(spec, MixtureOfExperts) and not spec.is_gated:
+            raise ConfigError("experts without a gate are computed on CPUs only, so far; choose device=cpu")
         groups = spec.num_groups, spec.top_groups
         self._scoring = Scoring(spec.sigmoid, self._choice_bias, *groups, spec.scales_input)
         width, unit = self._columns.size, context.arithmetic.choose(fast=32, exact=1)
@@ -245,9 +249,12 @@ class CpuExperts(Experts):
         self._context = context
         self._router: CpuWeight | None = None
         self._leaves = context.arithmetic.leaves(_CUT, context)
-        self._sum = context.arithmetic.rank_sum(spec.hidden_size, _CUT, context, of_weight=False)
+        latent_size = spec.latent_size if isinstance(spec, MixtureOfExperts) else None
+        self._size = latent_size or spec.hidden_size  # of what an expert reads and writes
+        self._latents: list[CpuWeight] = []
+        self._sum = context.arithmetic.rank_sum(self._size, _CUT, context, of_weight=False)
         self._gate_up: list[CpuWeight] = []
-        self._down = context.empty(spec.num_experts, -(-spec.hidden_size // TILE), self._columns.size, TILE)
+        self._down = context.empty(spec.num_experts, -(-self._size // TILE), self._columns.size, TILE)
         self._down_bias: torch.Tensor | None = None
 
     def load(self, source: TensorSource, prefix: str) -> None:
@@ -264,8 +271,12 @@ class CpuExperts(Experts):
             self._down_bias = self._context.empty(*self._spec.down_bias.shape)
             source.read(prefix + self._spec.down_bias.name, self._down_bias)
         else:
-            gate_up = self._context.empty(2 * self._columns.size, self._spec.hidden_size)
-            down = self._context.empty(self._spec.hidden_size, self._columns.size)
+            gate_up = self._context.empty((1 + self._spec.is_gated) * self._columns.size, self._size)
+            down = self._context.empty(self._size, self._columns.size)
+            latents = [(it.name, self._context.empty(*it.shape)) for it in self._spec.latents]
+            for name, weight in latents:
+                source.read(prefix + name, weight)
+            self._latents = [CpuWeight(weight, None) for _, weight in latents]
             for i in range(self._spec.num_experts):
                 self._read_expert(source, prefix, i, gate_up, down)
                 self._keep(gate_up, down)
@@ -289,7 +300,9 @@ class CpuExperts(Experts):
             weights = softmax(kept, kept if spec.norm_topk_prob else logits)
         live = (padding.token_slots() >= padding.first_slot).unsqueeze(1)
         weights = weights.mul_(spec.weight_scale).to(self._round_to).float()
-        y = self._routed(x, experts.where(live, spec.num_experts), weights)
+        y = self._routed(self._latents[0](x) if self._latents else x, experts.where(live, spec.num_experts), weights)
+        if self._latents:
+            y = self._latents[1](y.to(x.dtype))
         if self._down_bias is not None:
             y = y.float()
             # The bias is whole on every rank, so it is added after the sum.
@@ -305,7 +318,7 @@ class CpuExperts(Experts):
         return y.float().add_(shared).masked_fill_(~live, 0.0)
 
     def _routed(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The sum of the routed experts over the ranks [num_tokens, hidden_size], in memory that the caller owns.
+        """The sum of the routed experts over the ranks, of x's shape, in memory that the caller owns.
 
         Args:
             experts: [num_tokens, top_k] int64. A value of num_experts means no expert.
@@ -320,9 +333,9 @@ class CpuExperts(Experts):
 
         def part(out: torch.Tensor | None) -> torch.Tensor:
             if out is None:
-                out = self._context.empty(len(x), self._spec.hidden_size)
+                out = self._context.empty(len(x), self._size)
             leaves = self._leaves
-            nodes = out.view(len(leaves.nodes), len(x), self._spec.hidden_size)
+            nodes = out.view(len(leaves.nodes), len(x), self._size)
             mixed_products(hidden, self._down, leaves.width, leaves.nodes, mixture, nodes)
             return out
 
@@ -345,6 +358,8 @@ class CpuExperts(Experts):
     def _act(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         if isinstance(self._spec, BiasedMixture):
             clamped_act_and_mul(gate_up, self._spec.limit, self._spec.alpha, out)
+        elif not self._spec.is_gated:
+            out.copy_(relu2(gate_up))
         else:
             act_and_mul(gate_up, "silu", out)
 
@@ -381,8 +396,15 @@ def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _read_stacked(
     source: TensorSource, prefix: str, spec: MixtureOfExperts, i: int, columns: Span, gate_up: Tensor, down: Tensor
 ) -> None:
-    """Like `Experts._read_expert`, from stacked tensors of all experts, with the inputs in the first dimension."""
-    (all_gate_up, all_down), size = spec.stacked, spec.intermediate_size
+    """Like `Experts._read_expert`, from stacked tensors of all experts."""
+    (all_gate_up, all_down), size = spec.stacks, spec.intermediate_size
+    if spec.stacked == "outputs first":
+        for half, out in enumerate(gate_up.chunk(2)):
+            first = (2 * i + half) * size
+            source.read(prefix + all_gate_up.name, out, rows=Span(*(first + it for it in columns)))
+        rows = Span(i * spec.hidden_size, (i + 1) * spec.hidden_size)
+        source.read(prefix + all_down.name, down, rows=rows, columns=columns)
+        return
     rows = Span(i * spec.hidden_size, (i + 1) * spec.hidden_size)
     for first, out in zip((0, size), gate_up.chunk(2), strict=True):
         part = torch.empty_like(out.t(), memory_format=torch.contiguous_format)

@@ -12,7 +12,7 @@ from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.fp8 import Fp8Rows
 from parallel.numerics.tensor_source import TensorSource
-from worker.layers.activation import ActAndMul, Activation
+from worker.layers.activation import ActAndMul, Activation, relu2
 from worker.layers.step import Padding
 
 if TYPE_CHECKING:
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 
 class MLP:
-    """down(act(gate(x)) * up(x)) over this rank's columns, then an all-reduce, which may be left to the next norm."""
+    """down(act(gate(x)) * up(x)), or down(relu2(up(x))) without a gate, over this rank's columns. Then an all-reduce,
+    which may be left to the next norm."""
 
     def __init__(self, spec: DenseMLP, context: LayerContext) -> None:
-        self._act_and_mul = ActAndMul(spec.hidden_act)
+        self._factors = spec.factors
+        self._act = ActAndMul(spec.hidden_act) if spec.is_gated else relu2
         self._gate_up = ColumnParallelLinear(*spec.gate_up, context=context)
         self._down = RowParallelLinear(spec.down, context)
 
@@ -52,4 +54,8 @@ class MLP:
         return self._down.for_norm(self._activated(x))
 
     def _activated(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Rows:
-        return self._act_and_mul(self._gate_up(x), self._down.row_groups())
+        hidden = self._gate_up(x)
+        if self._factors is not None:
+            for part, factor in zip(hidden.chunk(2, dim=1), self._factors, strict=True):
+                part.mul_(factor)
+        return self._act(hidden, self._down.row_groups())

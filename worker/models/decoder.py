@@ -28,7 +28,7 @@ from worker.kernels.cpu_pointwise import softcap_
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
 from worker.layers.step import Padding, Step
-from worker.models.decoder_layer import DecoderLayer
+from worker.models.decoder_layer import DecoderLayer, MixerModule
 from worker.models.draft_head import DraftModel
 
 
@@ -75,18 +75,24 @@ class Decoder:
         self._norm = RMSNorm(
             model.hidden_size, model.rms_norm_eps, dtype=dtype, device=device, offset=model.norm.offset
         )
-        self._embedding_scale = torch.tensor(model.embedding_scale, dtype=dtype).item()  # rounded as in transformers
+        self._embedding_scale = model.embedding_scale
+        if model.rounds_embedding_scale:
+            self._embedding_scale = torch.tensor(model.embedding_scale, dtype=dtype).item()
         self._lm_head = ParallelLMHead(model.hidden_size, plan, group, arithmetic, dtype=dtype, device=device)
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
         """Geometry of every attention layer on this rank, the draft head's last."""
-        return [layer.mixer.layer for layer in self._all_layers if isinstance(layer.mixer.layer, AttentionLayer)]
+        return [it.layer for it in self._mixers if isinstance(it.layer, AttentionLayer)]
 
     @property
     def state_layers(self) -> list[StateLayer]:
         """The states of every recurrent layer on this rank."""
-        return [layer.mixer.layer for layer in self.layers if isinstance(layer.mixer.layer, StateLayer)]
+        return [it.layer for it in self._mixers if isinstance(it.layer, StateLayer)]
+
+    @property
+    def _mixers(self) -> list[MixerModule]:
+        return [mixer for layer in self._all_layers for mixer in layer.mixers]
 
     @property
     def _all_layers(self) -> list[DecoderLayer]:
@@ -114,8 +120,8 @@ class Decoder:
         """Sets the factors by which each layer's keys and values are divided in an FP8 pool: one for each, or one for
         both. Call before a pool is made from `attention_layers`."""
         for layer, of_layer in zip(self._all_layers, scales, strict=True):
-            attention: Any = layer.mixer  # each kind of attention has its own kind of layer
             if of_layer:
+                attention: Any = layer.mixers[0]  # each kind of attention has its own kind of layer
                 attention.layer = replace(attention.layer, k_scale=of_layer[0], v_scale=of_layer[-1])
 
     def set_max_positions(self, max_positions: int) -> None:
@@ -183,6 +189,8 @@ class Decoder:
             [num_rows, num_local_logits] fp32. `out` if it is given.
         """
         logits = self._lm_head.local_logits(hidden, out)
+        if self._model.logit_scale != 1.0:
+            logits *= self._model.logit_scale
         softcap = self._model.final_logit_softcap
         if softcap is None:
             return logits

@@ -14,10 +14,12 @@ from attention.layer import AttentionLayer
 from attention.state_pool import StateLayer
 from configs.biased_mixture import BiasedMixture
 from configs.delta_net import GatedDeltaNet
+from configs.falcon_h1 import AttentionAndMamba
 from configs.kimi_delta import KimiDeltaAttention
 from configs.latent_attention import LatentAttention
 from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts, Norms
-from configs.recurrent import ShortConvolution
+from configs.mamba import Mamba2
+from configs.recurrent import NoMixer, ShortConvolution
 from parallel.collectives.interface import PartialSum
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.tensor_source import TensorSource
@@ -25,6 +27,7 @@ from worker.layers.attention import Attention
 from worker.layers.delta_net import DeltaNet
 from worker.layers.experts import Experts
 from worker.layers.latent_attention import MLA
+from worker.layers.mamba import Mamba
 from worker.layers.mlp import MLP
 from worker.layers.norm import RMSNorm
 from worker.layers.short_conv import ShortConv
@@ -80,6 +83,8 @@ _MIXERS: dict[type[Any], Callable[[Any, LayerContext, int, float], MixerModule]]
     GatedDeltaNet: DeltaNet,
     KimiDeltaAttention: DeltaNet,
     ShortConvolution: ShortConv,
+    Mamba2: Mamba,
+    AttentionAndMamba: Attention,  # DecoderLayer adds Mamba
 }
 _FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerContext], FeedForwardModule]] = {
     DenseMLP: MLP,
@@ -111,22 +116,31 @@ class NormPair:
 
 
 class DecoderLayer:
-    """Residual + mixer(norm(residual)), then + feed_forward(norm(...)). Both summands may be normed, too."""
+    """Residual + mixer(norm(residual)), then + feed_forward(norm(...)). Both summands may be normed, too. One may be
+    missing."""
 
     def __init__(self, spec: LayerSpec, context: LayerContext, layer_id: int, eps: float) -> None:
-        self.mixer = _MIXERS[type(spec.mixer)](spec.mixer, context, layer_id, eps)
-        self._feed_forward = _FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, context)
-        self._mixer_norms = NormPair(spec.mixer_norms, context, eps)
-        self._feed_forward_norms = NormPair(spec.feed_forward_norms, context, eps)
-        self.norm = self._mixer_norms.before
+        self.mixers: list[MixerModule] = []
+        """The mixer. Empty if there is none, two if their outputs are added."""
+        self._factors = (1.0, 1.0)
+        self._feed_forward: FeedForwardModule | None = None
+        if not isinstance(spec.mixer, NoMixer):
+            self.mixers.append(_MIXERS[type(spec.mixer)](spec.mixer, context, layer_id, eps))
+        if isinstance(spec.mixer, AttentionAndMamba):
+            self.mixers.append(Mamba(spec.mixer.mamba, context, layer_id, eps))
+            self._factors = spec.mixer.factors
+        if spec.feed_forward is not None:
+            self._feed_forward = _FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, context)
+        norms = (spec.mixer_norms, spec.feed_forward_norms)
+        self._norms = [NormPair(it, context, eps) for it in norms if it is not None]
+        self.norm = self._norms[0].before
         """The first norm."""
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
-        self.mixer.load(source, prefix)
-        self._feed_forward.load(source, prefix)
-        self._mixer_norms.load(source, prefix)
-        self._feed_forward_norms.load(source, prefix)
+        for part in (*self.mixers, self._feed_forward, *self._norms):
+            if part is not None:
+                part.load(source, prefix)
 
     def __call__(
         self,
@@ -136,7 +150,7 @@ class DecoderLayer:
         keep: torch.Tensor | None = None,
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
-        """The feed-forward's output, and the residual to which the next norm's kernel adds it.
+        """The last part's output, and the residual to which the next norm's kernel adds it.
 
         Args:
             x: the previous layer's output, to add to `residual`. None for the first layer.
@@ -145,7 +159,8 @@ class DecoderLayer:
                 is computed, and the output is empty.
             state: [num_tokens, hidden_size]: gets the residual at the layer's input, after adding x.
         """
-        normed = self.norm(residual) if x is None else self.norm.add_for(x, residual, self.mixer.row_groups())
+        groups = self.mixers[0].row_groups() if len(self.mixers) == 1 else None
+        normed = self.norm(residual) if x is None else self.norm.add_for(x, residual, groups)
         if state is not None:
             state.copy_(residual)
         return self.after_norm(normed, residual, step, keep)
@@ -154,13 +169,27 @@ class DecoderLayer:
         self, normed: torch.Tensor | Fp8Rows, residual: torch.Tensor, step: Step, keep: torch.Tensor | None
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
         """The layer after its first norm, from that norm's output `normed`. See also `__call__`."""
-        attended, padding = self.mixer.attend(normed, step), step.padding
+        attended, padding = [mixer.attend(normed, step) for mixer in self.mixers], step.padding
         if keep is not None and not len(keep):
             return residual[:0], residual[:0]
         if keep is not None:
-            attended, residual = attended.index_select(0, keep), residual.index_select(0, keep)
+            attended, residual = [it.index_select(0, keep) for it in attended], residual.index_select(0, keep)
             padding = padding.of(keep)
-        x = self._mixer_norms.output(self.mixer.project(attended))
-        groups = self._feed_forward.row_groups()
-        x = self._feed_forward(self._feed_forward_norms.before.add_for(x, residual, groups), padding)
-        return self._feed_forward_norms.output(x), residual
+        if self.mixers:
+            x = self._norms[0].output(self._projected(attended))
+            if self._feed_forward is None:
+                return x, residual
+            normed = self._norms[-1].before.add_for(x, residual, self._feed_forward.row_groups())
+        elif keep is not None and isinstance(normed, torch.Tensor):
+            normed = normed.index_select(0, keep)
+        assert self._feed_forward is not None, "a layer has a mixer or a feed-forward"
+        return self._norms[-1].output(self._feed_forward(normed, padding)), residual
+
+    def _projected(self, attended: list[torch.Tensor]) -> torch.Tensor | PartialSum:
+        """The output of the mixer, or the sum of the outputs of two, times their factors."""
+        parts = [mixer.project(it) for mixer, it in zip(self.mixers, attended, strict=True)]
+        if len(parts) == 1:
+            return parts[0]
+        first, second = (part for part in parts if isinstance(part, torch.Tensor))  # no PartialSum on CPUs
+        # Not one fused operation, which would round the last elements otherwise than whole vectors.
+        return first.mul_(self._factors[0]).add_(second.mul_(self._factors[1]))
