@@ -24,9 +24,9 @@ RECENT_TOKENS = 2 * STATE_CHUNK
 
 
 def num_cached_states(config: EngineConfig) -> int:
-    """Number of states that the prefix cache stores besides those of running requests, for a resolved `config`: as many
-    as requests may run at once."""
-    return resolved(config.scheduler.max_num_seqs) if config.kv_cache.enable_prefix_caching else 0
+    """Number of states that the prefix cache stores besides those of running requests, for a resolved `config`: two for
+    each request that may run at once, because a request leaves one after its prompt and one after its answer."""
+    return 2 * resolved(config.scheduler.max_num_seqs) if config.kv_cache.enable_prefix_caching else 0
 
 
 class Recurrent:
