@@ -87,14 +87,14 @@ class Chunks:
         with at least half of the row's next tokens, which the row then finds in the prefix cache."""
         if key is None or (index := plan.computing.get(key)) is None or self._rows.request(row).wants_prompt_logprobs:
             return False
-        table, page_size = self._rows, self._limits.page_size
-        start = int(table.num_computed[row]) + len(prefix.pages) * page_size
+        table = self._rows
+        start = int(table.num_computed[row]) + len(prefix.pages) * self._limits.page_size
         length = self._chunk_length(row, start, plan)
         cacheable = int(table.num_cacheable[[row, plan.rows[index]]].min())
         shared = min(length, plan.lens[index], int(table.num_prefill[row]) - 1 - start, cacheable - start)
         differ = table.tokens[row, start : start + shared] != table.tokens[plan.rows[index], start : start + shared]
         num_same = int(differ.argmax()) if differ.any() else shared
-        num_shareable = num_same // page_size * page_size
+        num_shareable = self._pages.num_shareable(start, plan.lens[index], num_same)
         return num_shareable > 0 and 2 * num_shareable >= length
 
     def num_pages_missing(self, row: int) -> int:

@@ -195,8 +195,6 @@ class RowPages:
         num_pages = int(self._num_pages[row])
         if not self._caching or len(tokens) < self._page_size or self._num_published[row] != num_pages:
             return None
-        if self._states is not None:
-            return None  # the state after a shared page exists only where the other row's chunk ends
         return prefix.end, tokens[: self._page_size].tobytes()
 
     def publish(self, row: int, tokens: Int32Array, num_tokens: int) -> None:
@@ -213,17 +211,29 @@ class RowPages:
         self.allocator.transfer(pages[num_known:], CACHED)
         self._num_published[row] = last
 
+    def num_shareable(self, start: int, length: int, num_same: int) -> int:
+        """How many tokens of another row's chunk, which begins at token `start` and has `length` tokens, a row can take
+        from the prefix cache after the step, if its tokens equal the first `num_same` of them: whole pages, and with
+        recurrent layers all up to the state at the chunk's end."""
+        if self._states is None:
+            return num_same // self._page_size * self._page_size
+        covered = (start + length) // STATE_CHUNK * STATE_CHUNK - start
+        return covered if 0 < covered <= num_same else 0
+
     def state_end(self, row: int, start: int, stop: int, prompt_end: int) -> int:
         """The end of a chunk that would cover tokens `start` to `stop` of a prompt. The chunk ends before `stop` if
         other rows can then use the state there: where the prompt parts from a cached one, or before the prompt's last
-        `STATE_CHUNK` tokens, because no row takes the last token from the cache. A chunk that begins after a stored
-        state ends where the next one is, so that no kernel reads recent entries while it replaces them."""
+        `STATE_CHUNK` tokens, because no row takes the last token from the cache. Others end in whole chunks of
+        `STATE_CHUNK` tokens. A chunk that begins after a stored state ends where the next one is, so that no kernel
+        reads recent entries while it replaces them."""
         if self._states is None:
             return stop
         if start % STATE_CHUNK:
             return min(stop, -(-start // STATE_CHUNK) * STATE_CHUNK)
         if not self._caching:
             return stop
+        if stop < prompt_end and stop - start > STATE_CHUNK:
+            stop = stop // STATE_CHUNK * STATE_CHUNK
         places = int(self._branch[row]) // STATE_CHUNK * STATE_CHUNK, (prompt_end - 1) // STATE_CHUNK * STATE_CHUNK
         ends_before = stop % STATE_CHUNK == 0 and stop == prompt_end
         return min((it for it in places if start < it < stop and (it == places[0] or ends_before)), default=stop)

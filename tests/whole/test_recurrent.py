@@ -186,6 +186,16 @@ def test_the_same_prompt_finds_all_but_its_last_chunk(case: Case, length: int) -
         assert found.stats.total_prefix_hit_tokens == (length - 1) // STATE_CHUNK * STATE_CHUNK
 
 
+def test_equal_prompts_at_once_are_computed_once(case: Case) -> None:
+    """All but the last chunk: the others wait for the first one's state."""
+    prompt = tokens_of(7, 300)
+    with running(case) as group:
+        [expected] = answers(group, [prompt], prefix_caching=False).tokens
+        found = answers(group, [prompt] * 4, prefix_caching=True, chunk=128)
+        assert found.tokens == [expected] * 4
+        assert found.stats.total_prefix_hit_tokens == 3 * 256
+
+
 def test_the_turns_of_a_conversation_find_what_was_said_before(case: Case) -> None:
     """Answers too: a request that ends leaves its state."""
     with running(case) as group:
