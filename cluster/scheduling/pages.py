@@ -212,9 +212,9 @@ class RowPages:
         self._num_published[row] = last
 
     def num_shareable(self, start: int, length: int, num_same: int) -> int:
-        """How many tokens of another row's chunk, which begins at token `start` and has `length` tokens, a row can take
-        from the prefix cache after the step, if its tokens equal the first `num_same` of them: whole pages, and with
-        recurrent layers all up to the state at the chunk's end."""
+        """How many tokens of another row's chunk a row can take from the prefix cache after the step. The chunk begins
+        at token `start` and has `length` tokens; the row's next tokens equal its first `num_same`. Without recurrent
+        layers the row takes whole pages. With them it takes all tokens up to the state at the chunk's end."""
         if self._states is None:
             return num_same // self._page_size * self._page_size
         covered = (start + length) // STATE_CHUNK * STATE_CHUNK - start
