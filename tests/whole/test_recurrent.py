@@ -37,7 +37,7 @@ RECURRENT = (
 EXACT = [name for name in RECURRENT if FAMILIES[name].may_be_exact]
 INEXACT = [name for name in RECURRENT if name not in EXACT]
 LONG = 300
-NUM_PAGES = 400
+NUM_PAGES = 640
 NGRAMS = SpeculationConfig(method="ngram", num_speculative_tokens=5)
 
 
@@ -110,7 +110,7 @@ def test_bits_do_not_depend_on_ranks_and_cuts(case: Case, tp_size: int, dtype: t
 @contextmanager
 def running(case: Case, tp_size: int = 1, speculation: SpeculationConfig | None = None) -> Iterator[LocalGroup]:
     more = {} if speculation is None else {"speculation": speculation}
-    group = LocalGroup(case.path, tp_size, num_pages=NUM_PAGES, **more)
+    group = LocalGroup(case.path, tp_size, num_pages=NUM_PAGES, max_model_len=2048, **more)
     try:
         yield group
     finally:
@@ -210,6 +210,39 @@ def test_the_turns_of_a_conversation_find_what_was_said_before(case: Case) -> No
         # Each turn finds what whole chunks of the turn before allow, its answer without the last token.
         most = sum((len(prompt) + 39) // STATE_CHUNK * STATE_CHUNK for prompt in sent[:-1])
         assert found.stats.total_prefix_hit_tokens == most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3_5", pytest.param("nemotron_h", marks=pytest.mark.exhaustive)], indirect=True)
+def test_a_hundred_turns_of_agents_find_what_was_said_before(case: Case) -> None:
+    """Five agents share a system prompt in part and take turns. With drafts and the prefix cache the answers are those
+    without both. Every token that is found in the cache but not used is counted."""
+    bias = ((5, 104.0), (6, 100.0), (7, 100.0))
+    system = [5, 6, 7, *tokens_of(30, 500)]
+    shared = (0, 100, 250, 400, 503)
+    agents = [system[:count] + tokens_of(31 + agent, 60) for agent, count in enumerate(shared)]
+    sent, said, possible = list[list[int]](), list[list[int]](), 0
+    with running(case, 2, NGRAMS) as group:
+        for turn in range(100):
+            prompt = agents[agent := turn % len(agents)]
+            [answer] = answers(group, [prompt], bias=bias, prefix_caching=False).tokens
+            known = max((_num_equal(prompt[:-1], one) for one in said), default=0)
+            possible += known // STATE_CHUNK * STATE_CHUNK
+            sent.append(prompt)
+            said.append(prompt + answer[:-1])
+            agents[agent] = prompt + answer + tokens_of(50 + turn, 7 + turn % 30)
+        how = {"bias": bias, "speculation": NGRAMS, "prefix_caching": True, "num_states": 16}
+        found = answers(group, sent, at_once=False, **how)
+        stats = found.stats
+        assert [prompt + answer[:-1] for prompt, answer in zip(sent, found.tokens, strict=True)] == said
+        assert 0 < stats.total_accepted < stats.total_drafted
+        assert stats.total_prefix_hit_tokens >= 0.9 * possible
+        assert stats.total_prefix_hit_tokens + stats.total_stateless_tokens == possible
+
+
+def _num_equal(one: list[int], other: list[int]) -> int:
+    """The number of leading tokens that two rows share."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 @pytest.mark.ray
