@@ -330,7 +330,7 @@ def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: arg
         asked = requests(worker.vocab_size, _most_rows(config.device), args.tokens, args.long)
         num_pages = way.num_pages(asked, max_model_len)
         num_slots = resolved(config.scheduler.max_num_seqs) + num_cached_states(config)
-        num_slots *= bool(worker.shard.decoder.state_layers)  # of recurrent layers
+        num_slots *= bool(worker.shard.decoder.state_layers)
         frames = Frames(way, worker.vocab_size, max_model_len, num_pages, asked, num_slots)
         ModelRunner.capture = capture if way.graphs else lambda *_, **__: None  # type: ignore[method-assign]
         worker.allocate(num_pages, max_model_len)

@@ -95,7 +95,7 @@ class KimiDeltaAttention(Recurrent):
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        """As in GatedDeltaNet, with a decay for each channel."""
+        """The tensors of GatedDeltaNet's state, with a decay for each channel."""
         size = self.key_dim
         recent = StateTensor({Axis.QUERY_HEADS: size}, RECENT_TOKENS)
         state = StateTensor({Axis.QUERY_HEADS: size * size}, is_fp32=True)

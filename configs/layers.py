@@ -454,7 +454,7 @@ class MixtureOfExperts:
     has_shared_gate: bool = True
     hidden_act: str = "silu"
     is_gated: bool = True
-    """As in DenseMLP, for routed experts and the shared one."""
+    """Whether routed experts and the shared one have a gate, as DenseMLP has."""
     latent_size: int | None = None
     """Size of what routed experts read and write. A projection before them and one after them convert it. If None, it
     is hidden_size, without projections."""

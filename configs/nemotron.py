@@ -13,7 +13,7 @@ from configs.model_config import layers_of
 from configs.recurrent import NoMixer
 from configs.rope import RopeConfig
 
-_TYPES = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of a pattern, and transformers 4's names
+_TYPES = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # a pattern's letters, and transformers 4's names
 _NEW_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}  # transformers 5's
 
 

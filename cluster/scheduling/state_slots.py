@@ -34,7 +34,8 @@ class StateSlots:
 
     def adopt(self, row: int, node: Node, num_tokens: int) -> None:
         """Gives a row the state after `node`'s prefix of `num_tokens` tokens. The node must have a state."""
-        self._copies = [copy for copy in self._copies if copy[1] != row]  # of a request that got no pages
+        # A request that got no pages leaves a copy to its row.
+        self._copies = [copy for copy in self._copies if copy[1] != row]
         self._nodes.move_to_end(node)
         self._copies.append((node.state, row, num_tokens))
 

@@ -45,6 +45,7 @@ def test_the_phases_follow_each_other_from_arrival_to_end() -> None:
         "x-request-id": "req-1",
         "prompt_tokens": 40,
         "cached_tokens": 16,
+        "cached_without_state_tokens": 0,
         "output_tokens": 11,
         "sequences": 1,
         "finish_reasons": "stop",

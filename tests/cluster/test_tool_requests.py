@@ -14,6 +14,7 @@ from llguidance.hf import from_tokenizer
 
 from cluster.openai.responses.response_tools import read_tools
 from cluster.openai.responses.responses_request import InputTokensRequest
+from cluster.requests.images import LeftOut
 from cluster.structured.compiler import GrammarCompiler
 from cluster.structured.spec import schema_grammar
 from cluster.text.answer_parser import AnswerFormat, AnswerReader
@@ -25,6 +26,7 @@ from cluster.text.tools.grammar import CallGrammar, SpecialId, after_reasoning
 from cluster.text.tools.styles import STYLES, StyleName
 from cluster.text.tools.tool_use import ToolMode, ToolUse
 from configs.errors import RequestError
+from configs.schema import ServerConfig
 from tests.helpers.chats import parse_tools
 
 WEATHER = {
@@ -73,7 +75,8 @@ def test_the_forms_of_tool_choice() -> None:
 
 
 def flat_tools(tools: Any, choice: Any) -> ToolUse | None:
-    return read_tools(InputTokensRequest(input="hi", tools=tools, tool_choice=choice)).use
+    request = InputTokensRequest(input="hi", tools=tools, tool_choice=choice)
+    return read_tools(request, LeftOut(ServerConfig())).use
 
 
 def test_responses_have_functions_in_the_place_of_tools() -> None:

@@ -20,6 +20,7 @@ from cluster.scheduling import chunks
 from cluster.scheduling.limits import max_item_tokens
 from configs.attention import Feature
 from configs.errors import EngineError
+from configs.layers import Axis
 from configs.model_config import ModelConfig
 from configs.schema import AttentionConfig, EngineConfig, SchedulerConfig
 from tests.helpers.fake_engine import LIMITS, VOCAB, Engine, prompt_of
@@ -306,9 +307,12 @@ def _taken(
 
 
 def _layers(*windows: int | None, features: frozenset[Feature] = frozenset()) -> SimpleNamespace:
-    mixers = [SimpleNamespace(window=window, chunk=None, features=features, head_dim=64) for window in windows]
+    mixers = [
+        SimpleNamespace(window=window, chunk=None, features=features, head_dim=64, token_elements={Axis.KV_HEADS: 64})
+        for window in windows
+    ]
     layers = [SimpleNamespace(mixer=mixer) for mixer in mixers]
-    return SimpleNamespace(layers=layers, all_layers=layers)
+    return SimpleNamespace(layers=layers, all_layers=layers, has_states=False)
 
 
 def test_a_group_takes_as_many_items_as_a_step_has_room_for_and_windows_and_backends_allow() -> None:

@@ -398,10 +398,16 @@ def test_shapes_are_those_of_the_published_models(
     assert model.eos_token_ids
 
 
+WITHOUT_CONFIG = {
+    *("qwen3.5-small", "nemotron-small"),  # for CPUs
+    *("qwen3.5-9b", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b"),  # no GPU runs their layers yet
+}
+
+
 def test_every_shape_has_a_config_file_that_says_what_its_name_promises() -> None:
     shapes = {path.name for path in (ROOT / "benchmarks" / "models").iterdir()}
     files = {path.stem: path for path in (ROOT / "configs").glob("*.yaml") if not path.stem.startswith("smollm2")}
-    assert shapes == {stem.partition("-tp")[0] for stem in files}
+    assert shapes - WITHOUT_CONFIG == {stem.partition("-tp")[0] for stem in files}
     for stem, path in files.items():
         engine = load_app_config(path).engine
         assert engine.tensor_parallel_size == int(stem.partition("-tp")[2] or 1), stem

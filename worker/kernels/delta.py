@@ -105,7 +105,7 @@ def _delta_kernel(
             own_keys = tl.dot(tl.trans(here.to(DTYPE)), keys, input_precision="ieee").to(DTYPE)
             own_values = tl.dot(tl.trans(here.to(DTYPE)), values, input_precision="ieee")
             left = tl.sum(tl.where(here, decays[:, None], 0.0), axis=0)
-            # From the state, and from earlier blocks of the chunk.
+            # Each new token reads the state and what earlier blocks of the chunk added.
             read = tl.dot(k.to(tl.float32), state, input_precision=PRECISION) * tl.exp(left)[:, None]
             out = tl.dot(q.to(tl.float32), state, input_precision=PRECISION) * tl.exp(left)[:, None]
             is_earlier, added = (entry < block * BLOCK)[None, :], values.to(tl.float32)
@@ -113,7 +113,7 @@ def _delta_kernel(
             read += tl.dot(by, added, input_precision=PRECISION)
             by = _products(q, keys, left, decays, is_earlier, PRECISION)
             out += tl.dot(by, added, input_precision=PRECISION)
-            # From the own block: each new token reads what the tokens before it added.
+            # In its own block, each new token reads what the tokens before it added.
             by = _products(k, own_keys, left, left, line[:, None] > line[None, :], PRECISION)
             i = tl.maximum(begin - base - block * BLOCK, 0)
             while i < tl.minimum(stop - base - block * BLOCK, BLOCK):

@@ -250,7 +250,7 @@ class CpuExperts(Experts):
         self._router: CpuWeight | None = None
         self._leaves = context.arithmetic.leaves(_CUT, context)
         latent_size = spec.latent_size if isinstance(spec, MixtureOfExperts) else None
-        self._size = latent_size or spec.hidden_size  # of what an expert reads and writes
+        self._size = latent_size or spec.hidden_size  # size of what an expert reads and writes
         self._latents: list[CpuWeight] = []
         self._sum = context.arithmetic.rank_sum(self._size, _CUT, context, of_weight=False)
         self._gate_up: list[CpuWeight] = []

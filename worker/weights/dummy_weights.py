@@ -36,7 +36,7 @@ _GAINS = {
     # in cycles.
     Role.ATTENTION_OUTPUT: 0.6,
 }
-# Of decays, so that a state remembers some thirty tokens.
+# With this mean of its decays, a state remembers some thirty tokens.
 _MEANS = {Role.NORM: 1.0, Role.QUERY_KEY_NORM: _GAINS[Role.QUERY_KEY], Role.BIAS: 0.0, Role.DECAY: -3.0}
 _VECTOR_STD = 0.1
 
