@@ -118,8 +118,8 @@ def _delta_kernel(
             i = tl.maximum(begin - base - block * BLOCK, 0)
             while i < tl.minimum(stop - base - block * BLOCK, BLOCK):
                 before_it = _line(read, i, BLOCK) + tl.sum(_line(by, i, BLOCK)[:, None] * own_values, axis=0)
-                added = tl.sum(tl.where(line == i, beta, 0.0)) * (_line(v, i, BLOCK) - before_it)
-                own_values = tl.where((line == i)[:, None], added.to(DTYPE).to(tl.float32)[None, :], own_values)
+                change = tl.sum(tl.where(line == i, beta, 0.0)) * (_line(v, i, BLOCK) - before_it)
+                own_values = tl.where((line == i)[:, None], change.to(DTYPE).to(tl.float32)[None, :], own_values)
                 i += 1
             by = _products(q, own_keys, left, left, line[:, None] >= line[None, :], PRECISION)
             out += tl.dot(by, own_values, input_precision=PRECISION)
