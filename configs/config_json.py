@@ -90,8 +90,6 @@ def _layers(fields: Fields, family: Family, max_model_len: int | None) -> tuple[
     if family.layers is not None:
         return family.layers(fields, ropes[_FULL])
     num_q, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
-    # In every family, an explicit null means one KV head per query head.
-    default_kv = num_q if "num_key_value_heads" in fields.values else family.num_key_value_heads or num_q
     has_bias = family.attention_bias is not None and fields.flag("attention_bias", family.attention_bias)
     num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
     turning = rotary_layers(fields, num_layers) if family.reads_no_rope_layers else (True,) * num_layers
@@ -102,7 +100,7 @@ def _layers(fields: Fields, family: Family, max_model_len: int | None) -> tuple[
         (type_, turns): GroupedQueryAttention(
             hidden_size=hidden_size,
             num_attention_heads=num_q,
-            num_key_value_heads=fields.count("num_key_value_heads", default_kv),
+            num_key_value_heads=fields.kv_heads(num_q, family.num_key_value_heads or num_q),
             head_dim=fields.count("head_dim", family.head_dim or hidden_size // num_q),
             rope=ropes[type_] if turns else RopeConfig(theta=ropes[type_].theta, partial=0.0),
             qkv_bias=has_bias or (fields.flag("qkv_bias", True) if family.qkv_bias is None else family.qkv_bias),

@@ -57,8 +57,7 @@ def falcon_h1_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
 
 def _mixer(fields: Fields, rope: RopeConfig, has_norm: bool) -> AttentionAndMamba:
     num_q, hidden_size = fields.count("num_attention_heads", 32), fields.count("hidden_size")
-    # An explicit null means one KV head per query head, and that `mamba_expand` counts.
-    default_kv = num_q if "num_key_value_heads" in fields.values else 8
+    # An explicit null of `mamba_d_ssm` means that `mamba_expand` counts.
     expanded = fields.count("mamba_expand", 2) * hidden_size if "mamba_d_ssm" in fields.values else 1024
     of_input = fields.number("ssm_in_multiplier", 1.0)
     factors = tuple(it * of_input for it in fields.numbers("ssm_multipliers", (1.0,) * 5))
@@ -70,7 +69,7 @@ def _mixer(fields: Fields, rope: RopeConfig, has_norm: bool) -> AttentionAndMamb
     return AttentionAndMamba(
         hidden_size=hidden_size,
         num_attention_heads=num_q,
-        num_key_value_heads=fields.count("num_key_value_heads", default_kv),
+        num_key_value_heads=fields.kv_heads(num_q, 8),
         head_dim=head_dim,
         rope=rope,
         # Factors of queries and keys are factors of the scores, and those of values are factors of the output.

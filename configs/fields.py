@@ -37,6 +37,18 @@ class Fields:
             )
         return value
 
+    def kv_heads(self, num_q: int, default: int) -> int:
+        """Number of KV heads of an attention with `num_q` query heads. An explicit null means one KV head per query
+        head."""
+        return self.count("num_key_value_heads", num_q if "num_key_value_heads" in self.values else default)
+
+    def experts(self, key: str, num_experts: int, top_k: int) -> tuple[int, int]:
+        """Number of experts, at `key`, and of those that a token takes. The arguments are the defaults."""
+        num_experts, top_k = self.count(key, num_experts, MOST_PARTS), self.count("num_experts_per_tok", top_k)
+        if top_k > num_experts:
+            raise CheckpointError(f"{self.where}: num_experts_per_tok={top_k} exceeds {key}={num_experts}")
+        return num_experts, top_k
+
     def number(self, key: str, default: float | None = None) -> float:
         return float(self._typed(key, default, (int, float), "a number"))
 

@@ -53,10 +53,7 @@ def _feed_forward(fields: Fields) -> FeedForward:
     )
     if fields.integer("num_local_experts", 8) == 0:
         return shared
-    num_experts = fields.count("num_local_experts", 8, MOST_PARTS)
-    top_k = fields.count("num_experts_per_tok", 2)
-    if top_k > num_experts:
-        raise CheckpointError(f"{fields.where}: num_experts_per_tok={top_k} exceeds num_local_experts={num_experts}")
+    num_experts, top_k = fields.experts("num_local_experts", 8, 2)
     return MixtureOfExperts(
         hidden_size=fields.count("hidden_size"),
         num_experts=num_experts,

@@ -207,7 +207,7 @@ class Mixer(FeedForward, Protocol):
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        """Memory per request. Empty for attention, whose memory is per token."""
+        """Memory per request. Empty for attention, which has memory per token."""
 
     @property
     def pair_flops(self) -> Amounts:
@@ -302,7 +302,7 @@ class GroupedQueryAttention:
 
     @property
     def gate(self) -> Linear | None:
-        """The projection whose sigmoid multiplies the output, or None if there is none."""
+        """The gate's projection. The sigmoid of its result multiplies the output. None if there is no gate."""
         num_q = self.num_attention_heads
         return self._projection("q", Axis.QUERY_HEADS, num_q, Role.MATRIX, num_q) if self.is_gated else None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from configs.errors import CheckpointError
 from configs.fields import MOST_PARTS, Fields, layer_types
 from configs.layers import (
     DenseMLP,
@@ -69,9 +68,7 @@ def _mlp(fields: Fields, columns: int) -> DenseMLP:
 
 
 def _experts(fields: Fields) -> MixtureOfExperts:
-    num_experts, top_k = fields.count("num_experts", 32, MOST_PARTS), fields.count("num_experts_per_tok", 4)
-    if top_k > num_experts:
-        raise CheckpointError(f"{fields.where}: num_experts_per_tok={top_k} exceeds num_experts={num_experts}")
+    num_experts, top_k = fields.experts("num_experts", 32, 4)
     return MixtureOfExperts(
         hidden_size=fields.count("hidden_size"),
         num_experts=num_experts,

@@ -39,12 +39,10 @@ def _attention(fields: Fields, rope: RopeConfig, turns: bool, type_: str) -> Gro
     temperature = None
     if fields.values.get("attn_temperature_tuning", True):  # some files have a number here
         temperature = fields.number("attn_scale", 0.1), fields.count("floor_scale", 8192)
-    # An explicit null means one KV head per query head.
-    default_kv = num_q if "num_key_value_heads" in fields.values else 8
     return GroupedQueryAttention(
         hidden_size=fields.count("hidden_size"),
         num_attention_heads=num_q,
-        num_key_value_heads=fields.count("num_key_value_heads", default_kv),
+        num_key_value_heads=fields.kv_heads(num_q, 8),
         head_dim=fields.count("head_dim", 128),
         rope=rope if turns else RopeConfig(theta=rope.theta, partial=0.0, temperature=temperature),
         qkv_bias=has_bias,
@@ -65,9 +63,7 @@ def _dense(fields: Fields) -> DenseMLP:
 
 
 def _experts(fields: Fields) -> MixtureOfExperts:
-    num_experts, top_k = fields.count("num_local_experts", 16, MOST_PARTS), fields.count("num_experts_per_tok", 1)
-    if top_k > num_experts:
-        raise CheckpointError(f"{fields.where}: num_experts_per_tok={top_k} exceeds num_local_experts={num_experts}")
+    num_experts, top_k = fields.experts("num_local_experts", 16, 1)
     if (act := fields.text("hidden_act", "silu")) != "silu":
         raise CheckpointError(f"{fields.where}: hidden_act={act} of experts is not supported; only silu is")
     return MixtureOfExperts(

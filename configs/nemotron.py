@@ -66,12 +66,10 @@ def _mamba(fields: Fields) -> Mamba2:
 
 def _attention(fields: Fields, rope: RopeConfig) -> GroupedQueryAttention:
     num_q = fields.count("num_attention_heads", 32)
-    # An explicit null means one KV head per query head.
-    default_kv = num_q if "num_key_value_heads" in fields.values else 8
     return GroupedQueryAttention(
         hidden_size=fields.count("hidden_size"),
         num_attention_heads=num_q,
-        num_key_value_heads=fields.count("num_key_value_heads", default_kv),
+        num_key_value_heads=fields.kv_heads(num_q, 8),
         head_dim=fields.count("head_dim", 128),
         rope=RopeConfig(theta=rope.theta, partial=0.0),
         name="mixer",

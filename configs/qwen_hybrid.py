@@ -97,10 +97,7 @@ def _mlp(fields: Fields, columns: int) -> DenseMLP:
 def _experts(fields: Fields, num_experts: int, top_k: int) -> MixtureOfExperts:
     """The experts, with this many of them and this many for a token if the file has no numbers."""
     fields.check("hidden_act", "silu")
-    num_experts = fields.count("num_experts", num_experts, MOST_PARTS)
-    top_k = fields.count("num_experts_per_tok", top_k)
-    if top_k > num_experts:
-        raise CheckpointError(f"{fields.where}: num_experts_per_tok={top_k} exceeds num_experts={num_experts}")
+    num_experts, top_k = fields.experts("num_experts", num_experts, top_k)
     return MixtureOfExperts(
         hidden_size=fields.count("hidden_size"),
         num_experts=num_experts,

@@ -66,7 +66,7 @@ class StateSlots:
         forgets all copies. If `first_lost` is None, the ranks have lost all states.
 
         Returns:
-            The rows whose states are lost.
+            The rows that lost their state.
         """
         lost = {slot for slot, step in self._stored_by.items() if first_lost is None or step >= first_lost}
         for node in list(self._nodes):

@@ -60,7 +60,7 @@ class Limits:
     num_window_pages: int | None = None
     """At most the group's; None where it has none."""
     num_states: int = 8
-    """Of recurrent layers, where there are any; at most 64."""
+    """Number of slots for states of recurrent layers in the prefix cache; at most 64."""
     window: int = 1
     max_item_tokens: int = 0
     speculation: SpeculationConfig = NO_SPECULATION
