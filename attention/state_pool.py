@@ -51,6 +51,8 @@ class RowStates:
     pool: StatePool
     num_tokens: int
     """Number of the step's tokens, those of padding rows included."""
+    is_decode: bool
+    """Whether each row, padding too, has one token."""
     rows: torch.Tensor
     """The row of each of the step's rows in the request table, which is its slot too. 0 for padding."""
     cu_seqlens_q: torch.Tensor
@@ -77,6 +79,7 @@ class StatePool:
         num_cached: number of slots for states in the prefix cache.
         allocate: allocates the memory of a layer's slots, [num_bytes] uint8 on `device` with finite numbers, given the
             layer's index and num_bytes. If None, the pool allocates it.
+        has_drafts: whether steps may have drafts. After drafts, a row's state may lie more than a chunk behind.
     """
 
     def __init__(
@@ -86,8 +89,11 @@ class StatePool:
         num_cached: int,
         device: torch.device,
         allocate: Callable[[int, int], torch.Tensor] | None = None,
+        *,
+        has_drafts: bool = True,
     ) -> None:
         self.num_rows = num_rows
+        self.has_drafts = has_drafts
         self.num_slots = num_rows + num_cached
         self._num_covered = torch.zeros(self.num_slots + 1, dtype=torch.int32, device=device)
         if allocate is None:
@@ -138,6 +144,11 @@ class StatePool:
             # In one kernel for many tensors
             torch._foreach_copy_([it[target] for it in slots], [it[source] for it in slots])
 
+    def repeat_first_row(self, num_rows: int) -> None:
+        """Gives rows 2 to `num_rows` the state and the recent entries of row 1. A self-test uses this."""
+        for tensor in (self._num_covered, *(it for tensors in self._tensors.values() for it in tensors)):
+            tensor[2 : num_rows + 1] = tensor[1]
+
     def begin(
         self,
         num_tokens: int,
@@ -145,6 +156,8 @@ class StatePool:
         cu_seqlens_q: torch.Tensor,
         ends: torch.Tensor,
         num_drafts: torch.Tensor,
+        *,
+        is_decode: bool = False,
     ) -> RowStates:
         """Starts a step: decides which of its rows' states move forward. A graph may capture this.
 
@@ -154,10 +167,11 @@ class StatePool:
             cu_seqlens_q: `RowStates.cu_seqlens_q`.
             ends: `RowStates.ends`.
             num_drafts: [num_rows] int32, device: how many of each row's inputs, at their end, are unverified drafts.
+            is_decode: `RowStates.is_decode`.
         """
         # A row that begins is that of another request than before.
         begins = ends == cu_seqlens_q.diff()
         before = self._num_covered.index_select(0, rows).masked_fill(begins, 0)
         after = torch.maximum(before, (ends - num_drafts).div(STATE_CHUNK, rounding_mode="floor") * STATE_CHUNK)
         self._num_covered.index_copy_(0, rows.long(), after)
-        return RowStates(self, num_tokens, rows, cu_seqlens_q, ends, before, after)
+        return RowStates(self, num_tokens, is_decode, rows, cu_seqlens_q, ends, before, after)

@@ -119,7 +119,7 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
     else:
         dtype = decide("dtype", config.dtype, "float32", "cpu")
     if model.has_states:
-        _check_recurrent(config, device)
+        _check_recurrent(config)
     decided = config.model_copy(update={"device": device, "dtype": dtype})
     card = host.card if device == "cuda" else None
     if card is not None:
@@ -208,10 +208,8 @@ def _step_tokens(model: ModelConfig, tensor_parallel_size: int) -> int:
     return max((size for size in sizes if size * flops <= _STEP_FLOPS * tensor_parallel_size), default=sizes[0])
 
 
-def _check_recurrent(config: EngineConfig, device: str) -> None:
+def _check_recurrent(config: EngineConfig) -> None:
     """Raises ConfigError if settings do not work with recurrent layers."""
-    if device != "cpu":
-        raise ConfigError("the model has recurrent layers, which run on CPUs only so far; set device=cpu")
     if config.kv_cache.page_size > STATE_CHUNK:
         raise ConfigError(
             f"kv_cache.page_size={config.kv_cache.page_size} exceeds the {STATE_CHUNK} tokens after which states of "

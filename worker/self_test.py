@@ -22,9 +22,11 @@ from attention.backend import AttentionBackend
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.registry import create_backend
+from attention.state_pool import StatePool
 from configs.errors import EngineError
 from configs.layers import Axis, Cut
 from configs.numerics import leaf_columns
+from configs.recurrent import STATE_CHUNK
 from parallel.collectives.group import TensorParallelGroup
 from parallel.collectives.interface import PartialSum
 from parallel.numerics.arithmetic import Arithmetic, LayerContext
@@ -77,6 +79,7 @@ def check_steps(
     runner: ModelRunner,
     decoder: Decoder,
     group: TensorParallelGroup,
+    states: StatePool | None,
     *,
     num_tokens: int,
     max_rows: int,
@@ -89,6 +92,7 @@ def check_steps(
 
     Args:
         runner: must have pages 1, 2, ... for `num_tokens`, in the window pool too if there is one.
+        states: the runner's pool of recurrent states. None if the model has none.
         num_tokens: maximum number of tokens of a step. At most _MOST_TOKENS are used.
         max_rows: maximum number of rows of a step.
     """
@@ -102,6 +106,7 @@ def check_steps(
             if num_rows * rank_sum.out_features * sum(rank_sum.tree_for(num_rows).counts) <= _MOST_ELEMENTS:
                 _check_rank_sum(rank_sum, group, num_rows, decoder.dtype)
     num_tokens, max_rows = min(num_tokens, _MOST_TOKENS), min(max_rows, num_tokens, _MOST_ROWS)
+    num_tokens -= num_tokens > 1 and num_tokens % STATE_CHUNK == 0  # the last token must come after the stored state
     tokens = np.random.default_rng(0).integers(0, vocab_size, num_tokens)
     whole = runner.hidden_of(_step(tokens, [0], page_size))
     sizes.append(num_tokens)
@@ -112,6 +117,10 @@ def check_steps(
                 found, whole[start:stop], f"a token's hidden state changes in a step of {stop - start} tokens"
             )
     positions = np.linspace(0, num_tokens - 1, max_rows).astype(np.int64)
+    if states is not None:
+        # Recurrent layers need the state before each row's token. Only the one after the prompt is there.
+        positions = np.full(max_rows, num_tokens - 1)
+        states.repeat_first_row(max_rows)
     found = runner.hidden_of(_step(tokens[positions], positions.tolist(), page_size))
     _require_equal(found, whole[positions.tolist()], f"a token's hidden state changes in a step of {max_rows} decodes")
     logits = decoder.local_logits(whole[-max_rows:])

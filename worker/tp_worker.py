@@ -224,6 +224,7 @@ class TPWorker:
             self._runner,
             self.shard.decoder,
             self._group,
+            self._runner.state_pool,
             num_tokens=min(num_pages * page_size, max_model_len, resolved(scheduler.max_num_batched_tokens)),
             max_rows=resolved(scheduler.max_num_seqs),
             page_size=page_size,
@@ -385,7 +386,8 @@ class TPWorker:
         if not (layers := self.shard.decoder.state_layers):
             return None
         of_layer = None if allocate is None else lambda layer_id, size: allocate(state_block(layer_id), size)
-        return StatePool(layers, max_rows, num_cached_states(self._config), self._device, of_layer)
+        sizes, has_drafts = (max_rows, num_cached_states(self._config)), self._config.speculation.num_drafts > 0
+        return StatePool(layers, *sizes, self._device, of_layer, has_drafts=has_drafts)
 
 
 def peer_sizes(config: EngineConfig, model: ModelConfig, plan: ShardPlan) -> PeerSizes:

@@ -524,10 +524,15 @@ def _call_exact_mixture(
 
 def _call_recurrent(dtype: torch.dtype) -> None:
     """Gated DeltaNet of Qwen3.5-9B, and a convolution with a bias of LFM2's width."""
-    key_heads, value_heads, dim, num_rows, num_tokens = 16, 32, 128, 4, 512
+    for num_tokens in (4, 512):
+        _call_gated_delta_net(num_tokens, dtype)
+
+
+def _call_gated_delta_net(num_tokens: int, dtype: torch.dtype) -> None:
+    key_heads, value_heads, dim, num_rows = 16, 32, 128, 4
     channels = (2 * key_heads + value_heads) * dim
     pool = StatePool([], 8, 8, torch.device("cpu"))
-    states = RowStates(pool, num_tokens, *(_int32(num_rows + (i == 1)) for i in range(5)))
+    states = RowStates(pool, num_tokens, num_tokens == num_rows, *(_int32(num_rows + (i == 1)) for i in range(5)))
     for width, bias in ((4, None), (3, torch.empty(channels))):
         slots, recent = torch.empty(17, (width - 1) * channels, dtype=dtype), torch.empty(9, 32, channels, dtype=dtype)
         x = torch.empty(num_tokens, channels + 64, dtype=dtype)[:, :channels]

@@ -37,17 +37,23 @@ def _input(
 
 @triton.jit
 def _conv_kernel(
-    out_ptr, x_ptr, weight_ptr, bias_ptr, slots_ptr, recent_ptr, rows_ptr, cu_ptr, ends_ptr, before_ptr, row_of_ptr,
-    num_tokens, channels, x_stride, WIDTH: tl.constexpr, RECENT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    out_ptr, x_ptr, weight_ptr, bias_ptr, slots_ptr, recent_ptr, rows_ptr, cu_ptr, ends_ptr, before_ptr, after_ptr,
+    row_of_ptr, num_tokens, channels, x_stride, num_normed, WIDTH: tl.constexpr, RECENT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
+    """In a decode this kernel also stores what `_store_kernel` does, because no other program reads it."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_token, is_channel = token < num_tokens, channel < channels
-    row_in_step = tl.load(row_of_ptr + token, is_token, 0)
-    row, first = tl.load(rows_ptr + row_in_step), tl.load(cu_ptr + row_in_step)
-    start = tl.load(ends_ptr + row_in_step) - (tl.load(cu_ptr + row_in_step + 1) - first)
-    before, position = tl.load(before_ptr + row_in_step), start + token - first
+    if IS_DECODE:
+        row_in_step, first = token, token
+        start = tl.load(ends_ptr + token, is_token, 1) - 1
+    else:
+        row_in_step = tl.load(row_of_ptr + token, is_token, 0)
+        first = tl.load(cu_ptr + row_in_step)
+        start = tl.load(ends_ptr + row_in_step) - (tl.load(cu_ptr + row_in_step + 1) - first)
+    row = tl.load(rows_ptr + row_in_step, is_token, 0)
+    before, position = tl.load(before_ptr + row_in_step, is_token, 0), start + token - first
     y = tl.zeros((TOKENS, CHANNELS), tl.float32)
     if HAS_BIAS:
         y += tl.load(bias_ptr + channel, is_channel, 0.0)[None, :]
@@ -60,7 +66,24 @@ def _conv_kernel(
         y = tl.fma(tl.load(weight_ptr + i * channels + channel, is_channel, 0.0)[None, :] + tl.zeros_like(y), x, y)
     if SILU:
         y = y / (1.0 + tl.exp(-y))
+    if tl.program_id(1) < num_normed:
+        y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
+        y *= tl.rsqrt(tl.sum(y * y, axis=1) + 1e-6)[:, None]
     tl.store(out_ptr + token.to(tl.int64)[:, None] * channels + channel[None, :], y.to(out_ptr.dtype.element_ty), mask)
+    if IS_DECODE:
+        x = tl.load(x_ptr + token.to(tl.int64)[:, None] * x_stride + channel[None, :], mask)
+        tl.debug_barrier()  # other threads have read what these stores overwrite
+        place = row.to(tl.int64)
+        tl.store(recent_ptr + (place * RECENT + start % RECENT)[:, None] * channels + channel[None, :], x, mask)
+        after = tl.load(after_ptr + token, is_token, 0)
+        moves = mask & (after > before)[:, None]
+        for i in tl.static_range(WIDTH - 1):
+            kept = _input(
+                x_ptr, slots_ptr, recent_ptr, (after - (WIDTH - 1 - i))[:, None], row[:, None], first[:, None],
+                start[:, None], before[:, None], channel[None, :], moves, x_stride, channels, WIDTH, RECENT,
+            )  # fmt: skip
+            at = (place * (WIDTH - 1) + i)[:, None] * channels + channel[None, :]
+            tl.store(slots_ptr + at, kept.to(slots_ptr.dtype.element_ty), moves)
 
 
 @triton.jit
@@ -100,20 +123,28 @@ def causal_conv(
     recent: torch.Tensor,
     *,
     silu: bool = False,
+    normed: tuple[int, int] = (0, 0),
 ) -> torch.Tensor:
-    """Like `worker.kernels.cpu_conv.causal_conv`."""
+    """Like `worker.kernels.cpu_conv.causal_conv`.
+
+    Args:
+        normed: number of heads, which come first, whose outputs are scaled to length 1, and their size.
+    """
     (width, channels), num_tokens = weight.shape, len(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert x.stride(1) == 1, "the channels of a token lie side by side"
-    size, blocks = min(_CHANNELS, triton.next_power_of_2(channels)), triton.cdiv(channels, _CHANNELS)
-    rows = states.rows, states.cu_seqlens_q, states.ends, states.before
-    sizes = {"WIDTH": width, "RECENT": recent.shape[1], "CHANNELS": size}
+    size = normed[1] or min(_CHANNELS, triton.next_power_of_2(channels))
+    blocks = triton.cdiv(channels, size)
+    rows = states.rows, states.cu_seqlens_q, states.ends, states.before, states.after
+    sizes, row_of_token = {"WIDTH": width, "RECENT": recent.shape[1], "CHANNELS": size}, None
+    if not states.is_decode:
+        row_of_token = states.row_of_token
     _conv_kernel[(triton.cdiv(num_tokens, _TOKENS), blocks)](
-        out, x, weight, bias, slots, recent, *rows, states.row_of_token, num_tokens, channels, x.stride(0), **sizes,
-        HAS_BIAS=bias is not None, SILU=silu, TOKENS=_TOKENS,
+        out, x, weight, bias, slots, recent, *rows, row_of_token, num_tokens, channels, x.stride(0), normed[0],
+        **sizes, HAS_BIAS=bias is not None, SILU=silu, TOKENS=_TOKENS, IS_DECODE=states.is_decode,
     )  # fmt: skip
-    _store_kernel[(len(states.rows), blocks)](
-        x, slots, recent, *rows, states.after, channels, x.stride(0), **sizes,
-        BEFORE=triton.next_power_of_2(width - 1),
-    )  # fmt: skip
+    if not states.is_decode:
+        _store_kernel[(len(states.rows), blocks)](
+            x, slots, recent, *rows, channels, x.stride(0), **sizes, BEFORE=triton.next_power_of_2(width - 1)
+        )  # fmt: skip
     return out

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -22,6 +23,8 @@ class CausalConv:
         tensors: the parts of the weight [channels, 1, width] in the order of the checkpoint's rows, and those of the
             bias [channels].
         silu: whether silu is applied to the result.
+        normed: number of heads, which come first, whose outputs are scaled to length 1, and their size. On CPUs the
+            kernel that reads them does this.
         factors: factors of the inputs of each part of the weight, which are applied to the weight. Ones if empty.
     """
 
@@ -31,6 +34,7 @@ class CausalConv:
         context: LayerContext,
         *,
         silu: bool = False,
+        normed: tuple[int, int] = (0, 0),
         factors: Sequence[float] = (),
     ) -> None:
         self._tensors = tensors
@@ -39,12 +43,11 @@ class CausalConv:
         self._silu = silu
         self._weight = torch.empty(0)
         self._bias: torch.Tensor | None = None
+        self._causal_conv: Callable[..., torch.Tensor] = cpu_conv.causal_conv
         if context.device.type == "cuda":
             from worker.kernels import conv
 
-            self._causal_conv = conv.causal_conv
-        else:
-            self._causal_conv = cpu_conv.causal_conv
+            self._causal_conv = partial(conv.causal_conv, normed=normed)
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the weight and the bias. Their names begin with `prefix`."""

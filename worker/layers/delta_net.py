@@ -40,7 +40,7 @@ class DeltaNet:
         self._widths = [sum(widths[:3]), *widths[3:]]
         self._into = ColumnParallelLinear(*spec.into, context=context)
         self._gates = [ColumnParallelLinear(it, context=context) for it in spec.gates]
-        self._conv = CausalConv(spec.conv, context, silu=True)
+        self._conv = CausalConv(spec.conv, context, silu=True, normed=(2 * keys, spec.key_dim))
         self._out = RowParallelLinear(spec.out, context)
         if context.device.type == "cuda":
             from worker.kernels import delta

@@ -244,7 +244,7 @@ class StepInputs:
         if (pool := self._state_pool) is not None and not of_draft_head:
             rows, num_drafts = layout.rows(shape.num_rows), layout.num_drafts(shape.num_rows)
             of_rows = self._buffer[rows], cu_seqlens_q, tensors.cache_seqlens, self._buffer[num_drafts]
-            states = pool.begin(shape.num_tokens, *of_rows)
+            states = pool.begin(shape.num_tokens, *of_rows, is_decode=shape.is_decode)
             batch = replace(batch, states=states)
         slots, pages = tensors.window_out_cache_loc, tensors.window_page_table
         if slots is None or pages is None:
