@@ -126,7 +126,7 @@ def _prompt_kernel(
             k = _keys_of(old_key, of_key, of_line, start, stop, RECENT, OF_KEYS, OF_TOKEN)
             v = tl.load(of_value + at, is_live[:, None], 0.0).to(tl.float32)
             to_value = old_value + (of_line % RECENT)[:, None] * OF_VALUES
-            own = tl.load(to_value, (of_line < start)[:, None], 0.0).to(tl.float32)
+            own = tl.load(to_value, (of_line < start)[:, None], 0.0)
             of_line = (first + of_line - start).to(tl.int64)
             beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + of_line * b_stride + head, is_live, 0.0).to(tl.float32)))
             is_earlier = entry < block * BLOCK
@@ -145,12 +145,12 @@ def _prompt_kernel(
             by = _products(k, k, left, left, line[:, None] > line[None, :], PRECISION)
             i = tl.maximum(start - base - block * BLOCK, 0)
             while i < tl.minimum(stop - base - block * BLOCK, BLOCK):
-                change = beta[:, None] * (v - tl.dot(by, own, acc=read, input_precision=PRECISION))
-                own = tl.where((line == i)[:, None], change.to(keys_ptr.dtype.element_ty).to(tl.float32), own)
+                change = beta[:, None] * (v - tl.dot(by, own.to(tl.float32), acc=read, input_precision=PRECISION))
+                own = tl.where((line == i)[:, None], change.to(own.dtype), own)
                 i += 1
             by = _products(q, k, left, left, line[:, None] >= line[None, :], PRECISION)
-            out = tl.dot(by, own, acc=out, input_precision=PRECISION) * KEY_DIM**-0.5
-            tl.store(to_value, own.to(values_ptr.dtype.element_ty), is_live[:, None])
+            out = tl.dot(by, own.to(tl.float32), acc=out, input_precision=PRECISION) * KEY_DIM**-0.5
+            tl.store(to_value, own, is_live[:, None])
             to = out_ptr + of_line[:, None] * OF_VALUES + column[None, :]
             tl.store(to, out.to(out_ptr.dtype.element_ty), is_live[:, None])
             tl.debug_barrier()  # other threads read these values
@@ -287,7 +287,7 @@ def _decode_kernel(
     old_decay = decays_ptr + row * RECENT * VALUE_HEADS + head
     state_ptrs = slots_ptr + (row * OF_VALUES + head * VALUE_DIM) * KEY_DIM + key[:, None] * VALUE_DIM
     state_ptrs += (column - head * VALUE_DIM)[None, :]
-    # One line counts: the token's. The bits of a product depend on its line.
+    # Only the token's line counts.
     is_token = (line == position - first)[:, None]
     of_head = of_token + (key_head * KEY_DIM + key)[None, :] + 0 * line[:, None]
     q, k = tl.load(of_head, is_token, 0.0).to(tl.float32), tl.load(of_head + OF_KEYS, is_token, 0.0).to(tl.float32)
@@ -298,7 +298,8 @@ def _decode_kernel(
     by_key_own, by_query_own = tl.load(by_key + of_own, is_token, 0.0), tl.load(by_key + CHUNK + of_own, is_token, 0.0)
     is_earlier, is_old = (base + entry < first)[:, None], (first + line < position)[:, None]
     added = tl.load(old_value + ((base + entry) % RECENT)[:, None] * OF_VALUES, is_earlier, 0.0).to(tl.float32)
-    own = tl.load(old_value + ((first + line) % RECENT)[:, None] * OF_VALUES, is_old, 0.0).to(tl.float32)
+    to_value = old_value + ((first + line) % RECENT)[:, None] * OF_VALUES
+    own = tl.load(to_value, is_old, 0.0)
     v = tl.load(of_token + 2 * OF_KEYS + column).to(tl.float32)[None, :]
     beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + index * b_stride + head).to(tl.float32)))
     left = tl.exp(tl.load(left_ptr + index * VALUE_HEADS + head))
@@ -307,13 +308,16 @@ def _decode_kernel(
     read = tl.dot(by_key_earlier, added, acc=read, input_precision=PRECISION)
     out = tl.dot(q, state, input_precision=PRECISION) * left
     out = tl.dot(by_query_earlier, added, acc=out, input_precision=PRECISION)
-    change = beta * (v - tl.dot(by_key_own, own, acc=read, input_precision=PRECISION))
-    own = tl.where(is_token, change.to(keys_ptr.dtype.element_ty).to(tl.float32), own)
-    out = tl.dot(by_query_own, own, acc=out, input_precision=PRECISION) * KEY_DIM**-0.5
+    # One turn, in a loop as a prompt has: the compiler orders the sums of products by where their factors come from.
+    i = position - first
+    while i < position - first + 1:
+        change = beta * (v - tl.dot(by_key_own, own.to(tl.float32), acc=read, input_precision=PRECISION))
+        own = tl.where(is_token, change.to(own.dtype), own)
+        i += 1
+    out = tl.dot(by_query_own, own.to(tl.float32), acc=out, input_precision=PRECISION) * KEY_DIM**-0.5
     to = out_ptr + index * OF_VALUES + column[None, :] + 0 * line[:, None]
     tl.store(to, out.to(out_ptr.dtype.element_ty), is_token)
-    to_value = old_value + ((first + line) % RECENT)[:, None] * OF_VALUES
-    tl.store(to_value, own.to(values_ptr.dtype.element_ty), is_token)
+    tl.store(to_value, own, is_token)
     if position + 1 == base + CHUNK:
         tl.debug_barrier()  # other threads read this value
         decays = tl.cumsum(tl.load(old_decay + (base + entry) % RECENT * VALUE_HEADS), axis=0)
