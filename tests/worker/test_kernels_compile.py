@@ -13,6 +13,7 @@ import ast
 import importlib
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -65,7 +66,9 @@ from worker.kernels import grouped_experts, moe, routing
 from worker.kernels.activation import act_and_mul, act_and_mul_in_fp8, mul_sigmoid_
 from worker.kernels.conv import causal_conv
 from worker.kernels.cpu_delta import DeltaArgs
+from worker.kernels.cpu_mamba import MambaArgs
 from worker.kernels.delta import delta_net
+from worker.kernels.mamba import grouped_norm, mamba
 from worker.kernels.norm import add_rms_norm, add_rms_norm_in_fp8, rms_norm
 from worker.kernels.rope import latent_norm_rope_store, qk_norm_rope_store
 from worker.protocol import RECORD_WORDS
@@ -522,12 +525,27 @@ def _call_exact_mixture(
     moe.gated_silu_and_mul(_bf16(num_tokens, 2 * columns), logits, num_experts, _int64(num_tokens), 64)
 
 
+def _row_states(num_tokens: int) -> RowStates:
+    pool, num_rows = StatePool([], 8, 8, torch.device("cpu")), 4
+    return RowStates(pool, num_tokens, *(_int32(num_rows + (i == 1)) for i in range(5)))
+
+
+def _call_mamba(dtype: torch.dtype, heads: int, groups: int, head_dim: int, state_size: int) -> None:
+    num_tokens, columns, of_groups = 512, heads * head_dim, groups * state_size
+    of_heads, slots = torch.empty(heads), torch.empty(17, columns * state_size)
+    layer = MambaArgs(heads, groups, head_dim, state_size, of_heads, of_heads, of_heads, (1.0, 1.0, 0.0, math.inf))
+    z, dt = torch.split(torch.empty(num_tokens, columns + heads, dtype=dtype), [columns, heads], dim=1)
+    recent = torch.empty(9, 128, columns + of_groups, dtype=dtype), torch.empty(9, 128, heads)
+    xbc = torch.empty(num_tokens, columns + 2 * of_groups, dtype=dtype)
+    y, squares = mamba(xbc, (z, dt), layer, _row_states(num_tokens), slots, recent)
+    grouped_norm(y, squares, torch.empty(columns), groups, columns // groups, EPS, dtype)
+
+
 def _call_recurrent(dtype: torch.dtype) -> None:
     """Gated DeltaNet of Qwen3.5-9B, and a convolution with a bias of LFM2's width."""
-    key_heads, value_heads, dim, num_rows, num_tokens = 16, 32, 128, 4, 512
+    key_heads, value_heads, dim, num_tokens = 16, 32, 128, 512
     channels = (2 * key_heads + value_heads) * dim
-    pool = StatePool([], 8, 8, torch.device("cpu"))
-    states = RowStates(pool, num_tokens, *(_int32(num_rows + (i == 1)) for i in range(5)))
+    states = _row_states(num_tokens)
     for width, bias in ((4, None), (3, torch.empty(channels))):
         slots, recent = torch.empty(17, (width - 1) * channels, dtype=dtype), torch.empty(9, 32, channels, dtype=dtype)
         x = torch.empty(num_tokens, channels + 64, dtype=dtype)[:, :channels]
@@ -555,6 +573,9 @@ def _call_everything() -> None:
     mul_sigmoid_(_bf16(4, 4096), _bf16(4, 4096))
     for dtype in (torch.bfloat16, torch.float32):
         _call_recurrent(dtype)
+        # Nemotron 3 Nano, Nemotron Nano 2, and Falcon-H1 34B.
+        for sizes in ((64, 8, 64, 128), (128, 8, 80, 128), (32, 2, 128, 256)):
+            _call_mamba(dtype, *sizes)
     for activation in ("silu", "gelu", "gelu_tanh"):
         act_and_mul(_bf16(4, 2 * 1536), activation)
     for num_rows in (16, 256):
@@ -662,6 +683,8 @@ def _call_widest() -> None:
         _call_exact(64, 64, _layer(256), torch.bfloat16, kv_dtype)
     for head_dim in (128, 256):
         _call_extend(16, _layer(head_dim), is_part=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        _call_mamba(dtype, 32, 2, 128, 256)
     for fp8 in (False, True):
         _call_mixture(8192, 768, num_experts=128, top_k=8, shared=False, fp8=fp8)
         _call_exact_mixture(8192, 64, ((0, 12),), num_experts=128, top_k=8, fp8=fp8)
