@@ -541,22 +541,26 @@ def _call_mamba(dtype: torch.dtype, heads: int, groups: int, head_dim: int, stat
     grouped_norm(y, squares, torch.empty(columns), groups, columns // groups, EPS, dtype)
 
 
-def _call_recurrent(dtype: torch.dtype) -> None:
-    """Gated DeltaNet of Qwen3.5-9B, and a convolution with a bias of LFM2's width."""
-    key_heads, value_heads, dim, num_tokens = 16, 32, 128, 512
-    channels = (2 * key_heads + value_heads) * dim
-    states = _row_states(num_tokens)
+def _call_conv(dtype: torch.dtype, channels: int) -> None:
+    """With and without a bias."""
+    num_tokens = 512
     for width, bias in ((4, None), (3, torch.empty(channels))):
         slots, recent = torch.empty(17, (width - 1) * channels, dtype=dtype), torch.empty(9, 32, channels, dtype=dtype)
         x = torch.empty(num_tokens, channels + 64, dtype=dtype)[:, :channels]
+        states = _row_states(num_tokens)
         causal_conv(x, torch.empty(width, channels), bias, states, slots, recent, silu=bias is None)
-    zba = torch.empty(num_tokens, value_heads * (dim + 2), dtype=dtype)
-    z, b, a = torch.split(zba, [value_heads * dim, value_heads, value_heads], dim=1)
-    of_heads = torch.empty(value_heads)
-    layer = DeltaArgs(key_heads, value_heads, dim, dim, 1, False, EPS, of_heads, of_heads, torch.empty(dim))
-    recent = [torch.empty(9, 128, heads * dim, dtype=dtype) for heads in (key_heads, value_heads)]
-    slots, qkv = torch.empty(17, value_heads * dim * dim), torch.empty(num_tokens, channels, dtype=dtype)
-    delta_net(qkv, (z, b, a), layer, states, slots, (recent[0], recent[1], torch.empty(9, 128, value_heads)))
+
+
+def _call_delta(dtype: torch.dtype, key_heads: int, value_heads: int, dim: int, decays: int) -> None:
+    num_tokens, keys, values = 512, key_heads * dim, value_heads * dim
+    widths = [values, value_heads, value_heads * decays]
+    z, b, a = torch.split(torch.empty(num_tokens, sum(widths), dtype=dtype), widths, dim=1)
+    parameters = torch.empty(value_heads), torch.empty(value_heads * decays), torch.empty(dim)
+    layer = DeltaArgs(key_heads, value_heads, dim, dim, decays, decays > 1, EPS, *parameters)
+    recent_keys, recent_values = (torch.empty(9, 128, it, dtype=dtype) for it in (keys, values))
+    recent = recent_keys, recent_values, torch.empty(9, 128, value_heads * decays)
+    slots, qkv = torch.empty(17, values * dim), torch.empty(num_tokens, 2 * keys + values, dtype=dtype)
+    delta_net(qkv, (z, b, a), layer, _row_states(num_tokens), slots, recent)
 
 
 def _call_everything() -> None:
@@ -572,7 +576,10 @@ def _call_everything() -> None:
     fill(_bf16(4, 1536), (1, -2), 0.1, 0.0, Span(0, 4), Span(0, 1536), torch.bfloat16)
     mul_sigmoid_(_bf16(4, 4096), _bf16(4, 4096))
     for dtype in (torch.bfloat16, torch.float32):
-        _call_recurrent(dtype)
+        _call_conv(dtype, 8192)
+        # Qwen3.5-9B, and Kimi-Linear.
+        _call_delta(dtype, 16, 32, 128, 1)
+        _call_delta(dtype, 32, 32, 128, 128)
         # Nemotron 3 Nano, Nemotron Nano 2, and Falcon-H1 34B.
         for sizes in ((64, 8, 64, 128), (128, 8, 80, 128), (32, 2, 128, 256)):
             _call_mamba(dtype, *sizes)
@@ -685,6 +692,7 @@ def _call_widest() -> None:
         _call_extend(16, _layer(head_dim), is_part=True)
     for dtype in (torch.bfloat16, torch.float32):
         _call_mamba(dtype, 32, 2, 128, 256)
+        _call_delta(dtype, 32, 32, 128, 128)
     for fp8 in (False, True):
         _call_mixture(8192, 768, num_experts=128, top_k=8, shared=False, fp8=fp8)
         _call_exact_mixture(8192, 64, ((0, 12),), num_experts=128, top_k=8, fp8=fp8)

@@ -25,9 +25,9 @@ CUTS = {
     # The last entries are stored in the places of the first, which the same step reads.
     "overlap": [0, 10, NUM_TOKENS],
 }
-on_cuts = pytest.mark.parametrize(("name", "drafts"), [("whole", 0), ("parts", 2), ("tokens", 0)])
-DELTA_NET = 2, 4, 16, 32, 1
-"""Key heads, value heads, their sizes, and decays of a head."""
+on_cuts = pytest.mark.parametrize(("name", "drafts"), [("whole", 0), ("parts", 2), ("tokens", 0), ("overlap", 0)])
+DELTA_NETS = {"gated": (2, 4, 16, 32, 1, False), "kimi": (2, 2, 32, 32, 32, True)}
+"""Key heads, value heads, their sizes, decays of a head, and whether the gate is a sigmoid."""
 MAMBA = 4, 2, 48, 128
 """Heads, groups, elements of a head, which are not a multiple of a program's, and of a state."""
 Outputs = tuple[torch.Tensor, ...]
@@ -58,10 +58,12 @@ def steps(pool: StatePool, x: torch.Tensor, cuts: list[int], drafts: int) -> Ite
         yield inputs, pool.begin(len(inputs), *tensors)
 
 
-def run_delta(where: torch.Tensor, kernels: tuple[ModuleType, ModuleType], cuts: list[int], drafts: int = 0) -> Outputs:
+def run_delta(
+    where: torch.Tensor, kind: str, kernels: tuple[ModuleType, ModuleType], cuts: list[int], drafts: int = 0
+) -> Outputs:
     """The outputs of the convolution and of the layer, and the row's state."""
     torch.manual_seed(0)
-    keys, values, key_dim, value_dim, decays = DELTA_NET
+    keys, values, key_dim, value_dim, decays, _ = DELTA_NETS[kind]
     channels, (of_conv, of_delta) = 2 * keys * key_dim + values * value_dim, kernels
     pool = pool_of(
         where,
@@ -74,14 +76,16 @@ def run_delta(where: torch.Tensor, kernels: tuple[ModuleType, ModuleType], cuts:
     )
     widths = [channels, values * value_dim, values, values * decays]
     x, weight = torch.randn(NUM_TOKENS, sum(widths)), torch.randn(WIDTH, channels) / 2
-    parameters = torch.rand(values), torch.rand(values * decays), torch.rand(value_dim) + 0.5
-    args = DeltaArgs(*DELTA_NET, False, 1e-6, *(it.to(where.device) for it in parameters))
+    x[20:40] = x[20]  # values of equal keys depend on each other the most
+    parameters = 3 * torch.rand(values), torch.rand(values * decays), torch.rand(value_dim) + 0.5
+    args = DeltaArgs(*DELTA_NETS[kind], 1e-6, *(it.to(where.device) for it in parameters))
     outs = []
     for inputs, states in steps(pool, x.to(where), cuts, drafts):
         (conv_slots, conv_recent, slots, *recent), (qkv, z, b, a) = pool.tensors(0), inputs.split(widths, dim=1)
         qkv = of_conv.causal_conv(qkv, weight.to(where.device), None, states, conv_slots, conv_recent, silu=True)
+        convolved = qkv.clone()  # the layer may change it
         out = of_delta.delta_net(qkv, (z, b, a), args, states, slots, tuple(recent))
-        outs.append(torch.cat((qkv, out), dim=1)[1 : len(out) - drafts])
+        outs.append(torch.cat((convolved, out), dim=1)[1 : len(out) - drafts])
     return torch.cat(outs), pool.tensors(0)[2][2]
 
 
@@ -113,14 +117,15 @@ def check(got: Outputs, expected: Outputs, whole: Outputs) -> None:
 
 
 @on_cuts
+@pytest.mark.parametrize("kind", DELTA_NETS)
 def test_delta_net_computes_what_the_c_kernels_do_with_the_same_bits_for_all_cuts(
-    name: str, drafts: int, where: torch.Tensor
+    kind: str, name: str, drafts: int, where: torch.Tensor
 ) -> None:
-    got, whole = (run_delta(where, (conv, delta), *it) for it in ((CUTS[name], drafts), (CUTS["whole"],)))
-    check(got, run_delta(where.cpu(), (cpu_conv, cpu_delta), CUTS["whole"]), whole)
+    got, whole = (run_delta(where, kind, (conv, delta), *it) for it in ((CUTS[name], drafts), (CUTS["whole"],)))
+    check(got, run_delta(where.cpu(), kind, (cpu_conv, cpu_delta), CUTS["whole"]), whole)
 
 
-@pytest.mark.parametrize(("name", "drafts"), [("whole", 0), ("parts", 2), ("tokens", 0), ("overlap", 0)])
+@on_cuts
 def test_mamba_computes_what_the_c_kernel_does_with_the_same_bits_for_all_cuts(
     name: str, drafts: int, where: torch.Tensor
 ) -> None:

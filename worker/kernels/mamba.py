@@ -27,7 +27,7 @@ _NORMED = 1024
 
 
 @triton.jit
-def _product(x, y):
+def product(x, y):
     """x @ y in fp32. One of them is fp32, the other has the activations' dtype. With bf16, the fp32 numbers are sums of
     two numbers in bf16, which have more bits than tf32 at the same cost."""
     if x.dtype == tl.bfloat16:
@@ -95,8 +95,8 @@ def _mamba_kernel(
             weights = tl.dot(query, tl.trans(keys), input_precision="ieee")
             weights *= tl.exp(tl.minimum(own[:, None] - left[None, :], 0.0)) * step[None, :]
             weights = tl.where(entry[None, :] <= i[:, None], weights, 0.0)
-            y = _product(query, state) * tl.exp(own)[:, None]
-            y += _product(weights, x)
+            y = product(query, state) * tl.exp(own)[:, None]
+            y += product(weights, x)
             mask = is_here[:, None] & is_column
             y += d * tl.load(of_line + of_x, mask, 0.0).to(tl.float32)
             gate = tl.load(z_ptr + new * in_stride + i[:, None] * in_stride + of_x, mask, 0.0)
@@ -110,7 +110,7 @@ def _mamba_kernel(
         if (base <= stop) & ((base < end) | (base == after)):
             all_left = tl.sum(tl.where(entry == CHUNK - 1, left, 0.0))
             values = x.to(tl.float32) * (tl.exp(all_left - left) * step)[:, None]
-            state = state * tl.exp(all_left) + _product(tl.trans(keys), values)
+            state = state * tl.exp(all_left) + product(tl.trans(keys), values)
             if base == after:
                 tl.store(state_ptrs, state, is_column)
 
