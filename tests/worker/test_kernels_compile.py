@@ -476,12 +476,13 @@ def _call_mixture(
     biases: grouped_experts.Biases | None = None,
     fp8: bool = False,
     mxfp4: bool = False,
+    has_gate: bool = True,
 ) -> None:
     hidden, experts = 2048, _mxfp4_experts if mxfp4 else _fp8_experts if fp8 else _bf16
     moe.mixture(
         _bf16(num_tokens, hidden),
         _bf16(num_experts + (shared and gated), hidden),
-        experts(num_experts, 2 * columns, hidden),
+        experts(num_experts, (1 + has_gate) * columns, hidden),
         experts(num_experts, hidden, columns),
         top_k=top_k,
         normalise=not shared,
@@ -505,12 +506,13 @@ def _call_exact_mixture(
     top_k: int,
     biases: grouped_experts.Biases | None = None,
     fp8: bool = False,
+    has_gate: bool = True,
 ) -> None:
     hidden, columns, experts = 2048, leaf * nodes[-1][1], _fp8_experts if fp8 else _bf16
     logits = moe.mixture(
         _bf16(num_tokens, hidden),
         _bf16(num_experts + 1, hidden),
-        experts(num_experts, 2 * columns, hidden),
+        experts(num_experts, (1 + has_gate) * columns, hidden),
         experts(num_experts, hidden, columns),
         leaf=leaf,
         nodes=_spans(*nodes),
@@ -522,7 +524,8 @@ def _call_exact_mixture(
         slots=_int64(num_tokens),
         first_slot=64,
     )
-    moe.gated_silu_and_mul(_bf16(num_tokens, 2 * columns), logits, num_experts, _int64(num_tokens), 64)
+    x = _bf16(num_tokens, (1 + has_gate) * columns)
+    moe.activate_shared(x, logits, num_experts, _int64(num_tokens), 64, has_gate=has_gate)
 
 
 def _row_states(num_tokens: int) -> RowStates:
@@ -656,6 +659,11 @@ def _call_everything() -> None:
         air, llama4 = routing.Scoring(True, torch.empty(128)), routing.Scoring(True, scales_input=True)
         _call_mixture(num_tokens, 352, num_experts=128, top_k=8, shared=True, gated=False, scoring=air)
         _call_mixture(num_tokens, 1024, num_experts=16, top_k=1, shared=True, gated=False, scoring=llama4)
+    # Nemotron 3 Nano, without gates.
+    for num_tokens, fp8 in itertools.product((1, 64, 8192), (False, True)):
+        nano = {"num_experts": 128, "top_k": 6, "fp8": fp8, "has_gate": False}
+        _call_mixture(num_tokens, 1856, shared=True, gated=False, scoring=air, **nano)
+        _call_exact_mixture(num_tokens, 64, ((0, 29),), **nano)
     # Qwen3-30B-A3B with all of the tiles, and Mixtral's leaves.
     for num_tokens in (1, 16, 256, 1024, 8192):
         _call_exact_mixture(num_tokens, 64, ((0, 12),), num_experts=128, top_k=8)
