@@ -25,7 +25,16 @@ CUTS = {
     # The last entries are stored in the places of the first, which the same step reads.
     "overlap": [0, 10, NUM_TOKENS],
 }
-on_cuts = pytest.mark.parametrize(("name", "drafts"), [("whole", 0), ("parts", 2), ("tokens", 0), ("overlap", 0)])
+# The interpreter has no bf16, which GPUs take here. In fp16 too, stored values are rounded.
+on_cuts = pytest.mark.parametrize(
+    ("name", "drafts", "dtype"),
+    [
+        ("whole", 0, torch.float32),
+        ("parts", 2, torch.float16),
+        ("tokens", 0, torch.float32),
+        ("overlap", 0, torch.float16),
+    ],
+)
 DELTA_NETS = {"gated": (2, 4, 16, 32, 1, False), "kimi": (2, 2, 32, 32, 32, True)}
 """Key heads, value heads, their sizes, decays of a head, and whether the gate is a sigmoid."""
 MAMBA = 4, 2, 48, 128
@@ -34,9 +43,9 @@ Outputs = tuple[torch.Tensor, ...]
 
 
 @pytest.fixture
-def where(device: torch.device) -> torch.Tensor:
+def where(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """An empty tensor on the device, of the activations' dtype."""
-    return torch.empty(0, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
+    return torch.empty(0, dtype=torch.bfloat16 if device.type == "cuda" else dtype, device=device)
 
 
 def pool_of(where: torch.Tensor, *sizes: tuple[int, int, bool]) -> StatePool:
@@ -111,7 +120,7 @@ def run_mamba(where: torch.Tensor, of_mamba: ModuleType, cuts: list[int], drafts
 def check(got: Outputs, expected: Outputs, whole: Outputs) -> None:
     """`got` is about what a C kernel computes, and has the bits of the whole prompt."""
     for ours, theirs in zip(got, expected, strict=True):
-        close = 2e-2 if ours.is_cuda else 1e-4
+        close = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}[got[0].dtype]
         torch.testing.assert_close(ours.float().cpu(), theirs.float(), atol=close, rtol=close)
     assert all(map(torch.equal, got, whole))
 
