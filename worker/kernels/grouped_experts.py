@@ -85,9 +85,9 @@ def _grouped_gate_up_kernel(
                 x = tl.load(x_rows + k, mask=k < size, other=0.0)
                 g = tl.load(w_gate + k, mask=k < size, other=0.0)
                 u = tl.load(w_up + k, mask=k < size, other=0.0)
+            g = plain_tile(g, gate_scales, expert, step * BLOCK_K, k, x.dtype, FORMAT)
             u = plain_tile(u, up_scales, expert, step * BLOCK_K, k, x.dtype, FORMAT)
             if HAS_GATE:
-                g = plain_tile(g, gate_scales, expert, step * BLOCK_K, k, x.dtype, FORMAT)
                 gate = tl.dot(x, g.T, gate, input_precision="ieee")
             up = tl.dot(x, u.T, up, input_precision="ieee")
     else:

@@ -131,9 +131,9 @@ def _pair_gate_up_kernel(
                     g = tl.load(w_gate + k, mask=k < size, other=0.0, eviction_policy="evict_first")
                     u = tl.load(w_up + k, mask=k < size, other=0.0, eviction_policy="evict_first")
                 if EXACT:
+                    g = plain_tile(g, gate_scales, expert.to(tl.int64), step * BLOCK_K, k, x.dtype, FORMAT)
                     u = plain_tile(u, up_scales, expert.to(tl.int64), step * BLOCK_K, k, x.dtype, FORMAT)
                     if HAS_GATE:
-                        g = plain_tile(g, gate_scales, expert.to(tl.int64), step * BLOCK_K, k, x.dtype, FORMAT)
                         gate = tl.dot(x, g.T, gate, input_precision="ieee")
                     up = tl.dot(x, u.T, up, input_precision="ieee")
                 else:
