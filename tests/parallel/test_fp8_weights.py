@@ -256,12 +256,13 @@ def test_a_row_of_a_models_product_has_the_bits_that_it_has_among_any_others(n: 
 
 
 def _experts(
-    kind: WeightScales, size: int, columns: Span, device: torch.device, num_experts: int = 4
+    kind: WeightScales, size: int, columns: Span, device: torch.device, has_gate: bool, num_experts: int = 4
 ) -> tuple[tuple[Fp8Matrix, Fp8Matrix], tuple[Tensor, Tensor]]:
     """A rank's columns of experts' first and second weights, and the same in the activations' type."""
+    names = "ab" if has_gate else "a"
     into, out_of = Matrices(400, size, kind), Matrices(size, 400, kind)
-    rows, whole = [columns, columns], Span(0, size)
-    w13 = Fp8Matrix.empty([into.block] * 2, rows, whole, device, num_experts)
+    rows, whole = [columns] * len(names), Span(0, size)
+    w13 = Fp8Matrix.empty([into.block] * len(names), rows, whole, device, num_experts)
     w2 = Fp8Matrix.empty([out_of.block], [whole], columns, device, num_experts)
     plain13, plain2 = [], []
     for i in range(num_experts):
@@ -269,7 +270,7 @@ def _experts(
             for name, values in source.values.items():
                 source.values[name] = values.roll(i + 1, 0)
                 source.scales[name] = source.scales[name] * 1.3
-        w13.read(into, "ab", rows, whole, i)
+        w13.read(into, names, rows, whole, i)
         w2.read(out_of, "a", [whole], columns, i)
         plain13.append(into.plain_part(rows, whole, device))
         plain2.append(out_of.plain_part([whole], columns, device))
@@ -286,12 +287,14 @@ def _mixed(x: Tensor, router: Tensor, weights: tuple[Tensor | Fp8Matrix, ...], *
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("num_tokens", [1, 20])  # each pair by itself, and pairs by expert
-@pytest.mark.parametrize(("kind", "leaf"), [(FP8_BLOCKS, 32), (SMALL, 24)])
+@pytest.mark.parametrize(
+    ("kind", "leaf", "has_gate"), [(FP8_BLOCKS, 32, True), (SMALL, 24, True), (FP8_BLOCKS, 32, False)]
+)
 def test_exact_experts_have_the_bits_of_the_weights_as_they_are_read(
-    device: torch.device, kind: WeightScales, leaf: int, num_tokens: int
+    device: torch.device, kind: WeightScales, leaf: int, has_gate: bool, num_tokens: int
 ) -> None:
     size, columns = 80, Span(96, 288)
-    weights, dense = _experts(kind, size, columns, device)
+    weights, dense = _experts(kind, size, columns, device, has_gate)
     x, router = _x(num_tokens, size, device) / 32, _x(4, size, device)
     nodes = Span(0, 2), Span(2, columns.size // leaf)
     found = _mixed(x, router, weights, leaf=leaf, nodes=nodes)
@@ -302,19 +305,22 @@ def test_exact_experts_have_the_bits_of_the_weights_as_they_are_read(
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 # Each pair by itself, and blocks of 16, 32, 64 and 128 pairs.
 @pytest.mark.parametrize("num_tokens", [1, 14, 20, 100, pytest.param(300, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "has_gate"), [*((kind, True) for kind in KINDS), (KINDS[0], False)])
 def test_fast_experts_are_those_with_activations_in_fp8(
-    device: torch.device, kind: WeightScales, num_tokens: int
+    device: torch.device, kind: WeightScales, has_gate: bool, num_tokens: int
 ) -> None:
     size, columns = 256 if kind is FP8_BLOCKS else 80, Span(96, 288)
-    weights, (dense13, dense2) = _experts(kind, size, columns, device)[0], _experts(kind, size, columns, CPU)[1]
+    weights = _experts(kind, size, columns, device, has_gate)[0]
+    dense13, dense2 = _experts(kind, size, columns, CPU, has_gate)[1]
     x, router = _x(num_tokens, size, device) / 32, _x(4, size, device)
     slots = torch.ones(num_tokens, dtype=torch.int64, device=device)
     slots[1:2] = 0
     chosen = (x.double() @ router.double().T).softmax(1).cpu().topk(2, dim=1)
     shares = chosen.values / chosen.values.sum(1, keepdim=True)
-    gate, up = torch.einsum("tk,enk->ten", _rounded(x, kind, 0), dense13.double()).chunk(2, 2)
-    hidden = (torch.nn.functional.silu(gate) * up).to(x.dtype).flatten(0, 1)
+    both = torch.einsum("tk,enk->ten", _rounded(x, kind, 0), dense13.double())
+    gate, up = both.chunk(2, 2)
+    hidden = torch.nn.functional.silu(gate) * up if has_gate else both.relu().square()
+    hidden = hidden.to(x.dtype).flatten(0, 1)
     hidden = _rounded(hidden, kind, columns.start).unflatten(0, (num_tokens, 4))
     of_experts = torch.einsum("tek,enk->ten", hidden, dense2.double())
     expected = (of_experts.gather(1, chosen.indices.unsqueeze(2).expand(-1, -1, size)) * shares.unsqueeze(2)).sum(1)

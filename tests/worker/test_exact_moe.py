@@ -20,7 +20,7 @@ from parallel.plan import Span
 from parallel.tree import SumTree
 from worker.kernels import moe
 from worker.kernels.grouped_experts import Biases, Tile, Tiles, Tokens
-from worker.kernels.moe import gated_silu_and_mul, mixture
+from worker.kernels.moe import activate_shared, mixture
 from worker.kernels.pair_experts import pair_gate_up
 from worker.kernels.routing import SOFTMAX, Scoring, route, router_logits
 
@@ -44,15 +44,17 @@ class Shape:
     normalise: bool = True
     biased: bool = False
     """As gpt-oss has them."""
+    has_gate: bool = True
 
 
 SMALL = Shape(5, 3, 24, 16, 5)
 WIDE_LEAVES = Shape(4, 2, 24, 48, 3, normalise=False)  # of more than one step, which is no multiple of them
 NARROW_LEAVES = Shape(4, 2, 24, 8, 9)  # of less than an MMA's step
 GPT_OSS = Shape(4, 3, 24, 16, 3, biased=True)
+NEMOTRON = Shape(4, 2, 24, 16, 3, has_gate=False)
 QWEN3 = Shape(128, 8, 2048, 64, 12)
 SLOW = pytest.mark.slow  # takes the interpreter seconds
-SHAPES = [NARROW_LEAVES, GPT_OSS, pytest.param(SMALL, marks=SLOW), pytest.param(WIDE_LEAVES, marks=SLOW)]
+SHAPES = [NARROW_LEAVES, GPT_OSS, NEMOTRON, pytest.param(SMALL, marks=SLOW), pytest.param(WIDE_LEAVES, marks=SLOW)]
 
 
 @dataclass
@@ -86,7 +88,7 @@ class Case:
             shape,
             random(num_tokens, shape.hidden) * shape.hidden**0.5,
             0.2 * random(experts + 1, shape.hidden),
-            random(experts, 2 * columns, shape.hidden),
+            random(experts, (1 + shape.has_gate) * columns, shape.hidden),
             random(experts, shape.hidden, columns),
             biases=biases,
         )
@@ -98,8 +100,7 @@ class Case:
     def of_leaves(self, start: int, stop: int) -> Case:
         """A rank's."""
         columns = slice(start * self.shape.leaf, stop * self.shape.leaf)
-        gate, up = self.w13.chunk(2, 1)
-        w13 = torch.cat((gate[:, columns], up[:, columns]), 1)
+        w13 = torch.cat([part[:, columns] for part in self.w13.chunk(1 + self.shape.has_gate, 1)], 1)
         shape, biases = replace(self.shape, num_leaves=stop - start), self.biases
         if biases is not None:
             of_gate, of_up = biases.gate_up.chunk(2, 1)
@@ -211,6 +212,8 @@ def test_a_token_has_the_bits_that_it_has_among_any_others(device: torch.device,
         (SMALL, 12, 2),
         (GPT_OSS, 2, 2),
         (GPT_OSS, 12, 3),
+        (NEMOTRON, 2, 2),
+        (NEMOTRON, 12, 3),
         *(pytest.param(SMALL, *it, marks=SLOW) for it in ((12, 1), (2, 2), (12, 3), (2, 4), (12, 7))),
     ],
 )
@@ -310,14 +313,16 @@ def test_a_shared_experts_gate_is_one_factor_of_what_down_takes(device: torch.de
     x[1] = torch.nan
     gate, up = x.float().chunk(2, 1)
     hidden = torch.nn.functional.silu(gate) * up
-    whole = gated_silu_and_mul(x, logits, 6, slots, FIRST_SLOT)
-    gated = gated_silu_and_mul(x, logits, 5, slots, FIRST_SLOT)
+    square = x.float().relu().square().nan_to_num().to(dtype)
+    torch.testing.assert_close(activate_shared(x, logits, 6, slots, FIRST_SLOT, has_gate=False), square)
+    whole = activate_shared(x, logits, 6, slots, FIRST_SLOT)
+    gated = activate_shared(x, logits, 5, slots, FIRST_SLOT)
     assert not whole[1].any()
     assert not gated[1].any()
     live = [0, 2, 3]
     torch.testing.assert_close(whole[live], hidden[live].to(dtype))
     torch.testing.assert_close(gated[live], (hidden * logits.sum(0)[:, 5:].sigmoid())[live].to(dtype))
-    assert torch.equal(gated_silu_and_mul(x[3:], logits[:, 3:].contiguous(), 5, slots[3:], FIRST_SLOT), gated[3:])
+    assert torch.equal(activate_shared(x[3:], logits[:, 3:].contiguous(), 5, slots[3:], FIRST_SLOT), gated[3:])
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from transformers import (
     GptOssConfig,
     Llama4TextConfig,
     MixtralConfig,
+    NemotronHConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
@@ -25,6 +26,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP, 
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.llama4.modeling_llama4 import Llama4TextMLP, Llama4TextMoe
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -43,7 +45,7 @@ from worker.layers.step import Padding
 CPU = torch.device("cpu")
 PREFIX = "model.layers.3."
 TOKENS = (1, 2, 37)
-HIDDEN, COLUMNS, SHARED_COLUMNS, NUM_EXPERTS = 48, 128, 160, 12
+HIDDEN, COLUMNS, SHARED_COLUMNS, NUM_EXPERTS, LATENTS = 48, 128, 160, 12, 32
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,22 @@ def _gpt_oss() -> torch.nn.Module:
     return block
 
 
+def _nemotron(latent_size: int | None) -> Callable[[], torch.nn.Module]:
+    return lambda: NemotronHMoE(
+        NemotronHConfig(
+            hidden_size=HIDDEN,
+            moe_intermediate_size=COLUMNS,
+            moe_shared_expert_intermediate_size=SHARED_COLUMNS,
+            moe_latent_size=latent_size,
+            n_routed_experts=NUM_EXPERTS,
+            num_experts_per_tok=4,
+            n_group=3,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+        )
+    )
+
+
 QWEN3 = MixtureOfExperts(
     hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=4, intermediate_size=COLUMNS, norm_topk_prob=True
 )
@@ -184,6 +202,11 @@ FAMILIES["gpt_oss"] = Family(
         hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=4, intermediate_size=COLUMNS, limit=0.7, alpha=1.702
     ),
 )
+NEMOTRON = replace(
+    FAMILIES["deepseek_v3"].spec, hidden_act="relu2", is_gated=False, name="mixer", shared_name="mixer.shared_experts"
+)
+FAMILIES["nemotron_h"] = Family(_nemotron(None), NEMOTRON)
+FAMILIES["nemotron_h_latents"] = Family(_nemotron(LATENTS), replace(NEMOTRON, latent_size=LATENTS))
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 
 
@@ -205,9 +228,10 @@ class Source(TensorSource):
                 for expert, (gate, up) in enumerate(part.chunk(2) for part in tensor):
                     self.tensors[f"{prefix}.experts.{expert}.{gate_name}.weight"] = gate
                     self.tensors[f"{prefix}.experts.{expert}.{up_name}.weight"] = up
-            elif name == "experts.down_proj":
-                for expert, down in enumerate(tensor):
-                    self.tensors[f"{prefix}.experts.{expert}.{down_name}.weight"] = down
+            elif name in ("experts.up_proj", "experts.down_proj"):
+                of_expert = up_name if name == "experts.up_proj" else down_name
+                for expert, matrix in enumerate(tensor):
+                    self.tensors[f"{prefix}.experts.{expert}.{of_expert}.weight"] = matrix
             else:
                 self.tensors[f"{prefix}.{name}"] = tensor
 
@@ -270,11 +294,16 @@ def _expected(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_a_rank_reads_its_columns_and_no_more(family: Family) -> None:
     source = Source(_block(family), family.spec)
     _experts(family.spec, Span(32, 96), Span(96, 160)).load(source, PREFIX)
-    expected = NUM_EXPERTS * (HIDDEN + 3 * 64 * HIDDEN)
+    num_matrices, size, latents = 3, HIDDEN, 0
+    if isinstance(family.spec, MixtureOfExperts) and not family.spec.is_gated:
+        num_matrices = 2
+        if family.spec.latents:
+            size, latents = LATENTS, 2 * HIDDEN * LATENTS
+    expected = NUM_EXPERTS * (HIDDEN + num_matrices * 64 * size) + latents
     if isinstance(family.spec, BiasedMixture):
         expected += NUM_EXPERTS * (1 + 2 * 64 + HIDDEN)
     beside = (HIDDEN if family.spec.shared_gate else 0) + (NUM_EXPERTS if family.spec.choice_bias else 0)
-    assert source.num_read == expected + beside + (3 * 64 * HIDDEN if family.spec.shared else 0)
+    assert source.num_read == expected + beside + (num_matrices * 64 * HIDDEN if family.spec.shared else 0)
 
 
 @every_family
@@ -373,7 +402,12 @@ def test_on_a_gpu_the_block_is_as_exact_as_transformers(family: Family, num_toke
     rounded = (x @ router.weight.bfloat16().T + bias.bfloat16()).topk(family.spec.top_k).indices.sort(1).values
     same = (chosen == rounded).all(1)
     assert same.float().mean() > 0.5
-    y = sum(layer.partial(x, _no_padding(x), torch.full_like(x, torch.nan)).float() for layer in of_cuda)
+    if isinstance(family.spec, MixtureOfExperts) and family.spec.latents:  # their sum is not the output yet
+        whole = _experts(family.spec, Span(0, COLUMNS), Span(0, SHARED_COLUMNS), device=device, dtype=torch.bfloat16)
+        whole.load(source, PREFIX)
+        y = whole(x, _no_padding(x))
+    else:
+        y = sum(layer.partial(x, _no_padding(x), torch.full_like(x, torch.nan)).float() for layer in of_cuda)
     assert (y - expected)[same].abs().max() <= 2 * (theirs - expected)[same].abs().max()
 
 
@@ -409,7 +443,10 @@ def _total(layer: CudaExperts, x: torch.Tensor, padding: Padding) -> torch.Tenso
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("qwen2_moe", "deepseek_v3", "gpt_oss") else pytest.mark.slow)
+        pytest.param(
+            name,
+            marks=() if name in ("qwen2_moe", "deepseek_v3", "gpt_oss", "nemotron_h_latents") else pytest.mark.slow,
+        )
         for name in FAMILIES
     ],
 )
@@ -419,16 +456,25 @@ def test_exact_kernels_sum_ranks_and_batches_to_the_bits_of_one_token_on_one_ran
     family = FAMILIES[name]
     [alone] = _exact_layers(family, 1, device)
     x = _x(10).to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
-    expected = torch.cat([_total(alone, x[i : i + 1], _no_padding(x[i : i + 1])) for i in (0, 4, 8)])
+    tokens = [x[i : i + 1] for i in (0, 4, 8)]
+    totals = torch.cat([_total(alone, token, _no_padding(token)) for token in tokens])
     if device.type == "cpu":
-        torch.testing.assert_close(expected, _expected(_block(family), x)[::4], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(totals, _expected(_block(family), x)[::4], rtol=1e-4, atol=1e-5)
+    expected = torch.cat([_summed([alone], token, _no_padding(token)) for token in tokens])
+    if not isinstance(family.spec, MixtureOfExperts) or not family.spec.latents:
+        assert torch.equal(totals, expected)
     padding = Padding(torch.full((10,), 16, device=device), 16)
     padding.slots[1] = 0
     for size in sizes:
-        layers = _exact_layers(family, size, device)
-        trees = [layer.rank_sum.tree for layer in layers if isinstance(layer.rank_sum, ExactSum)]
-        rooms = [torch.empty(count, *x.shape, device=x.device) for count in trees[0].counts]
-        nodes = [node for layer, out in zip(layers, rooms, strict=True) for node in layer.partial(x, padding, out)]
-        y = trees[0].finish(nodes, torch.empty_like(nodes[0]))
+        y = _summed(_exact_layers(family, size, device), x, padding)
         assert torch.equal(y[::4], expected), f"{size} ranks"
         assert not y[1].any()
+
+
+def _summed(layers: list[CudaExperts], x: torch.Tensor, padding: Padding) -> torch.Tensor:
+    """The sum of the layers of all ranks: the output, or its latents."""
+    sums = [layer.rank_sum for layer in layers if isinstance(layer.rank_sum, ExactSum)]
+    size = sums[0].out_features
+    rooms = [torch.empty(count, len(x), size, device=x.device) for count in sums[0].tree.counts]
+    nodes = [node for layer, out in zip(layers, rooms, strict=True) for node in layer.partial(x, padding, out)]
+    return sums[0].tree.finish(nodes, torch.empty_like(nodes[0]))

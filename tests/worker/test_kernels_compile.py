@@ -13,6 +13,7 @@ import ast
 import importlib
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -61,11 +62,12 @@ from parallel.numerics.kernels.skinny_gemm import skinny_gemm
 from parallel.numerics.mxfp4 import Mxfp4Matrix
 from parallel.plan import Span
 from tests.helpers.pairs import pairs
-from worker.kernels import grouped_experts, moe, routing
+from worker.kernels import delta, grouped_experts, kimi_delta, moe, routing
 from worker.kernels.activation import act_and_mul, act_and_mul_in_fp8, mul_sigmoid_
 from worker.kernels.conv import causal_conv
 from worker.kernels.cpu_delta import DeltaArgs
-from worker.kernels.delta import delta_net
+from worker.kernels.cpu_mamba import MambaArgs
+from worker.kernels.mamba import grouped_norm, mamba
 from worker.kernels.norm import add_rms_norm, add_rms_norm_in_fp8, rms_norm
 from worker.kernels.rope import latent_norm_rope_store, qk_norm_rope_store
 from worker.protocol import RECORD_WORDS
@@ -482,12 +484,13 @@ def _call_mixture(
     biases: grouped_experts.Biases | None = None,
     fp8: bool = False,
     mxfp4: bool = False,
+    has_gate: bool = True,
 ) -> None:
     hidden, experts = 2048, _mxfp4_experts if mxfp4 else _fp8_experts if fp8 else _bf16
     moe.mixture(
         _bf16(num_tokens, hidden),
         _bf16(num_experts + (shared and gated), hidden),
-        experts(num_experts, 2 * columns, hidden),
+        experts(num_experts, (1 + has_gate) * columns, hidden),
         experts(num_experts, hidden, columns),
         top_k=top_k,
         normalise=not shared,
@@ -511,12 +514,13 @@ def _call_exact_mixture(
     top_k: int,
     biases: grouped_experts.Biases | None = None,
     fp8: bool = False,
+    has_gate: bool = True,
 ) -> None:
     hidden, columns, experts = 2048, leaf * nodes[-1][1], _fp8_experts if fp8 else _bf16
     logits = moe.mixture(
         _bf16(num_tokens, hidden),
         _bf16(num_experts + 1, hidden),
-        experts(num_experts, 2 * columns, hidden),
+        experts(num_experts, (1 + has_gate) * columns, hidden),
         experts(num_experts, hidden, columns),
         leaf=leaf,
         nodes=_spans(*nodes),
@@ -528,31 +532,49 @@ def _call_exact_mixture(
         slots=_int64(num_tokens),
         first_slot=64,
     )
-    moe.gated_silu_and_mul(_bf16(num_tokens, 2 * columns), logits, num_experts, _int64(num_tokens), 64)
+    x = _bf16(num_tokens, (1 + has_gate) * columns)
+    moe.activate_shared(x, logits, num_experts, _int64(num_tokens), 64, has_gate=has_gate)
 
 
-def _call_recurrent(dtype: torch.dtype) -> None:
-    """Gated DeltaNet of Qwen3.5-9B, and a convolution with a bias of LFM2's width."""
-    for num_tokens in (4, 512):
-        _call_gated_delta_net(num_tokens, dtype)
+def _row_states(num_tokens: int) -> RowStates:
+    """Of four rows: a decode if they have as many tokens."""
+    pool, num_rows = StatePool([], 8, 8, torch.device("cpu")), 4
+    return RowStates(pool, num_tokens, num_tokens == num_rows, *(_int32(num_rows + (i == 1)) for i in range(5)))
 
 
-def _call_gated_delta_net(num_tokens: int, dtype: torch.dtype) -> None:
-    key_heads, value_heads, dim, num_rows = 16, 32, 128, 4
-    channels = (2 * key_heads + value_heads) * dim
-    pool = StatePool([], 8, 8, torch.device("cpu"))
-    states = RowStates(pool, num_tokens, num_tokens == num_rows, *(_int32(num_rows + (i == 1)) for i in range(5)))
-    for width, bias in ((4, None), (3, torch.empty(channels))):
+def _call_mamba(dtype: torch.dtype, heads: int, groups: int, head_dim: int, state_size: int) -> None:
+    num_tokens, columns, of_groups = 512, heads * head_dim, groups * state_size
+    of_heads, slots = torch.empty(heads), torch.empty(17, columns * state_size)
+    layer = MambaArgs(heads, groups, head_dim, state_size, of_heads, of_heads, of_heads, (1.0, 1.0, 0.0, math.inf))
+    z, dt = torch.split(torch.empty(num_tokens, columns + heads, dtype=dtype), [columns, heads], dim=1)
+    recent = torch.empty(9, 128, columns + of_groups, dtype=dtype), torch.empty(9, 128, heads)
+    xbc = torch.empty(num_tokens, columns + 2 * of_groups, dtype=dtype)
+    y, squares = mamba(xbc, (z, dt), layer, _row_states(num_tokens), slots, recent)
+    grouped_norm(y, squares, torch.empty(columns), groups, columns // groups, EPS, dtype)
+
+
+def _call_conv(dtype: torch.dtype, channels: int) -> None:
+    """With and without a bias, and in a decode."""
+    for num_tokens, width, bias in ((512, 4, None), (512, 3, torch.empty(channels)), (4, 4, None)):
         slots, recent = torch.empty(17, (width - 1) * channels, dtype=dtype), torch.empty(9, 32, channels, dtype=dtype)
         x = torch.empty(num_tokens, channels + 64, dtype=dtype)[:, :channels]
+        states = _row_states(num_tokens)
         causal_conv(x, torch.empty(width, channels), bias, states, slots, recent, silu=bias is None)
-    zba = torch.empty(num_tokens, value_heads * (dim + 2), dtype=dtype)
-    z, b, a = torch.split(zba, [value_heads * dim, value_heads, value_heads], dim=1)
-    of_heads = torch.empty(value_heads)
-    layer = DeltaArgs(key_heads, value_heads, dim, dim, 1, False, EPS, of_heads, of_heads, torch.empty(dim))
-    recent = [torch.empty(9, 128, heads * dim, dtype=dtype) for heads in (key_heads, value_heads)]
-    slots, qkv = torch.empty(17, value_heads * dim * dim), torch.empty(num_tokens, channels, dtype=dtype)
-    delta_net(qkv, (z, b, a), layer, states, slots, (recent[0], recent[1], torch.empty(9, 128, value_heads)))
+
+
+def _call_delta(
+    dtype: torch.dtype, key_heads: int, value_heads: int, dim: int, decays: int, *, is_decode: bool = False
+) -> None:
+    keys, values = key_heads * dim, value_heads * dim
+    num_tokens, of_kind = (4, delta) if is_decode else (512, delta if decays == 1 else kimi_delta)
+    widths = [values, value_heads, value_heads * decays]
+    z, b, a = torch.split(torch.empty(num_tokens, sum(widths), dtype=dtype), widths, dim=1)
+    parameters = torch.empty(value_heads), torch.empty(value_heads * decays), torch.empty(dim)
+    layer = DeltaArgs(key_heads, value_heads, dim, dim, decays, decays > 1, EPS, *parameters)
+    recent_keys, recent_values = (torch.empty(9, 128, it, dtype=dtype) for it in (keys, values))
+    recent = recent_keys, recent_values, torch.empty(9, 128, value_heads * decays)
+    slots, qkv = torch.empty(17, values * dim), torch.empty(num_tokens, 2 * keys + values, dtype=dtype)
+    of_kind.delta_net(qkv, (z, b, a), layer, _row_states(num_tokens), slots, recent)
 
 
 def _call_everything() -> None:
@@ -568,7 +590,14 @@ def _call_everything() -> None:
     fill(_bf16(4, 1536), (1, -2), 0.1, 0.0, Span(0, 4), Span(0, 1536), torch.bfloat16)
     mul_sigmoid_(_bf16(4, 4096), _bf16(4, 4096))
     for dtype in (torch.bfloat16, torch.float32):
-        _call_recurrent(dtype)
+        _call_conv(dtype, 8192)
+        # Qwen3.5-9B, and Kimi-Linear.
+        for is_decode in (False, True):
+            _call_delta(dtype, 16, 32, 128, 1, is_decode=is_decode)
+        _call_delta(dtype, 32, 32, 128, 128)
+        # Nemotron 3 Nano, Nemotron Nano 2, and Falcon-H1 34B.
+        for sizes in ((64, 8, 64, 128), (128, 8, 80, 128), (32, 2, 128, 256)):
+            _call_mamba(dtype, *sizes)
     for activation in ("silu", "gelu", "gelu_tanh"):
         act_and_mul(_bf16(4, 2 * 1536), activation)
     for num_rows in (16, 256):
@@ -642,6 +671,11 @@ def _call_everything() -> None:
         air, llama4 = routing.Scoring(True, torch.empty(128)), routing.Scoring(True, scales_input=True)
         _call_mixture(num_tokens, 352, num_experts=128, top_k=8, shared=True, gated=False, scoring=air)
         _call_mixture(num_tokens, 1024, num_experts=16, top_k=1, shared=True, gated=False, scoring=llama4)
+    # Nemotron 3 Nano, without gates.
+    for num_tokens, fp8 in itertools.product((1, 64, 8192), (False, True)):
+        nano = {"num_experts": 128, "top_k": 6, "fp8": fp8, "has_gate": False}
+        _call_mixture(num_tokens, 1856, shared=True, gated=False, scoring=air, **nano)
+        _call_exact_mixture(num_tokens, 64, ((0, 29),), **nano)
     # Qwen3-30B-A3B with all of the tiles, and Mixtral's leaves.
     for num_tokens in (1, 16, 256, 1024, 8192):
         _call_exact_mixture(num_tokens, 64, ((0, 12),), num_experts=128, top_k=8)
@@ -676,6 +710,9 @@ def _call_widest() -> None:
         _call_exact(64, 64, _layer(256), torch.bfloat16, kv_dtype)
     for head_dim in (128, 256):
         _call_extend(16, _layer(head_dim), is_part=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        _call_mamba(dtype, 32, 2, 128, 256)
+        _call_delta(dtype, 32, 32, 128, 128)
     for fp8 in (False, True):
         _call_mixture(8192, 768, num_experts=128, top_k=8, shared=False, fp8=fp8)
         _call_exact_mixture(8192, 64, ((0, 12),), num_experts=128, top_k=8, fp8=fp8)

@@ -63,6 +63,7 @@ class Shape:
     """With sigmoids."""
     biased: bool = False
     """As gpt-oss has them."""
+    has_gate: bool = True
 
 
 QWEN3 = Shape(128, 8, 32, 32)
@@ -71,6 +72,7 @@ MIXTRAL = Shape(8, 2, 64, 160)
 DEEPSEEK = Shape(16, 6, 48, 96, normalise=False, weight_scale=2.5, shared_gate=False)
 DEEPSEEK_V3 = Shape(20, 3, 48, 96, weight_scale=2.5, shared_gate=False, top_groups=2)
 GPT_OSS = Shape(6, 3, 48, 96, biased=True)
+NEMOTRON = Shape(20, 3, 48, 96, weight_scale=2.5, shared_gate=False, top_groups=2, has_gate=False)
 LLAMA4 = Shape(6, 1, 48, 96, normalise=False, shared_gate=False, scales_input=True)
 SLOW = pytest.mark.slow  # takes the interpreter seconds
 
@@ -93,7 +95,7 @@ class Case:
         self.x = wide[:, :hidden].copy_(random(num_tokens, hidden))
         self.x[:, 0] = 1.0
         self.router = 2 * random(experts + (shared and shape.shared_gate), hidden, fan_in=hidden)
-        self.w13 = random(experts, 2 * columns, hidden, fan_in=hidden)
+        self.w13 = random(experts, (1 + shape.has_gate) * columns, hidden, fan_in=hidden)
         self.w2 = random(experts, hidden, columns, fan_in=max(columns, 1))
         self.shared = random(num_tokens, hidden) if shared else None
         self.slots: torch.Tensor | None = None
@@ -150,11 +152,12 @@ class Case:
         for expert in range(num_experts):
             tokens, choices = (chosen == expert).nonzero(as_tuple=True)
             weight, given = weights[tokens, choices, None].to(dtype), x[tokens]
-            gate, up = F.linear(weight * given if self.shape.scales_input else given, self.w13[expert].to(dtype)).chunk(
-                2, dim=1
-            )
+            both = F.linear(weight * given if self.shape.scales_input else given, self.w13[expert].to(dtype))
+            gate, up = both.chunk(2, dim=1)
             down, bias = self.w2[expert].to(dtype), None
-            if (biases := self.biases) is None:
+            if not self.shape.has_gate:
+                hidden = both.relu().square()
+            elif (biases := self.biases) is None:
                 hidden = F.silu(gate) * up
             else:
                 of_gate, of_up = biases.gate_up[expert].to(dtype).chunk(2)
@@ -188,6 +191,8 @@ class Case:
         (MIXTRAL, 3),
         (DEEPSEEK_V3, 5),
         (DEEPSEEK_V3, 12),
+        (NEMOTRON, 5),
+        (NEMOTRON, 12),
         (LLAMA4, 5),
         (LLAMA4, 12),
         (GPT_OSS, 5),

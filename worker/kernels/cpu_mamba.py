@@ -79,6 +79,34 @@ def mamba(
     return out, squares
 
 
+def grouped_norm(
+    y: torch.Tensor,
+    squares: torch.Tensor,
+    weight: torch.Tensor,
+    num_groups: int,
+    size: int,
+    eps: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """y / sqrt(mean of its group's squares + eps) * weight.
+
+    Args:
+        y: [num_tokens, columns] fp32, contiguous: equal parts of `num_groups` groups.
+        squares: [num_tokens, heads of these groups] fp32: sums of squares, those of all ranks included. Each group's
+            are added in one order, so the bits do not depend on the number of ranks.
+        weight: [columns] fp32.
+        size: number of elements of a group on all ranks.
+        dtype: of the result.
+
+    Returns:
+        [num_tokens, columns], contiguous.
+    """
+    # cumsum adds in order. The order of torch's sum depends on the number of rows.
+    sums = squares.unflatten(1, (num_groups, -1)).cumsum(2)[..., -1:]
+    root = (sums / size + eps).sqrt()
+    return (y.unflatten(1, (num_groups, -1)) / root).flatten(1).mul_(weight).to(dtype)
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = load(Path(__file__).with_suffix(".c"))

@@ -18,6 +18,7 @@ from parallel.numerics.kernels.fp8_groups import GROUP_COLUMNS, first_scales, gr
 from parallel.numerics.kernels.fp8_tile import AnyWeight, pieces_of, plain_tile, scales_of
 from parallel.numerics.kernels.mxfp4_groups import sum_blocks
 from parallel.numerics.mxfp4 import GROUP, Mxfp4Matrix
+from worker.kernels.gate_and_up import activated, gate_and_up
 from worker.kernels.routing import (
     SOFTMAX,
     Routes,
@@ -34,54 +35,20 @@ _LEAST_BLOCK_K = 64
 _Arguments = dict[str, Any]
 
 
-@triton.jit
-def silu_and_mul(gate, up):
-    return gate / (1.0 + tl.exp(-gate)) * up
-
-
-@triton.jit
-def activated(gate, up, bias_ptr, expert, columns, width, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """The activation of `Biases` for gate and up [..., columns]. silu(gate) * up without biases."""
-    if LIMIT is None:
-        hidden = silu_and_mul(gate, up)
-    else:
-        bias = bias_ptr + expert * (2 * width) + tl.minimum(columns, width - 1)
-        gate = tl.minimum(gate + tl.load(bias).to(tl.float32), LIMIT)
-        up = tl.minimum(tl.maximum(up + tl.load(bias + width).to(tl.float32), -LIMIT), LIMIT)
-        hidden = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
-    return hidden
-
-
-@triton.jit
-def gate_and_up(
-    w13_ptr, scales_ptr, blocks_ptr, expert, first, width, size, num_blocks, expert_scales, ONE_BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Pointers for `sum_groups`: to BLOCK_N gate rows from `first` on, alternating with their up rows [2 * BLOCK_N, 1],
-    and to the scales of gate and of up. Also returns whether a row belongs to up [1, 2 * BLOCK_N]."""
-    turns = tl.arange(0, 2 * BLOCK_N)
-    gate_rows, is_up = tl.minimum(first + turns // 2, width - 1), turns % 2 == 1
-    rows = gate_rows + tl.where(is_up, width, 0)
-    w_rows = w13_ptr + expert * (2 * width * size) + rows.to(tl.int64)[:, None] * size
-    of_scales = first if ONE_BLOCK else gate_rows[None, :]
-    scales_ptr += expert * expert_scales
-    gate_scales = first_scales(scales_ptr, blocks_ptr, of_scales, num_blocks)
-    return w_rows, gate_scales, first_scales(scales_ptr, blocks_ptr, of_scales + width, num_blocks), is_up[None, :]
-
-
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def _grouped_gate_up_kernel(
     hidden_ptr, x_ptr, x_scales_ptr, w13_ptr, scales_ptr, blocks_ptr, b13_ptr, factors_ptr, pairs_ptr, counts_ptr,
     num_tokens, num_experts, x_stride, scale_stride, num_blocks, expert_scales, width, size, FORMAT: tl.constexpr,
     FP8: tl.constexpr, MXFP4: tl.constexpr, ONE_BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_GATE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """hidden[pair] for a block of pairs of one expert and BLOCK_N columns.
+    """hidden[pair] for a block of pairs of one expert and BLOCK_N columns. Without a gate, only up is computed.
 
     With factors w [num_pairs], computes the activation of w times the pair's input, divided by w, because the down
     product is weighted by w in any case. With FP8, uses `sum_groups`; with MXFP4, `sum_blocks`.
     """
+    NUM_PARTS: tl.constexpr = 2 if HAS_GATE else 1
     follow(DEPENDENT)
     # Consecutive programs share the rows of x, and the programs after them share the expert.
     num_column_blocks = tl.cdiv(width, BLOCK_N)
@@ -104,10 +71,10 @@ def _grouped_gate_up_kernel(
         gate, up = tl.split(both.reshape(BLOCK_M, BLOCK_N, 2))
     elif FP8 is None:
         rows = tl.minimum(columns, width - 1)
-        w_gate = w13_ptr + expert * (2 * width * size) + rows.to(tl.int64)[:, None] * size
-        w_up = w_gate + width.to(tl.int64) * size
+        w_gate = w13_ptr + expert * (NUM_PARTS * width * size) + rows.to(tl.int64)[:, None] * size
+        w_up = w_gate + (NUM_PARTS - 1) * width.to(tl.int64) * size
         gate_scales = scales_of(scales_ptr, blocks_ptr, rows, FORMAT)
-        up_scales = scales_of(scales_ptr, blocks_ptr, rows + width, FORMAT)
+        up_scales = scales_of(scales_ptr, blocks_ptr, rows + (NUM_PARTS - 1) * width, FORMAT)
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for step in tl.range(0, tl.cdiv(size, BLOCK_K), num_stages=STAGES):
@@ -120,24 +87,30 @@ def _grouped_gate_up_kernel(
                 u = tl.load(w_up + k, mask=k < size, other=0.0)
             g = plain_tile(g, gate_scales, expert, step * BLOCK_K, k, x.dtype, FORMAT)
             u = plain_tile(u, up_scales, expert, step * BLOCK_K, k, x.dtype, FORMAT)
-            gate = tl.dot(x, g.T, gate, input_precision="ieee")
+            if HAS_GATE:
+                gate = tl.dot(x, g.T, gate, input_precision="ieee")
             up = tl.dot(x, u.T, up, input_precision="ieee")
     else:
         first_column = tl.program_id(0) % num_column_blocks * BLOCK_N
         w_rows, gate_scales, up_scales, is_up = gate_and_up(
             w13_ptr, scales_ptr, blocks_ptr, expert, first_column, width, size, num_blocks, expert_scales, ONE_BLOCK,
-            BLOCK_N,
+            BLOCK_N, HAS_GATE,
         )  # fmt: skip
         both = sum_groups(
-            tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32), x_rows, x_scales_ptr + token, places < count, w_rows,
+            tl.zeros([BLOCK_M, NUM_PARTS * BLOCK_N], tl.float32), x_rows, x_scales_ptr + token, places < count, w_rows,
             gate_scales, up_scales, is_up, 0, tl.cdiv(FP8[0] + size, FP8[1]), size, scale_stride, FP8, BLOCK_K, EVEN_K,
             STAGES,
         )  # fmt: skip
-        gate, up = tl.split(both.reshape(BLOCK_M, BLOCK_N, 2))
+        if HAS_GATE:
+            gate, up = tl.split(both.reshape(BLOCK_M, BLOCK_N, 2))
+        else:
+            gate = both
+            up = both
     let_next_start(DEPENDENT)
     if factors_ptr is not None:
         gate *= tl.load(factors_ptr + pair, mask=places < count, other=0.0)[:, None]
-    hidden = activated(gate, up, b13_ptr, expert, columns, width, LIMIT, ALPHA).to(hidden_ptr.dtype.element_ty)
+    hidden = activated(gate, up, b13_ptr, expert, columns, width, HAS_GATE, LIMIT, ALPHA)
+    hidden = hidden.to(hidden_ptr.dtype.element_ty)
     stored = (places < count)[:, None] & (columns < width)[None, :]
     tl.store(hidden_ptr + pair.to(tl.int64)[:, None] * width + columns[None, :], hidden, mask=stored)
 
@@ -275,13 +248,14 @@ class Tokens:
     shared: torch.Tensor | None
     scoring: Scoring = SOFTMAX
     biases: Biases | None = None
+    has_gate: bool = True
 
     @property
-    def activation(self) -> tuple[torch.Tensor | None, dict[str, float | None]]:
+    def activation(self) -> tuple[torch.Tensor | None, dict[str, float | bool | None]]:
         """The biases of gate and up, and the kernels' arguments for the activation."""
         if self.biases is None:
-            return None, {"LIMIT": None, "ALPHA": None}
-        return self.biases.gate_up, {"LIMIT": self.biases.limit, "ALPHA": self.biases.alpha}
+            return None, {"HAS_GATE": self.has_gate, "LIMIT": None, "ALPHA": None}
+        return self.biases.gate_up, {"HAS_GATE": True, "LIMIT": self.biases.limit, "ALPHA": self.biases.alpha}
 
     @property
     def places(self) -> tuple[torch.Tensor, torch.Tensor | None, int, int, int, int]:
@@ -338,8 +312,8 @@ def grouped_gate_up(
         slots=tokens.slots,
         first_slot=tokens.first_slot,
     )
-    num_tokens, (_, two_widths, size) = len(tokens.x), w13.shape
-    width, dependent = two_widths // 2, has_dependent_launch(w13.device)
+    num_tokens, (_, num_rows, size) = len(tokens.x), w13.shape
+    width, dependent = num_rows // (1 + tokens.has_gate), has_dependent_launch(w13.device)
     num_blocks = max_blocks(num_tokens, tokens.top_k, tokens.num_experts, tiles.block_m)
     hidden = torch.empty((num_tokens * tokens.top_k, width), dtype=tokens.x.dtype, device=w13.device)
     tile = tiles.gate_up

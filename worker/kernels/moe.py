@@ -30,6 +30,7 @@ from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.node_gemm import add_leaf, border, pack_parts
 from parallel.numerics.mxfp4 import Mxfp4Matrix
 from parallel.plan import Span
+from worker.kernels.gate_and_up import activated
 from worker.kernels.grouped_experts import (
     Biases,
     ExpertWeight,
@@ -38,7 +39,6 @@ from worker.kernels.grouped_experts import (
     Tokens,
     grouped_down,
     grouped_gate_up,
-    silu_and_mul,
 )
 from worker.kernels.pair_experts import sum_pairs
 from worker.kernels.routing import (
@@ -97,9 +97,9 @@ def _combine_kernel(
 
 
 @triton.jit(do_not_specialize=["first_slot", "part_stride"])
-def _gated_silu_and_mul_kernel(
+def _activate_shared_kernel(
     out_ptr, x_ptr, logits_ptr, slots_ptr, first_slot, gate_column, logits_stride, part_stride, size, x_stride,
-    PARTS: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, GATED: tl.constexpr, HAS_GATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -107,8 +107,8 @@ def _gated_silu_and_mul_kernel(
     inside = live & (columns < size)
     gate_ptrs = x_ptr + token * x_stride + columns
     gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptrs + size, mask=inside, other=0.0).to(tl.float32)
-    hidden = silu_and_mul(gate, up)
+    up = tl.load(gate_ptrs + size, mask=inside, other=0.0).to(tl.float32) if HAS_GATE else gate
+    hidden = activated(gate, up, None, 0, columns, size, HAS_GATE, None, None)
     if GATED:
         hidden *= sigmoid(load_logits(logits_ptr + token * logits_stride + gate_column, live, part_stride, PARTS))
     tl.store(out_ptr + token * size + columns, hidden.to(out_ptr.dtype.element_ty), mask=columns < size)
@@ -186,6 +186,7 @@ def mixture(
     scoring: Scoring = SOFTMAX,
     biases: Biases | None = None,
     shared: torch.Tensor | None = None,
+    latents: torch.Tensor | None = None,
     leaf: int | None = None,
     nodes: tuple[Span, ...] = (),
     tiles: Tiles | None = None,
@@ -193,6 +194,7 @@ def mixture(
     most_bytes: int = MOST_BYTES,
 ) -> torch.Tensor:
     """Sum over each token's top k experts of weight * w2 @ (silu(gate) * up), and the shared expert, perhaps gated.
+    Without gates it is w2 @ relu2(up).
 
     Weights are a softmax over all experts, or determined by `scoring`. Sums over inputs and over experts are fp32.
 
@@ -200,7 +202,8 @@ def mixture(
         x: [num_tokens, size], contiguous within a row, with any row stride.
         router: [num_experts, size] of x's dtype, contiguous. One more row if the shared expert has a gate.
         w13: [num_experts, 2 * width, size] of x's dtype, contiguous, or in FP8: this rank's gate rows of each expert,
-            then its up rows. In four bits, gate and up rows alternate. The width may be 0.
+            then its up rows. In four bits, gate and up rows alternate. Without gates [num_experts, width, size], the up
+            rows. The width may be 0.
         w2: [num_experts, size, width] of x's dtype, contiguous, or in FP8 or four bits like w13.
         normalise: divide a token's weights by their sum.
         round_to: dtype to which the weights are rounded last.
@@ -209,12 +212,13 @@ def mixture(
         weight_scale: factor of the weights, before they are rounded.
         biases: biases of the experts and parameters of their activation, if they have any. Not with a shared expert.
         shared: [num_tokens, size] of x's dtype, contiguous: the shared expert's part. Not with leaves.
+        latents: [num_tokens, latent size]: what experts read instead of x. `size` of all others is then this size.
         leaf: columns of a leaf, which divide the width. If None, numerics are not exact.
         nodes: the range of leaves of each node, consecutive, from the rank's first leaf to its last.
         tiles: for measurements, like `parts` and `most_bytes`. Chosen by shape by default.
 
     Returns:
-        The router's logits, as from `router_logits`, for `gated_silu_and_mul`.
+        The router's logits, as from `router_logits`, for `activate_shared`.
     """
     (num_experts, _, width), num_tokens = w2.shape, len(x)
     num_leaves = nodes[-1].stop - nodes[0].start if nodes else 0
@@ -232,8 +236,9 @@ def mixture(
         counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     logits = router_logits(x, router, counts, None if biases is None else biases.router)
     tokens = Tokens(
-        x, logits, slots, first_slot, num_experts, top_k, normalise, weight_scale, round_to, shared, scoring, biases
-    )
+        x if latents is None else latents, logits, slots, first_slot, num_experts, top_k, normalise, weight_scale,
+        round_to, shared, scoring, biases, has_gate=w13.shape[1] == 2 * width,
+    )  # fmt: skip
     if counts is not None:
         _sum_groups(tokens, counts, w13, w2, leaf, nodes, tiles, most_bytes, out)
     elif width > 0:
@@ -306,25 +311,32 @@ def _combine(
     )
 
 
-def gated_silu_and_mul(
-    x: torch.Tensor, logits: torch.Tensor, num_experts: int, slots: torch.Tensor | None, first_slot: int
+def activate_shared(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    num_experts: int,
+    slots: torch.Tensor | None,
+    first_slot: int,
+    *,
+    has_gate: bool = True,
 ) -> torch.Tensor:
     """silu(gate) * up, times the sigmoid of the shared expert's logit if it has one, rounded once; 0 for padding.
 
     Args:
         x: [num_tokens, 2 * size], gate then up, contiguous within a row, with any row stride.
+        has_gate: if False, x is up [num_tokens, size], and the activation is relu2.
         logits: as from `router_logits`. A column after the first `num_experts` is the shared expert's logit.
         slots, first_slot: as in `moe.mixture`.
 
     Returns:
         [num_tokens, size], contiguous, of x's dtype.
     """
-    num_tokens, size = x.shape[0], x.shape[1] // 2
+    num_tokens, size = x.shape[0], x.shape[1] // (1 + has_gate)
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
     parts, _, num_logits = logits.shape
-    _gated_silu_and_mul_kernel[(num_tokens, triton.cdiv(size, _ACT_BLOCK))](
+    _activate_shared_kernel[(num_tokens, triton.cdiv(size, _ACT_BLOCK))](
         out,
         x,
         logits,
@@ -337,6 +349,7 @@ def gated_silu_and_mul(
         x.stride(0),
         PARTS=parts,
         GATED=num_logits > num_experts,
+        HAS_GATE=has_gate,
         BLOCK=_ACT_BLOCK,
         num_warps=4,
     )

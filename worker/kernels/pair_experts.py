@@ -18,16 +18,15 @@ from parallel.numerics.kernels.mxfp4_groups import sum_blocks_side_by_side
 from parallel.numerics.kernels.node_gemm import add_leaf, border, cut_nodes, pack_parts
 from parallel.plan import Span
 from parallel.tree import additions_of
+from worker.kernels.gate_and_up import activated, gate_and_up
 from worker.kernels.grouped_experts import (
     MMA_ROWS,
     ExpertWeight,
     Tile,
     Tiles,
     Tokens,
-    activated,
     fitting,
     fitting_leaf,
-    gate_and_up,
     pieces_for,
 )
 from worker.kernels.routing import (
@@ -53,16 +52,17 @@ def _pair_gate_up_kernel(
     PARTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, WEIGHT_SCALE: tl.constexpr,
     ROUND_TO: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     STAGES: tl.constexpr, EXACT: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr, SCALES_INPUT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK_G: tl.constexpr, SCALES_INPUT: tl.constexpr, HAS_GATE: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """hidden[pair] = silu(w13[expert, :width] @ x[token]) * (w13[expert, width:] @ x[token]), and the pair's expert.
-    With biases, the activation is that in `activated`.
+    With biases or without a gate, the activation is that in `activated`.
 
     SCALES_INPUT: uses the weight like the factors in `_grouped_gate_up_kernel`. EXACT: uses MMAs with the pair's row
     first and zeros in the other rows, so that the bits equal those of a grouped product. With FP8, uses
     `sum_side_by_side`; with MXFP4, `sum_blocks_side_by_side`.
     """
+    NUM_PARTS: tl.constexpr = 2 if HAS_GATE else 1
     # Consecutive programs read the same columns of the pairs' experts, so two pairs of one expert find them in L2.
     pair = tl.program_id(0)
     token, choice = pair // TOP_K, pair % TOP_K
@@ -93,20 +93,25 @@ def _pair_gate_up_kernel(
         elif FP8 is not None:
             w_rows, gate_scales, up_scales, is_up = gate_and_up(
                 w13_ptr, scales_ptr, blocks_ptr, expert.to(tl.int64), tl.program_id(1) * BLOCK_N, width, size,
-                num_blocks, expert_scales, ONE_BLOCK, BLOCK_N,
+                num_blocks, expert_scales, ONE_BLOCK, BLOCK_N, HAS_GATE,
             )  # fmt: skip
             both = sum_side_by_side(
                 x_row + tl.zeros([1, 1, 1], tl.int32), None, tl.full([1, 1], True, tl.int1), w_rows[None, :, :],
                 gate_scales, up_scales, is_up, tl.full([SIDE, 1, 1], True, tl.int1), tl.cdiv(FP8[0] + size, FP8[1]),
                 size, 0, FP8, SIDE, True, BLOCK_K, EVEN_K, STAGES,
             )  # fmt: skip
-            gate, up = tl.split(tl.sum(both, 0).reshape(BLOCK_N, 2))
+            both = tl.sum(both, 0)
+            if HAS_GATE:
+                gate, up = tl.split(both.reshape(BLOCK_N, 2))
+            else:
+                gate = both.reshape(BLOCK_N)
+                up = gate
         else:
             rows = tl.minimum(columns, width - 1)
-            w_gate = w13_ptr + expert.to(tl.int64) * (2 * width * size) + rows.to(tl.int64)[:, None] * size
-            w_up = w_gate + width.to(tl.int64) * size
+            w_gate = w13_ptr + expert.to(tl.int64) * (NUM_PARTS * width * size) + rows.to(tl.int64)[:, None] * size
+            w_up = w_gate + (NUM_PARTS - 1) * width.to(tl.int64) * size
             gate_scales = scales_of(scales_ptr, blocks_ptr, rows, FORMAT)
-            up_scales = scales_of(scales_ptr, blocks_ptr, rows + width, FORMAT)
+            up_scales = scales_of(scales_ptr, blocks_ptr, rows + (NUM_PARTS - 1) * width, FORMAT)
             if EXACT:
                 # Copies of the row would all be read from one address in the L2 cache, by every program.
                 is_row = (tl.arange(0, _ROWS) == 0)[:, None]
@@ -128,10 +133,12 @@ def _pair_gate_up_kernel(
                 if EXACT:
                     g = plain_tile(g, gate_scales, expert.to(tl.int64), step * BLOCK_K, k, x.dtype, FORMAT)
                     u = plain_tile(u, up_scales, expert.to(tl.int64), step * BLOCK_K, k, x.dtype, FORMAT)
-                    gate = tl.dot(x, g.T, gate, input_precision="ieee")
+                    if HAS_GATE:
+                        gate = tl.dot(x, g.T, gate, input_precision="ieee")
                     up = tl.dot(x, u.T, up, input_precision="ieee")
                 else:
-                    gate += g.to(tl.float32) * x.to(tl.float32)
+                    if HAS_GATE:
+                        gate += g.to(tl.float32) * x.to(tl.float32)
                     up += u.to(tl.float32) * x.to(tl.float32)
         let_next_start(DEPENDENT)
         stored = columns < width
@@ -139,7 +146,7 @@ def _pair_gate_up_kernel(
             gate, up = tl.sum(gate, 1), tl.sum(up, 1)
         if SCALES_INPUT:
             gate *= factor
-        hidden = activated(gate, up, b13_ptr, expert.to(tl.int64), columns, width, LIMIT, ALPHA)
+        hidden = activated(gate, up, b13_ptr, expert.to(tl.int64), columns, width, HAS_GATE, LIMIT, ALPHA)
         if EXACT:
             columns = tl.broadcast_to(columns[None, :], [_ROWS, BLOCK_N])
             stored = stored[None, :] & is_row
@@ -319,7 +326,7 @@ def pair_gate_up(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes for every pair the input of its expert's down product [num_pairs, width], the expert [num_pairs] int32,
     and its weight [num_pairs] fp32. All are undefined for padding tokens."""
-    num_pairs, width = len(tokens.x) * tokens.top_k, w13.shape[1] // 2
+    num_pairs, width = len(tokens.x) * tokens.top_k, w13.shape[1] // (1 + tokens.has_gate)
     size, device, dependent = w13.shape[2], w13.device, has_dependent_launch(w13.device)
     pieces, how = pieces_for(w13, tile, tile.block_k, 0 if exact else None)
     bias, activation = tokens.activation

@@ -40,12 +40,13 @@ class DeltaNet:
         self._widths = [sum(widths[:3]), *widths[3:]]
         self._into = ColumnParallelLinear(*spec.into, context=context)
         self._gates = [ColumnParallelLinear(it, context=context) for it in spec.gates]
-        self._conv = CausalConv(spec.conv, context, silu=True, normed=(2 * keys, spec.key_dim))
+        is_gated = spec.decay_dim == 1
+        self._conv = CausalConv(spec.conv, context, silu=True, normed=(2 * keys, spec.key_dim) if is_gated else (0, 0))
         self._out = RowParallelLinear(spec.out, context)
         if context.device.type == "cuda":
-            from worker.kernels import delta
+            from worker.kernels import delta, kimi_delta
 
-            self._delta_net = delta.delta_net
+            self._delta_net = delta.delta_net if is_gated else kimi_delta.delta_net
         else:
             self._delta_net = cpu_delta.delta_net
 

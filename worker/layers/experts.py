@@ -7,7 +7,6 @@ The shard plan says which columns these are.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,10 +22,11 @@ from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.cpu_products import TILE, Mixture, mixed_products, pack
 from parallel.numerics.mxfp4 import Mxfp4Matrix
 from parallel.numerics.tensor_source import TensorSource
-from parallel.numerics.weight import CpuWeight
+from parallel.numerics.weight import CpuWeight, Weight
 from parallel.plan import Span
 from worker.kernels.cpu_pointwise import act_and_mul, clamped_act_and_mul, softmax
 from worker.layers.activation import relu2
+from worker.layers.expert_tensors import read_biased, read_gate_up_bias, read_stacked
 from worker.layers.mlp import MLP
 from worker.layers.step import Padding
 
@@ -51,6 +51,10 @@ class Experts(ABC):
         self._columns = context.shard[Axis.EXPERT_COLUMNS]
         self._round_to = context.dtype if spec.round_weights else torch.float32
         self._shared = None if spec.shared is None else MLP(spec.shared, context)
+        self._context = context
+        latent_size = spec.latent_size if isinstance(spec, MixtureOfExperts) else None
+        self._size = latent_size or spec.hidden_size  # size of what an expert reads and writes
+        self._latents: list[Weight] = []
         bias = spec.choice_bias
         self._choice_bias = None if bias is None else torch.empty(bias.shape, device=context.device)
 
@@ -79,7 +83,7 @@ class Experts(ABC):
         return torch.empty(num_rows, spec.hidden_size, dtype=dtype, device=device)
 
     def _load_router(self, source: TensorSource, prefix: str, router: torch.Tensor) -> None:
-        """Reads the router, and the shared expert if there is one."""
+        """Reads the router, and if there are any the shared expert and the projections to latents and back."""
         spec = self._spec
         source.read(prefix + spec.router.name, router[: spec.num_experts])
         if spec.shared_gate is not None:
@@ -88,12 +92,17 @@ class Experts(ABC):
             source.read(prefix + spec.choice_bias.name, self._choice_bias)
         if self._shared is not None:
             self._shared.load(source, prefix)
+        self._latents.clear()
+        for latent in spec.latents if isinstance(spec, MixtureOfExperts) else ():
+            weight = self._context.empty(*latent.shape)
+            source.read(prefix + latent.name, weight)
+            self._latents.append(self._context.arithmetic.weight(weight, None))
 
     def _read_expert(self, source: TensorSource, prefix: str, i: int, gate_up: Tensor, down: Tensor) -> None:
-        """Fills gate_up [2 * columns, hidden_size] and down [hidden_size, columns] for one expert. Without a gate,
-        gate_up is up [columns, hidden_size]."""
+        """Fills gate_up [2 * columns, size] and down [size, columns] for one expert. Without a gate, gate_up is up
+        [columns, size]."""
         if isinstance(self._spec, MixtureOfExperts) and self._spec.stacked != "no":
-            _read_stacked(source, prefix, self._spec, i, self._columns, gate_up, down)
+            read_stacked(source, prefix, self._spec, i, self._columns, gate_up, down)
             return
         expert = self._experts[i]
         for linear, out in zip(expert.gate_up, gate_up.chunk(len(expert.gate_up)), strict=True):
@@ -113,8 +122,6 @@ class CudaExperts(Experts):
         from worker.kernels.routing import Scoring
 
         super().__init__(spec, context)
-        if isinstance(spec, MixtureOfExperts) and not spec.is_gated:
-            raise ConfigError("experts without a gate are computed on CPUs only, so far; choose device=cpu")
         groups = spec.num_groups, spec.top_groups
         self._scoring = Scoring(spec.sigmoid, self._choice_bias, *groups, spec.scales_input)
         width, unit = self._columns.size, context.arithmetic.choose(fast=32, exact=1)
@@ -123,13 +130,15 @@ class CudaExperts(Experts):
                 f"rank {context.group.rank} has {width} of the {spec.intermediate_size} columns of an expert, but GPUs "
                 f"need a multiple of {unit}; choose a smaller tensor_parallel_size"
             )
-        beside = None if spec.shared is None else spec.shared.down.cut
+        self._num_parts = 1 if isinstance(spec, MixtureOfExperts) and not spec.is_gated else 2
+        # A shared expert is added to this rank's part, unless experts write latents.
+        self._beside = None if isinstance(spec, MixtureOfExperts) and spec.latents else self._shared
+        beside = None if self._beside is None or spec.shared is None else spec.shared.down.cut
         leaves = context.arithmetic.leaves(_CUT, context)
         self._leaf, self._nodes = context.arithmetic.choose(fast=(None, ()), exact=(leaves.width, leaves.nodes))
-        self.rank_sum = context.arithmetic.rank_sum(spec.hidden_size, _CUT, context, of_weight=False, beside=beside)
+        self.rank_sum = context.arithmetic.rank_sum(self._size, _CUT, context, of_weight=False, beside=beside)
         # The logits are fp32, since bf16 logits often tie, and a tie may choose other experts.
         self._router = self._empty_router(context.dtype, context.device)
-        self._context = context
         self._w13: torch.Tensor | Fp8Matrix | Mxfp4Matrix | None = None
         self._w2: torch.Tensor | Fp8Matrix | Mxfp4Matrix | None = None
         self._biases: Biases | None = None
@@ -143,10 +152,10 @@ class CudaExperts(Experts):
                 return
         elif self._load_fp8(source, prefix):
             return
-        self._w13 = self._context.empty(spec.num_experts, 2 * width, spec.hidden_size)
-        self._w2 = self._context.empty(spec.num_experts, spec.hidden_size, width)
+        self._w13 = self._context.empty(spec.num_experts, self._num_parts * width, self._size)
+        self._w2 = self._context.empty(spec.num_experts, self._size, width)
         if isinstance(spec, BiasedMixture):
-            for i, parts in enumerate(_read_biased(source, prefix, spec, self._context)):
+            for i, parts in enumerate(read_biased(source, prefix, spec, self._context)):
                 for into, part in zip((self._w13[i], self._w2[i]), parts, strict=True):
                     into.copy_(part)
             return
@@ -159,7 +168,7 @@ class CudaExperts(Experts):
         context, columns = self._context, self._columns
         router = torch.empty(spec.num_experts, device=context.device)
         source.read(prefix + spec.router_bias.name, router)
-        gate_up, down = _read_gate_up_bias(source, prefix, spec, context), context.empty(*spec.down_bias.shape)
+        gate_up, down = read_gate_up_bias(source, prefix, spec, context), context.empty(*spec.down_bias.shape)
         source.read(prefix + spec.down_bias.name, down)
         is_first = columns.start == 0
         self._biases = Biases(router, gate_up, down if is_first else None, spec.limit, spec.alpha)
@@ -181,7 +190,7 @@ class CudaExperts(Experts):
 
     def _load_fp8(self, source: TensorSource, prefix: str) -> bool:
         """Reads the experts if all of them stay in FP8. Returns whether they do."""
-        columns, whole = self._columns, Span(0, self._spec.hidden_size)
+        columns, whole, num_parts = self._columns, Span(0, self._size), self._num_parts
         into = [[f"{prefix}{it.name}.weight" for it in expert.gate_up] for expert in self._experts]
         out_of = [f"{prefix}{expert.down.name}.weight" for expert in self._experts]
         into_blocks = self._context.fp8_blocks(source, [name for names in into for name in names])
@@ -189,28 +198,31 @@ class CudaExperts(Experts):
         if not into_blocks or not out_of_blocks or not columns.size:
             return False
         size, device = len(out_of), self._context.device
-        self._w13 = w13 = Fp8Matrix.empty(into_blocks[:2], [columns, columns], whole, device, size)
+        self._w13 = w13 = Fp8Matrix.empty(into_blocks[:num_parts], [columns] * num_parts, whole, device, size)
         self._w2 = w2 = Fp8Matrix.empty(out_of_blocks[:1], [whole], columns, device, size)
         for i, (names, name) in enumerate(zip(into, out_of, strict=True)):
-            w13.read(source, names, [columns, columns], whole, i)
+            w13.read(source, names, [columns] * num_parts, whole, i)
             w2.read(source, [name], [whole], columns, i)
         return True
 
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
-        return self.rank_sum.for_norm(len(x), lambda out: self.partial(x, padding, out))
+        if not self._latents:
+            return self.rank_sum.for_norm(len(x), lambda out: self.partial(x, padding, out))
+        y = self._latents[1](self.rank_sum(len(x), lambda out: self.partial(x, padding, out)).to(x.dtype))
+        return y if self._shared is None else self._shared.add_to(y, x, padding)
 
     def partial(self, x: torch.Tensor, padding: Padding, out: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's part of `rank_sum` [num_tokens, hidden_size], or its nodes in fp32 [num_nodes, num_tokens,
-        hidden_size]; 0 for padding. Written to contiguous `out` if it is given."""
-        from worker.kernels.moe import gated_silu_and_mul, mixture
+        """This rank's part of `rank_sum` [num_tokens, size], or its nodes in fp32 [num_nodes, num_tokens, size]; 0 for
+        padding. The size is that of latents, if experts write those. Written to contiguous `out` if it is given."""
+        from worker.kernels.moe import activate_shared, mixture
 
         spec, nodes, slots, first_slot = self._spec, self._nodes, padding.token_slots(), padding.first_slot
         assert self._w13 is not None, "forward before load"
         assert self._w2 is not None, "forward before load"
         is_exact = self._leaf is not None
         if out is None:
-            assert not is_exact, "exact numerics need `out`"
-            out = torch.empty_like(x)
+            shape = (len(nodes), len(x), self._size) if is_exact else (len(x), self._size)
+            out = x.new_empty(shape, dtype=torch.float32 if is_exact else x.dtype)
         logits = mixture(
             x,
             self._router,
@@ -225,16 +237,18 @@ class CudaExperts(Experts):
             out=out[: len(nodes)] if is_exact else out,
             slots=slots,
             first_slot=first_slot,
-            shared=None if is_exact or self._shared is None else self._shared.partial(x),
+            shared=None if is_exact or self._beside is None else self._beside.partial(x),
+            latents=self._latents[0](x) if self._latents else None,
             leaf=self._leaf,
             nodes=nodes,
         )
-        if is_exact and self._shared is not None and len(out) > len(nodes):
+        if is_exact and self._beside is not None and len(out) > len(nodes):
 
             def act(hidden: torch.Tensor) -> torch.Tensor:
-                return gated_silu_and_mul(hidden, logits, spec.num_experts, slots, first_slot)
+                has_gate = self._num_parts == 2
+                return activate_shared(hidden, logits, spec.num_experts, slots, first_slot, has_gate=has_gate)
 
-            self._shared.partial(x, act, out[len(nodes) :])
+            self._beside.partial(x, act, out[len(nodes) :])
         return out
 
 
@@ -246,12 +260,8 @@ class CpuExperts(Experts):
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
         super().__init__(spec, context)
-        self._context = context
         self._router: CpuWeight | None = None
         self._leaves = context.arithmetic.leaves(_CUT, context)
-        latent_size = spec.latent_size if isinstance(spec, MixtureOfExperts) else None
-        self._size = latent_size or spec.hidden_size  # size of what an expert reads and writes
-        self._latents: list[CpuWeight] = []
         self._sum = context.arithmetic.rank_sum(self._size, _CUT, context, of_weight=False)
         self._gate_up: list[CpuWeight] = []
         self._down = context.empty(spec.num_experts, -(-self._size // TILE), self._columns.size, TILE)
@@ -265,18 +275,14 @@ class CpuExperts(Experts):
         if isinstance(self._spec, BiasedMixture):
             bias = torch.empty(self._spec.router_bias.shape)
             source.read(prefix + self._spec.router_bias.name, bias)
-            biases = _read_gate_up_bias(source, prefix, self._spec, self._context)
-            for i, parts in enumerate(_read_biased(source, prefix, self._spec, self._context)):
+            biases = read_gate_up_bias(source, prefix, self._spec, self._context)
+            for i, parts in enumerate(read_biased(source, prefix, self._spec, self._context)):
                 self._keep(*parts, biases[i])
             self._down_bias = self._context.empty(*self._spec.down_bias.shape)
             source.read(prefix + self._spec.down_bias.name, self._down_bias)
         else:
             gate_up = self._context.empty((1 + self._spec.is_gated) * self._columns.size, self._size)
             down = self._context.empty(self._size, self._columns.size)
-            latents = [(it.name, self._context.empty(*it.shape)) for it in self._spec.latents]
-            for name, weight in latents:
-                source.read(prefix + name, weight)
-            self._latents = [CpuWeight(weight, None) for _, weight in latents]
             for i in range(self._spec.num_experts):
                 self._read_expert(source, prefix, i, gate_up, down)
                 self._keep(gate_up, down)
@@ -311,11 +317,7 @@ class CpuExperts(Experts):
             return y.masked_fill_(~live, 0.0)
         if self._shared is None:
             return y
-        shared = self._shared(x, padding)
-        assert isinstance(shared, torch.Tensor), "on CPU a sum is not left to the norm"
-        if shared_gate.shape[1]:
-            shared = shared * _sigmoid(shared_gate)
-        return y.float().add_(shared).masked_fill_(~live, 0.0)
+        return self._shared.add_to(y, x, padding, _sigmoid(shared_gate) if shared_gate.shape[1] else None)
 
     def _routed(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The sum of the routed experts over the ranks, of x's shape, in memory that the caller owns.
@@ -393,57 +395,7 @@ def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values[:, :k], columns[:, :k]
 
 
-def _read_stacked(
-    source: TensorSource, prefix: str, spec: MixtureOfExperts, i: int, columns: Span, gate_up: Tensor, down: Tensor
-) -> None:
-    """Like `Experts._read_expert`, from stacked tensors of all experts."""
-    (all_gate_up, all_down), size = spec.stacks, spec.intermediate_size
-    if spec.stacked == "outputs first":
-        for half, out in enumerate(gate_up.chunk(2)):
-            first = (2 * i + half) * size
-            source.read(prefix + all_gate_up.name, out, rows=Span(*(first + it for it in columns)))
-        rows = Span(i * spec.hidden_size, (i + 1) * spec.hidden_size)
-        source.read(prefix + all_down.name, down, rows=rows, columns=columns)
-        return
-    rows = Span(i * spec.hidden_size, (i + 1) * spec.hidden_size)
-    for first, out in zip((0, size), gate_up.chunk(2), strict=True):
-        part = torch.empty_like(out.t(), memory_format=torch.contiguous_format)
-        source.read(prefix + all_gate_up.name, part, rows=rows, columns=Span(*(first + it for it in columns)))
-        out.copy_(part.t())
-    part = torch.empty_like(down.t(), memory_format=torch.contiguous_format)
-    source.read(prefix + all_down.name, part, rows=Span(*(i * size + it for it in columns)))
-    down.copy_(part.t())
-
-
-def _read_biased(
-    source: TensorSource, prefix: str, spec: BiasedMixture, context: LayerContext
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's columns of each expert, from stacked tensors with the inputs first and alternating columns of gate
-    and up. Yields [2 * columns, hidden_size] and [hidden_size, columns], which the caller must copy."""
-    columns = context.shard[Axis.EXPERT_COLUMNS]
-    gate_up = context.empty(spec.num_experts, spec.hidden_size, 2 * columns.size)
-    down = context.empty(columns.size, spec.hidden_size)
-    source.read(prefix + spec.gate_up.name, gate_up, columns=Span(2 * columns.start, 2 * columns.stop))
-    for expert in range(spec.num_experts):
-        start, stop = (expert * spec.intermediate_size + column for column in columns)
-        source.read(prefix + spec.down.name, down, rows=Span(start, stop))
-        yield _parted(gate_up[expert].t()), down.t()
-
-
-def _read_gate_up_bias(source: TensorSource, prefix: str, spec: BiasedMixture, context: LayerContext) -> Tensor:
-    """The bias of this rank's columns of gate, then up, of each expert [num_experts, 2 * columns]."""
-    columns = context.shard[Axis.EXPERT_COLUMNS]
-    bias = context.empty(spec.num_experts, 2 * columns.size)
-    source.read(prefix + spec.gate_up_bias.name, bias, columns=Span(2 * columns.start, 2 * columns.stop))
-    return bias.view(spec.num_experts, columns.size, 2).mT.flatten(1)
-
-
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
     """The sigmoid of each element of a matrix. The bits of an element depend only on that element."""
     elements = x.reshape(-1, 1)
     return softmax(elements, F.pad(elements, (0, 1))).view(x.shape)
-
-
-def _parted(rows: torch.Tensor) -> torch.Tensor:
-    """Separates alternating rows: the rows of gate, then those of up."""
-    return torch.cat((rows[::2], rows[1::2]))

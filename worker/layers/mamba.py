@@ -12,7 +12,8 @@ from parallel.collectives.interface import PartialSum
 from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.tensor_source import TensorSource
-from worker.kernels.cpu_mamba import MambaArgs, mamba
+from worker.kernels import cpu_mamba
+from worker.kernels.cpu_mamba import MambaArgs
 from worker.layers.causal_conv import CausalConv
 from worker.layers.step import Step
 
@@ -30,13 +31,20 @@ class Mamba:
         self.layer = StateLayer.of(layer_id, spec, context)
         numbers = spec.factors[0], spec.factors[4], *spec.dt_limits
         sizes = num_heads, num_groups, spec.head_size, spec.state_size
-        self._args = MambaArgs(*sizes, torch.empty(num_heads), torch.empty(num_heads), torch.empty(num_heads), numbers)
+        a_log, dt_bias, d = (torch.empty(num_heads, device=context.device) for _ in range(3))
+        self._args = MambaArgs(*sizes, a_log, dt_bias, d, numbers)
         of_x, of_groups = num_heads * spec.head_size, num_groups * spec.state_size
         self._widths = [of_x + 2 * of_groups, of_x, num_heads]
         self._into = ColumnParallelLinear(*spec.into, context=context)
         self._conv = CausalConv(spec.conv, context, silu=True, factors=spec.factors[1:4])
-        self._norm = torch.empty(of_x)
+        self._norm = torch.empty(of_x, device=context.device)
         self._out = RowParallelLinear(spec.out, context)
+        if context.device.type == "cuda":
+            from worker.kernels import mamba
+
+            self._mamba, self._grouped_norm = mamba.mamba, mamba.grouped_norm
+        else:
+            self._mamba, self._grouped_norm = cpu_mamba.mamba, cpu_mamba.grouped_norm
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
@@ -59,7 +67,7 @@ class Mamba:
         xbc, z, dt = torch.split(self._into(x), self._widths, dim=1)
         xbc = self._conv(xbc, step.states, conv_slots, conv_recent)
         entries, steps = recent
-        y, squares = mamba(xbc, (z, dt), self._args, step.states, slots, (entries, steps))
+        y, squares = self._mamba(xbc, (z, dt), self._args, step.states, slots, (entries, steps))
         return y.to(x.dtype) if self._spec.norm_eps is None else self._normed(y, squares, x.dtype)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
@@ -67,19 +75,16 @@ class Mamba:
         return self._out.for_norm(attended)
 
     def _normed(self, y: torch.Tensor, squares: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The grouped norm of y. If ranks share a group, they exchange the sums of squares of single heads. Each rank
-        adds those of its group in order, so the bits do not depend on the number of ranks."""
+        """The grouped norm of y. If ranks share a group, they exchange the sums of squares of single heads."""
         spec, group, groups = self._spec, self._context.group, self._context.shard[Axis.MAMBA_GROUPS]
         assert spec.norm_eps is not None, "a norm has an eps"
-        is_shared = group.size > spec.num_groups
-        if is_shared:
+        heads = spec.num_heads // spec.num_groups
+        if group.size > spec.num_groups:
             counts = [shard[Axis.MAMBA_HEADS].size for shard in self._context.shards]
             # Messages have equal sizes; the unused part is never read.
             sent = F.pad(squares, (0, max(counts) - squares.shape[1]))
             parts = zip(group.all_gather(sent), counts, strict=True)
             squares = torch.cat([of_rank[:, :count] for of_rank, count in parts], dim=1)
-        # cumsum adds in order. The order of torch's sum depends on the number of rows.
-        sums = squares.view(len(y), -1, spec.num_heads // spec.num_groups).cumsum(2)[..., -1:]
-        sums = sums[:, slice(*groups)] if is_shared else sums
-        root = (sums / (spec.num_heads * spec.head_size // spec.num_groups) + spec.norm_eps).sqrt()
-        return (y.view(len(y), groups.size, -1) / root).flatten(1).mul_(self._norm).to(dtype)
+            squares = squares[:, groups.start * heads : groups.stop * heads]
+        size = heads * spec.head_size
+        return self._grouped_norm(y, squares, self._norm, groups.size, size, spec.norm_eps, dtype)

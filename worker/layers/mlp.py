@@ -53,6 +53,15 @@ class MLP:
         """[num_tokens, hidden_size] -> the same shape, or a PartialSum for the next norm. Padding is computed too."""
         return self._down.for_norm(self._activated(x))
 
+    def add_to(
+        self, y: torch.Tensor, x: torch.Tensor, padding: Padding, gate: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """y + the output for x, times `gate` [num_tokens, 1] if it is given, in fp32; 0 for padding."""
+        output = self._down(self._activated(x))
+        output = output if gate is None else output * gate
+        is_padding = (padding.token_slots() < padding.first_slot).unsqueeze(1)
+        return y.float().add_(output).masked_fill_(is_padding, 0.0)
+
     def _activated(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Rows:
         hidden = self._gate_up(x)
         if self._factors is not None:
