@@ -6,10 +6,10 @@ and in each chunk through blocks of 16, both counted from the request's beginnin
 tokens read from the stored state, from earlier blocks and from their own block. The third norms the outputs and stores
 what later steps need of the keys and decays.
 
-A token reads the rounded values of the tokens before it in its block. A prompt repeats the product of the own block
-until no value changes. Since a value depends on earlier ones only, this ends, and each value is then what one product
-makes of the values before it. A decode computes that one product, by the same instructions. So a token's bits do not
-depend on how its row is cut into steps.
+A token reads the rounded values of the tokens before it in its block. So a block's new values are computed from
+themselves, once for each new token: each time the product with the block's values makes one more of them final. A
+decode computes that product once, by the same instructions. So a token's bits do not depend on how its row is cut into
+steps.
 """
 
 from __future__ import annotations
@@ -102,14 +102,10 @@ def _solved(own_values, by, given, beta, is_new, num_new):
     lines before a line's own."""
     # A line that is not final may be too large, and zero times infinity would spoil the final ones.
     MOST: tl.constexpr = 65504.0 if own_values.dtype == tl.float16 else 3e38
-    is_final, i = num_new == 0, 0
-    while ~is_final:
+    for _ in range(num_new):  # each makes one more line final
         values = beta[:, None] * (given - product(by, own_values))
         values = tl.minimum(tl.maximum(values, -MOST), MOST).to(own_values.dtype)
-        values = tl.where(is_new[:, None], values, own_values)
-        i += 1
-        is_final = (i == num_new) | (tl.max((values != own_values).to(tl.int32)) == 0)
-        own_values = values
+        own_values = tl.where(is_new[:, None], values, own_values)
     return own_values
 
 
