@@ -13,7 +13,6 @@ from typing import ClassVar
 from configs.attention import Feature
 from configs.layers import Amounts, Axis, Columns, Cut, Linear, Role, StateTensor, TensorSpec, tensors_of
 from configs.rope import RopeConfig
-from configs.schema import EngineConfig, resolved
 
 STATE_CHUNK = 64
 """Tokens between two stored states."""
@@ -21,12 +20,9 @@ RECENT_INPUTS = 32
 """Inputs of convolutions that a running request stores: those before its next token, and those of drafts."""
 RECENT_TOKENS = 2 * STATE_CHUNK
 """Tokens after the stored state, drafts included. A running request stores what each of them adds to the state."""
-
-
-def num_cached_states(config: EngineConfig) -> int:
-    """Number of states that the prefix cache stores besides those of running requests, for a resolved `config`: two for
-    each request that may run at once, because a request leaves one after its prompt and one after its answer."""
-    return 2 * resolved(config.scheduler.max_num_seqs) if config.kv_cache.enable_prefix_caching else 0
+STATE_INTERVAL = 1024
+"""Tokens of the KV pool's pages for which the prefix cache can store one state. Sequences of twice this length or more
+can leave a state after their prompt and after their answer."""
 
 
 class Recurrent:

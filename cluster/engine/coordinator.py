@@ -313,7 +313,7 @@ class Coordinator:
         """Adapts hang detection and the number of pages to new ranks, before their first step."""
         self._liveness.begin(min(1.0, self.ranks.size / self._first_size))
         with self._lock:
-            self.scheduler.set_num_pages(self.ranks.pool.num_pages, self.ranks.pool.num_window_pages)
+            self.scheduler.set_pool((pool := self.ranks.pool).num_pages, pool.num_window_pages, pool.num_states)
 
     def begin_weights(self, weights: Weights, *, recompute: bool) -> None:
         """Notes that steps use `weights` from now on. `recompute` is explained in `Scheduler.change_weights`."""

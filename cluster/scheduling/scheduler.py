@@ -198,13 +198,13 @@ class Scheduler:
         """Ends `pause_admission`."""
         self._queue.admits_new = True
 
-    def set_num_pages(self, num_pages: int, num_window_pages: int | None) -> None:
+    def set_pool(self, num_pages: int, num_window_pages: int | None, num_states: int | None) -> None:
         """Sets the pool sizes of this generation's ranks, before its first step. The KV pool must hold `max_model_len`
         tokens. Raises ConfigError if the window pool is too small for one row."""
-        if (num_pages, num_window_pages) == (self._limits.num_pages, self._limits.num_window_pages):
-            return
-        self._limits = replace(self._limits, num_pages=num_pages, num_window_pages=num_window_pages)
-        self._pages.begin(self._limits)
+        limits = replace(self._limits, num_pages=num_pages, num_window_pages=num_window_pages, num_states=num_states)
+        if limits != self._limits:
+            self._limits = limits
+            self._pages.begin(limits)
 
     # Steps
 

@@ -25,7 +25,7 @@ from parallel.numerics.arithmetic import most_nodes
 from parallel.plan import ShardPlan
 from tests.helpers.families import FAMILIES, Case, case_of
 from tests.helpers.family_checks import Rank
-from tests.helpers.local_group import Answers, Limits, LocalGroup
+from tests.helpers.local_group import MAX_STATES, Answers, Limits, LocalGroup
 from tests.helpers.rank_threads import on_ranks
 from tests.whole.test_failure import running as running_engine
 from tests.whole.test_recovery import answer, answer_struck, drawn, status
@@ -271,6 +271,18 @@ def test_a_request_continues_from_its_state_when_a_rank_is_replaced(
             assert not (await status(engine))["num_owned_pages"]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "granite_4", "lfm2"], indirect=True)
+def test_states_take_the_bytes_that_the_plan_counts(case: Case) -> None:
+    with running(case, 3) as group:
+        assert answers(group, [[5]], prefix_caching=True).tokens
+        for rank, worker in group.workers.items():
+            assert worker._runner is not None
+            pool = worker._runner._state_pool
+            assert pool is not None
+            of_rows = worker._plan.state_bytes(rank, worker._config)
+            assert pool.num_bytes == of_rows + MAX_STATES * worker.kv_page_bytes().state
 
 
 def test_exact_sums_of_layers_without_attention_are_counted(case: Case) -> None:
