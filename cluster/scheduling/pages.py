@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cluster.messages.engine import Miss
 from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.page_allocator import CACHED, PageAllocator
@@ -35,8 +36,8 @@ class Prefix(NamedTuple):
 
     end: Node
     pages: Int32Array
-    num_stateless: int = 0
-    """Number of cached tokens after `pages`, in whole chunks of `STATE_CHUNK`, that lack a state for the row."""
+    missed: dict[Miss, int]
+    """Number of tokens after `pages` that the cache has or had, for each reason why a new row cannot use them."""
 
 
 class RowPages:
@@ -144,26 +145,30 @@ class RowPages:
         """
         if not self._caching or self._num_published[row] != self._num_pages[row]:
             return self.no_prefix(row)
+        size, num_own = self._page_size, int(self._num_pages[row])
         end, pages = self.cache.match(self._nodes[row], tokens)
+        missed: dict[Miss, int] = {}
+        if not num_own:
+            evicted, elsewhere = self.cache.count_missing(end, tokens[len(pages) * size :])
+            missed |= {Miss.EVICTED: evicted * size, Miss.OTHER_SALT: elsewhere * size}
         if self._window is not None:
-            num_usable = self._window.num_usable(int(self._num_pages[row]), pages)
+            num_usable = self._window.num_usable(num_own, pages)
             if num_usable < len(pages):
-                end, pages = self.cache.match(self._nodes[row], tokens[: num_usable * self._page_size])
+                missed[Miss.NO_WINDOW] = (len(pages) - num_usable) * size
+                end, pages = self.cache.match(self._nodes[row], tokens[: num_usable * size])
         if self._states is not None:
-            self._branch[row] = (int(self._num_pages[row]) + len(pages)) * self._page_size
-            num_pages = len(pages)
+            self._branch[row] = (num_own + len(pages)) * size
             while end is not self._nodes[row] and not end.state:
-                num_pages -= len(end.pages)
+                pages = pages[: len(pages) - len(end.pages)]
                 assert end.parent is not None, "the row's node is above"
                 end = end.parent
             whole = int(self._branch[row]) // STATE_CHUNK * STATE_CHUNK
-            used = (int(self._num_pages[row]) + num_pages) * self._page_size
-            return Prefix(end, pages[:num_pages], max(whole - used, 0))
-        return Prefix(end, pages)
+            missed[Miss.NO_STATE] = max(whole - (num_own + len(pages)) * size, 0)
+        return Prefix(end, pages, {why: num for why, num in missed.items() if num})
 
     def no_prefix(self, row: int) -> Prefix:
         """The prefix that ends with the row's own pages in the cache, without pages after them."""
-        return Prefix(self._nodes[row], _NO_PAGES)
+        return Prefix(self._nodes[row], _NO_PAGES, {})
 
     def adopt_prefix(self, row: int, prefix: Prefix) -> Int32Array:
         """Appends the pages that `find_prefix` has just found to the row, and locks them. Returns the page deltas."""

@@ -314,8 +314,8 @@ class PrefillQueue:
             self._give_back(row)
             return _Outcome.LACKS_PAGES
         self.total_prompt_tokens += len(request.tokens)
-        self.chunks.total_stateless_tokens += prefix.num_stateless
-        request.num_stateless_tokens = prefix.num_stateless
+        self.chunks.total_missed.update(prefix.missed)
+        request.missed = prefix.missed
         self.rate.add(len(request.tokens), plan.now)
         if request.admission_s is None:
             request.admission_s = plan.now

@@ -340,7 +340,7 @@ class Scheduler:
             total_prefix_hit_tokens=queue.chunks.total_prefix_hit_tokens,
             total_prompt_tokens=queue.total_prompt_tokens,
             total_preemptions=self._total_preemptions,
-            total_stateless_tokens=queue.chunks.total_stateless_tokens,
+            total_missed=dict(queue.chunks.total_missed),
             total_dropped_states=self._pages.num_dropped_states,
             total_answer_tokens=self.num_answer_tokens,
             total_drafted=self._drafts.num_drafted,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.messages.engine import SamplingParams
+from cluster.messages.engine import Miss, SamplingParams
 from configs.latent_attention import LatentAttention
 from configs.recurrent import STATE_CHUNK
 from configs.schema import SpeculationConfig
@@ -169,7 +169,7 @@ def test_a_prompt_that_parts_from_a_cached_one_continues_from_its_state(case: Ca
         assert found.tokens == expected
         assert found.stats.total_prefix_hit_tokens >= whole
         # The second prompt found pages without a state after them, the third one found its state.
-        assert found.stats.total_stateless_tokens == whole
+        assert found.stats.total_missed == {Miss.NO_STATE: whole}
         assert not found.stats.total_dropped_states
         assert answers(group, prompts, prefix_caching=True).tokens == expected
         few_states = answers(group, prompts, at_once=False, prefix_caching=True, num_states=1)
@@ -237,7 +237,7 @@ def test_a_hundred_turns_of_agents_find_what_was_said_before(case: Case) -> None
         assert [prompt + answer[:-1] for prompt, answer in zip(sent, found.tokens, strict=True)] == said
         assert 0 < stats.total_accepted < stats.total_drafted
         assert stats.total_prefix_hit_tokens >= 0.9 * possible
-        assert stats.total_prefix_hit_tokens + stats.total_stateless_tokens == possible
+        assert stats.total_prefix_hit_tokens + stats.total_missed.get(Miss.NO_STATE, 0) == possible
 
 
 def _num_equal(one: list[int], other: list[int]) -> int:
