@@ -21,8 +21,8 @@ RECENT_INPUTS = 32
 RECENT_TOKENS = 2 * STATE_CHUNK
 """Tokens after the stored state, drafts included. A running request stores what each of them adds to the state."""
 STATE_INTERVAL = 1024
-"""Tokens of the KV pool's pages for which the prefix cache can store one state. Sequences of twice this length or more
-can leave a state after their prompt and after their answer."""
+"""Tokens of the KV pool's pages for which the prefix cache can store one state. So a prompt may leave one after each of
+its parts of this length, and a sequence of twice this length one after its prompt and one after its answer."""
 
 
 class Recurrent:

@@ -239,13 +239,22 @@ class RowPages:
             return stop
         if stop < prompt_end and stop - start > STATE_CHUNK:
             stop = stop // STATE_CHUNK * STATE_CHUNK
-        places = int(self._branch[row]) // STATE_CHUNK * STATE_CHUNK, (prompt_end - 1) // STATE_CHUNK * STATE_CHUNK
+        places = self._state_places(row, prompt_end)
         ends_before = stop % STATE_CHUNK == 0 and stop == prompt_end
         return min((it for it in places if start < it < stop and (it == places[0] or ends_before)), default=stop)
 
-    def keep_state(self, row: int, num_known: int) -> None:
+    def _state_places(self, row: int, prompt_end: int) -> tuple[int, int]:
+        """Numbers of tokens after which other rows can use the row's state: where its prompt parts from a cached one,
+        and before the prompt's last tokens."""
+        return int(self._branch[row]) // STATE_CHUNK * STATE_CHUNK, (prompt_end - 1) // STATE_CHUNK * STATE_CHUNK
+
+    def keep_state(self, row: int, num_known: int, prompt_end: int = 0) -> None:
         """Stores the row's state in the prefix cache, if the state covers only tokens among the first `num_known`. Call
-        once the copies of states before the last step are in its frame, and the row's pages are published."""
+        once the copies of states before the last step are in its frame, and the row's pages are published.
+
+        Args:
+            prompt_end: number of tokens to prefill, of a row in prefill.
+        """
         if self._states is None or not self._caching:
             return
         covered = int(self._num_certain[row]) // STATE_CHUNK * STATE_CHUNK
@@ -253,7 +262,8 @@ class RowPages:
         if not covered or covered > num_known or self._num_published[row] < num_pages:
             return
         node = self.cache.node_before(self._nodes[row], int(self._num_published[row]) - num_pages)
-        self._states.keep(row, node, covered)
+        places = self._state_places(row, prompt_end)
+        self._states.keep(row, node, covered, is_inside=covered < places[1] and covered != places[0])
 
     def lose_states(self, first_lost: int | None) -> None:
         """Removes states from the prefix cache: those that steps from `first_lost` on were to store, or all if it is
@@ -301,6 +311,8 @@ class RowPages:
         """
         if self._window is not None:
             self._window.release(row, int(self._num_pages[row]))
+        if self._states is not None:
+            self._states.release(row)
         pages = self._table[row, : self._num_pages[row]]
         self.allocator.free(pages[self.allocator.owners[pages] == row])
         self.cache.unlock(self._nodes[row])

@@ -18,7 +18,7 @@ import torch
 
 from cluster.messages.engine import Miss, SamplingParams
 from configs.latent_attention import LatentAttention
-from configs.recurrent import STATE_CHUNK
+from configs.recurrent import STATE_CHUNK, STATE_INTERVAL
 from configs.schema import SpeculationConfig
 from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.arithmetic import most_nodes
@@ -175,6 +175,20 @@ def test_a_prompt_that_parts_from_a_cached_one_continues_from_its_state(case: Ca
         few_states = answers(group, prompts, at_once=False, prefix_caching=True, num_states=1)
         assert few_states.tokens == expected
         assert few_states.stats.total_dropped_states
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "granite_4", "lfm2"], indirect=True)
+def test_a_long_prompt_leaves_states_inside_it_but_takes_no_others_place(case: Case) -> None:
+    """Of the states at the ends of its 15 chunks, one for each 1,024 tokens stays when there is no room for all."""
+    short, long = tokens_of(10, 130), tokens_of(11, 1900)
+    prompts = [short, long, short, long[:1500] + tokens_of(12, 90)]
+    with running(case) as group:
+        expected = [answers(group, [prompt], prefix_caching=False).tokens[0] for prompt in prompts]
+        for count, num_hits in enumerate((0, 0, 128, 128 + STATE_INTERVAL), start=1):
+            how = {"at_once": False, "prefix_caching": True, "num_states": 6, "chunk": 128}
+            found = answers(group, prompts[:count], **how)
+            assert found.tokens == expected[:count]
+            assert found.stats.total_prefix_hit_tokens == num_hits
 
 
 @pytest.mark.parametrize("length", [64, 65, 127, 128, 130, 192])
