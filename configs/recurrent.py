@@ -7,6 +7,7 @@ the pages of the prefix cache end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -89,11 +90,11 @@ class ShortConvolution(Recurrent):
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        return conv_state({Axis.CHANNELS: 1}, self.width)
+        return conv_state(self.conv)
 
 
-def conv_state(channels: dict[Axis | None, int], width: int) -> tuple[StateTensor, StateTensor]:
-    """The state of a convolution over `width` tokens, with these channels: the inputs before the stored state's end,
-    and the recent inputs."""
-    before = {axis: (width - 1) * count for axis, count in channels.items()}
-    return StateTensor(before), StateTensor(channels, RECENT_INPUTS)
+def conv_state(tensors: Sequence[TensorSpec]) -> tuple[StateTensor, StateTensor]:
+    """The state of a convolution with weights [channels, 1, width] among `tensors`: the inputs before the stored
+    state's end, and the recent inputs."""
+    parts = tuple((it.cut.axis, it.cut.width) for it in tensors if it.role is Role.MATRIX and it.cut is not None)
+    return StateTensor(parts, num_tokens=tensors[0].shape[2] - 1), StateTensor(parts, num_recent=RECENT_INPUTS)

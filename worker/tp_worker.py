@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
-from attention.persistent_kv import take_kv
+from attention.persistent_kv import take_kv, take_states
 from attention.registry import create_backend
 from attention.state_pool import StatePool
 from configs.errors import ConfigError, EngineError
@@ -196,21 +196,34 @@ class TPWorker:
             gc.freeze()
 
     @torch.inference_mode()
-    def take_kv(self, layer_ids: Sequence[int], pages: npt.NDArray[np.int32], left: Sequence[PersistentMemory]) -> None:
-        """Copies this rank's part of `pages` of some layers from pools of a former group with another number of ranks.
-        Call between `allocate` and the first step.
+    def take_kv(
+        self,
+        layer_ids: Sequence[int],
+        pages: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int32],
+        left: Sequence[PersistentMemory],
+    ) -> None:
+        """Takes over this rank's part of pages and states of some layers from a former group with another number of
+        ranks. Call between `allocate` and the first step.
 
         Args:
-            left: persistent memory of each former rank. Their pools have the same number of pages.
+            pages: ids of the pages, int32.
+            slots: slots of the states in the state pool, int32.
+            left: persistent memory of each former rank. Their pools have the same numbers of pages and slots.
 
         Raises:
             EngineError: the former ranks' memory has no such layers.
         """
         assert self._runner is not None, "take_kv() was called before allocate()"
         others = ShardPlan.create(self._model, len(left), exact=self._config.is_exact)
-        taken = torch.from_numpy(pages).long().to(self._device)
+        taken, states = (torch.from_numpy(it).long().to(self._device) for it in (pages, slots))
+        ranks = self._plan, self._group.rank, others, left
         for layer_id in layer_ids:
-            take_kv(self._runner.token_to_kv_pool, layer_id, taken, self._plan, self._group.rank, others, left)
+            mixer = self._model.all_layers[layer_id].mixer
+            if mixer.token_elements:
+                take_kv(self._runner.token_to_kv_pool, layer_id, taken, *ranks)
+            if mixer.state and self._runner.state_pool is not None:
+                take_states(self._runner.state_pool, layer_id, states, *ranks)
 
     @torch.inference_mode()
     def check_steps(self, num_pages: int, max_model_len: int) -> None:

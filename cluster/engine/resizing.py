@@ -1,8 +1,8 @@
 """Changes the number of ranks of a running engine, its `tensor_parallel_size`.
 
 The new ranks start and load their shards while the old ones serve. Only then do requests wait: the steps in flight
-retire, the old ranks release their KV pools, and the new ranks allocate theirs and take over the KV of pages in use. If
-they cannot take it over, the KV is computed again, as after a rebuild. A failure before that pause costs the requests
+retire, the old ranks release their KV pools, and the new ranks allocate theirs and take over KV and states in use. If
+they cannot take these over, they are computed again, as after a rebuild. A failure before that pause costs the requests
 nothing. After a failure during the pause, the old ranks, which still have their weights, continue.
 
 The pool keeps its number of pages and all limits by which requests were admitted.

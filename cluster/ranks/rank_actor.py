@@ -304,14 +304,21 @@ class RankActor:
             keeps_kv=keeps_kv,
         )
 
-    def take_kv(self, keeper: str, num_ranks: int, layer_ids: Sequence[int], pages: npt.NDArray[np.int32]) -> None:
-        """Copies this rank's part of the KV that `num_ranks` other ranks left with their `keeper`. `TPWorker.take_kv`
-        has the arguments."""
+    def take_kv(
+        self,
+        keeper: str,
+        num_ranks: int,
+        layer_ids: Sequence[int],
+        pages: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int32],
+    ) -> None:
+        """Copies this rank's part of the KV and states that `num_ranks` other ranks left with their `keeper`.
+        `TPWorker.take_kv` has the arguments."""
         from parallel.persistent_memory import PersistentMemory
 
         worker = self._ready()
         left = [PersistentMemory(keeper, rank, worker.device) for rank in range(num_ranks)]
-        worker.take_kv(layer_ids, pages, left)
+        worker.take_kv(layer_ids, pages, slots, left)
 
     def attach_ring(self, frames_address: str, results_address: str) -> None:
         """Connects to this node's shared-memory ring of frames. Rank 0 also connects to the ring of results."""

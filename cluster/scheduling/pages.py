@@ -40,6 +40,15 @@ class Prefix(NamedTuple):
     """Number of tokens after `pages` that the cache has or had, for each reason why a new row cannot use them."""
 
 
+class Kept(NamedTuple):
+    """What is in the prefix cache, for ranks that take it over."""
+
+    pages: Int32Array
+    """Ids of its pages."""
+    slots: Int32Array
+    """Slots of its states."""
+
+
 class RowPages:
     """Gives pages to rows and takes them back. Page deltas are [n, 3] int32: row, index in its table, page id."""
 
@@ -79,9 +88,10 @@ class RowPages:
         return 0 if self._states is None else self._states.num_dropped
 
     @property
-    def cached(self) -> Int32Array:
-        """Ids of the pages in the prefix cache."""
-        return np.flatnonzero(self.allocator.owners == CACHED).astype(np.int32)
+    def kept(self) -> Kept:
+        """What other ranks have to take over to continue with the prefix cache."""
+        slots = np.empty(0, np.int32) if self._states is None else self._states.used
+        return Kept(np.flatnonzero(self.allocator.owners == CACHED).astype(np.int32), slots)
 
     def has_room(self, num_missing: Sequence[int], num_more: int = 0) -> bool:
         """Whether the pools have pages for several rows that lack `num_missing` pages each, and `num_more` pages for

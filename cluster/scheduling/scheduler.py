@@ -25,14 +25,14 @@ from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.launcher import Launcher
 from cluster.scheduling.life_cycle import LifeCycle
 from cluster.scheduling.limits import SchedulerLimits
-from cluster.scheduling.pages import RowPages
+from cluster.scheduling.pages import Kept, RowPages
 from cluster.scheduling.prefill import MAX_OVERTAKEN, PrefillQueue
 from cluster.scheduling.prefill_plan import PrefillPlan
 from cluster.scheduling.request import Guide
 from cluster.scheduling.row_table import RowTable
 from cluster.scheduling.step_results import Launched, StepTokens, prompt_logprobs, take_prefilled, token_logprobs
 from configs.errors import EngineError
-from worker.protocol import Int32Array, StepFrame, StepResult
+from worker.protocol import StepFrame, StepResult
 
 # Seconds that a client below its share waits before another client over its share loses a row.
 _PATIENCE_S = 0.02
@@ -313,9 +313,9 @@ class Scheduler:
         return bool(self._guided.num_awaiting or self._guided.num_held)
 
     @property
-    def cached_pages(self) -> Int32Array:
-        """Ids of the pages in the prefix cache."""
-        return self._pages.cached
+    def kept(self) -> Kept:
+        """What other ranks have to take over to continue with the prefix cache."""
+        return self._pages.kept
 
     def live_ids(self) -> list[int]:
         """Ids of the requests that wait or run, in order of arrival."""

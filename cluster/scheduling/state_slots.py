@@ -112,6 +112,11 @@ class StateSlots:
         self._stored_by.update((target, step) for _, target, _ in copies)
         return np.array(copies, np.int32).reshape(-1, 3)
 
+    @property
+    def used(self) -> Int32Array:
+        """Slots with states that are needed: those of nodes, and sources of copies."""
+        return np.unique(np.array([node.state for node in self._nodes] + [it[0] for it in self._copies], np.int32))
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot is free or has one node."""
         slots = [node.state for node in self._nodes] + self._free

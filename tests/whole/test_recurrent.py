@@ -11,12 +11,16 @@ import itertools
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from cluster.engine.resizing import Resized
 from cluster.messages.engine import Miss, SamplingParams
+from cluster.serve.running_engine import RunningEngine
 from configs.latent_attention import LatentAttention
 from configs.recurrent import STATE_CHUNK, STATE_INTERVAL
 from configs.schema import SpeculationConfig
@@ -27,8 +31,9 @@ from tests.helpers.families import FAMILIES, Case, case_of
 from tests.helpers.family_checks import Rank
 from tests.helpers.local_group import MAX_STATES, Answers, Limits, LocalGroup
 from tests.helpers.rank_threads import on_ranks
+from tests.helpers.streams import chunks_of
 from tests.whole.test_failure import running as running_engine
-from tests.whole.test_recovery import answer, answer_struck, drawn, status
+from tests.whole.test_recovery import DRAWN, PROMPT, answer, answer_struck, drawn, status
 
 RECURRENT = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe", "kimi_linear", "kimi_linear_recurrent"),
@@ -125,19 +130,32 @@ def answers(
     bias: tuple[tuple[int, float], ...] = (),
     **limits: object,
 ) -> Answers:
-    """Greedy answers, or with a bias sampled ones, of 40 tokens."""
-    sampling = SamplingParams(max_tokens=40, temperature=float(bool(bias)), ignore_eos=True, logit_bias=bias)
+    """Greedy answers, or with a bias sampled ones, of 40 tokens, with their log probabilities."""
+    sampling = SamplingParams(
+        max_tokens=40, temperature=float(bool(bias)), ignore_eos=True, logit_bias=bias, num_logprobs=0
+    )
     how = Limits(**{"num_pages": NUM_PAGES, **limits})  # type: ignore[arg-type]
     return group.generate([(prompt, sampling) for prompt in prompts], how, at_once=at_once)
+
+
+def said(found: Answers) -> list[list[float]]:
+    """The tokens of each answer, and then their log probabilities: a wrong state seldom changes a token."""
+    return [[*of, *(it.logprob for it in logprobs)] for of, logprobs in zip(found.tokens, found.logprobs, strict=True)]
+
+
+def alone(group: LocalGroup, prompts: list[list[int]], **limits: object) -> list[Any]:
+    """What `said` is for each of the prompts, when nothing else is computed."""
+    found = [said(answers(group, [prompt], prefix_caching=False, **limits))[0] for prompt in prompts]
+    return [pytest.approx(one, abs=1e-4) for one in found]
 
 
 def test_preemptions_and_chunks_change_no_token(case: Case) -> None:
     prompts = [tokens_of(seed, length) for seed, length in enumerate((1, 60, 63, 64, 65, 129, 170))]
     with running(case) as group:
-        expected = [answers(group, [prompt], prefix_caching=False).tokens[0] for prompt in prompts]
-        assert answers(group, prompts, chunk=48).tokens == expected
+        expected = alone(group, prompts)
+        assert said(answers(group, prompts, chunk=48)) == expected
         few_pages = answers(group, prompts, num_pages=36)
-        assert few_pages.tokens == expected
+        assert said(few_pages) == expected
         assert few_pages.stats.total_preemptions
 
 
@@ -147,11 +165,11 @@ def test_drafts_change_no_token(case: Case) -> None:
     prompts = [[5, 6, 7, *tokens_of(seed, length)] for seed, length in enumerate((1, 30, 55, 60, 63, 120))]
     with running(case, 2, NGRAMS) as group:
         how = {"bias": bias, "speculation": NGRAMS, "prefix_caching": True}
-        expected = [answers(group, [prompt], bias=bias).tokens[0] for prompt in prompts]
+        expected = alone(group, prompts, bias=bias)
         num_rejected = 0
         for at_once in (True, False):
             drafted = answers(group, prompts * 2, at_once=at_once, **how)
-            assert drafted.tokens == expected * 2
+            assert said(drafted) == expected * 2
             assert drafted.stats.total_accepted
             num_rejected += drafted.stats.total_drafted - drafted.stats.total_accepted
         assert num_rejected
@@ -164,16 +182,16 @@ def test_a_prompt_that_parts_from_a_cached_one_continues_from_its_state(case: Ca
     prompts = [start + tokens_of(seed, 90) for seed in (4, 5, 6)]
     whole = shared // STATE_CHUNK * STATE_CHUNK
     with running(case) as group:
-        expected = [answers(group, [prompt], prefix_caching=False).tokens[0] for prompt in prompts]
+        expected = alone(group, prompts)
         found = answers(group, prompts, at_once=False, prefix_caching=True)
-        assert found.tokens == expected
+        assert said(found) == expected
         assert found.stats.total_prefix_hit_tokens >= whole
         # The second prompt found pages without a state after them, the third one found its state.
         assert found.stats.total_missed == {Miss.NO_STATE: whole}
         assert not found.stats.total_dropped_states
-        assert answers(group, prompts, prefix_caching=True).tokens == expected
+        assert said(answers(group, prompts, prefix_caching=True)) == expected
         few_states = answers(group, prompts, at_once=False, prefix_caching=True, num_states=1)
-        assert few_states.tokens == expected
+        assert said(few_states) == expected
         assert few_states.stats.total_dropped_states
 
 
@@ -183,11 +201,11 @@ def test_a_long_prompt_leaves_states_inside_it_but_takes_no_others_place(case: C
     short, long = tokens_of(10, 130), tokens_of(11, 1900)
     prompts = [short, long, short, long[:1500] + tokens_of(12, 90)]
     with running(case) as group:
-        expected = [answers(group, [prompt], prefix_caching=False).tokens[0] for prompt in prompts]
+        expected = alone(group, prompts)
         for count, num_hits in enumerate((0, 0, 128, 128 + STATE_INTERVAL), start=1):
             how = {"at_once": False, "prefix_caching": True, "num_states": 6, "chunk": 128}
             found = answers(group, prompts[:count], **how)
-            assert found.tokens == expected[:count]
+            assert said(found) == expected[:count]
             assert found.stats.total_prefix_hit_tokens == num_hits
 
 
@@ -195,8 +213,8 @@ def test_a_long_prompt_leaves_states_inside_it_but_takes_no_others_place(case: C
 def test_the_same_prompt_finds_all_but_its_last_chunk(case: Case, length: int) -> None:
     prompt = tokens_of(7, length)
     with running(case) as group:
-        [first, second] = (found := answers(group, [prompt] * 2, at_once=False, prefix_caching=True)).tokens
-        assert first == second
+        found = answers(group, [prompt] * 2, at_once=False, prefix_caching=True)
+        assert said(found) == alone(group, [prompt]) * 2
         assert found.stats.total_prefix_hit_tokens == (length - 1) // STATE_CHUNK * STATE_CHUNK
 
 
@@ -204,9 +222,9 @@ def test_equal_prompts_at_once_are_computed_once(case: Case) -> None:
     """All but the last chunk: the others wait for the first one's state."""
     prompt = tokens_of(7, 300)
     with running(case) as group:
-        [expected] = answers(group, [prompt], prefix_caching=False).tokens
+        expected = alone(group, [prompt])
         found = answers(group, [prompt] * 4, prefix_caching=True, chunk=128)
-        assert found.tokens == [expected] * 4
+        assert said(found) == expected * 4
         assert found.stats.total_prefix_hit_tokens == 3 * 256
 
 
@@ -219,8 +237,7 @@ def test_the_turns_of_a_conversation_find_what_was_said_before(case: Case) -> No
             [answer] = answers(group, [prompt], prefix_caching=False).tokens
             prompt = prompt + answer + tokens_of(20 + turn, 30)
         found = answers(group, sent, at_once=False, prefix_caching=True)
-        alone = [answers(group, [prompt], prefix_caching=False).tokens[0] for prompt in sent]
-        assert found.tokens == alone
+        assert said(found) == alone(group, sent)
         # Each turn finds what whole chunks of the turn before allow, its answer without the last token.
         most = sum((len(prompt) + 39) // STATE_CHUNK * STATE_CHUNK for prompt in sent[:-1])
         assert found.stats.total_prefix_hit_tokens == most
@@ -293,10 +310,58 @@ def test_states_take_the_bytes_that_the_plan_counts(case: Case) -> None:
         assert answers(group, [[5]], prefix_caching=True).tokens
         for rank, worker in group.workers.items():
             assert worker._runner is not None
-            pool = worker._runner._state_pool
+            pool = worker._runner.state_pool
             assert pool is not None
             of_rows = worker._plan.state_bytes(rank, worker._config)
             assert pool.num_bytes == of_rows + MAX_STATES * worker.kv_page_bytes().state
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5", "granite_4"])
+def test_a_request_continues_from_its_state_with_more_and_with_fewer_ranks(
+    ray_cluster: None, made: Callable[[str], Case], name: str
+) -> None:
+    """Of the prompt and the answer so far, only the tokens after the last stored state are computed again."""
+    case, sampling = made(name), msgspec.structs.replace(DRAWN, num_logprobs=0)
+    with running(case) as group:
+        prompt = np.frombuffer(PROMPT, np.int32).tolist()
+        [expected] = said(group.generate([(prompt, sampling)], Limits(NUM_PAGES), at_once=True))
+
+    async def said_by(engine: RunningEngine) -> tuple[list[float], int]:
+        """An answer as `said` has it, and how often its request was admitted again."""
+        [stream] = engine.client.submit([PROMPT], [[sampling]])
+        chunks = [chunk async for chunk in chunks_of(stream)]
+        assert chunks[-1].finished is not None
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        logprobs = [it.logprob for chunk in chunks for it in chunk.logprobs or ()]
+        return [*tokens, *logprobs], chunks[-1].finished.num_preemptions
+
+    async def num_computed(engine: RunningEngine) -> int:
+        """Prompt tokens that were computed so far, those of requests that were admitted again included."""
+        now = await status(engine)
+        return int(now["total_prompt_tokens"] - now["total_prefix_hit_tokens"])
+
+    async def main() -> None:
+        async with running_engine(case.path, tensor_parallel_size=2) as engine:
+            for size in (3, 1):
+                before, resizing = await num_computed(engine), asyncio.create_task(engine.resize(size))
+
+                async def said_meanwhile(resizing: asyncio.Task[Resized] = resizing) -> list[int]:
+                    nums_requeued = list[int]()
+                    while not resizing.done():
+                        found, num_requeued = await said_by(engine)
+                        assert found == expected
+                        nums_requeued.append(num_requeued)
+                    return nums_requeued
+
+                one, other = await asyncio.gather(said_meanwhile(), said_meanwhile())
+                assert resizing.result().size == size
+                assert sum(one + other) > 0, "no request ran during the resize"
+                num_again = await num_computed(engine) - before - len(prompt) * len(one + other)
+                assert 0 < num_again <= sum(one + other) * STATE_CHUNK
+
+    asyncio.run(main())
 
 
 def test_exact_sums_of_layers_without_attention_are_counted(case: Case) -> None:

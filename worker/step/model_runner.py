@@ -73,7 +73,7 @@ class ModelRunner:
         self._req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool = token_to_kv_pool
         """The pool to which steps write."""
-        self._state_pool = state_pool
+        self.state_pool = state_pool
         self._num_pages, self._num_window_pages = token_to_kv_pool.num_pages, token_to_kv_pool.num_window_pages
         self._sampler = sampler
         self._group = group
@@ -111,7 +111,7 @@ class ModelRunner:
     @property
     def table_bytes(self) -> int:
         """Bytes on the device that do not depend on the number of pages: the rows' adjustments and recurrent states."""
-        states = 0 if self._state_pool is None else self._state_pool.num_bytes
+        states = 0 if self.state_pool is None else self.state_pool.num_bytes
         return self._sampler.adjustments.num_bytes + states
 
     def capture(self, which: Literal["all", "largest", "none"] = "all") -> None:
@@ -186,8 +186,8 @@ class ModelRunner:
         check_frame(frame, self._limits)
         self._req_to_token_pool.check(frame.page_deltas, self._num_pages)
         self._req_to_token_pool.check_window_pages(frame.window_pages, self._num_window_pages)
-        if self._state_pool is not None:
-            self._state_pool.check(frame.state_copies)
+        if self.state_pool is not None:
+            self.state_pool.check(frame.state_copies)
         wrong = None
         if step.shape.num_sampled > self._max_sampled:
             wrong = f"samples {step.shape.num_sampled} inputs, and at most {self._max_sampled} fit"
@@ -217,8 +217,8 @@ class ModelRunner:
         if graph is None or self._backend.plans_on_host:
             step = self._inputs.with_device_starts(step)
         self._draft_passes.prepare(step)
-        if self._state_pool is not None:
-            self._state_pool.copy(step.frame.state_copies)
+        if self.state_pool is not None:
+            self.state_pool.copy(step.frame.state_copies)
         self._inputs.upload(step, graph or step.shape)
         self._sampler.update(step.frame)
         return step
