@@ -42,6 +42,8 @@ RECURRENT = (
 EXACT = [name for name in RECURRENT if FAMILIES[name].may_be_exact]
 INEXACT = [name for name in RECURRENT if name not in EXACT]
 LONG = 300
+LONGER = dict.fromkeys(("qwen3_5", "kimi_linear", "granite_4", "lfm2"), 1000)
+"""Lengths of prompts for one family of each kind of recurrent layer."""
 NUM_PAGES = 640
 NGRAMS = SpeculationConfig(method="ngram", num_speculative_tokens=5)
 
@@ -82,12 +84,13 @@ def _cuts(length: int, size: int) -> list[int]:
     return [*range(0, length, size), length]
 
 
-@pytest.mark.parametrize("size", [1, 7, 63, 64, 65, LONG])
-def test_logits_equal_transformers_however_a_prompt_is_cut(case: Case, size: int) -> None:
-    tokens = tokens_of(1, LONG)
+@pytest.mark.parametrize(("case", "length"), [(name, LONGER.get(name, LONG)) for name in RECURRENT], indirect=["case"])
+@pytest.mark.parametrize("size", [1, 7, 63, 64, 65, max(LONGER.values())])
+def test_logits_equal_transformers_however_a_prompt_is_cut(case: Case, length: int, size: int) -> None:
+    tokens = tokens_of(1, length)
     with torch.inference_mode():
         expected = case.hf(torch.tensor([tokens])).logits[0]
-    [ours] = _logits(case, 1, tokens, _cuts(LONG, size))
+    [ours] = _logits(case, 1, tokens, _cuts(length, size))
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
