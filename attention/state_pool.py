@@ -71,6 +71,15 @@ class RowStates:
         return torch.searchsorted(self.cu_seqlens_q[1:], tokens, right=True, out_int32=True)
 
 
+def slot_tensors(
+    num_slots: int, entries: Sequence[tuple[int, torch.dtype]], allocate: Callable[[int], torch.Tensor]
+) -> list[torch.Tensor]:
+    """A layer's stored states [num_slots + 1, elements], one tensor for each (elements, dtype) of `entries`. `allocate`
+    returns their memory [num_bytes] uint8."""
+    parts = parts_of([(num_slots + 1) * size * dtype.itemsize for size, dtype in entries], allocate)
+    return [part.view(dtype).view(-1, size) for part, (size, dtype) in zip(parts, entries, strict=True)]
+
+
 class StatePool:
     """The states of all recurrent layers of a rank.
 
@@ -106,15 +115,11 @@ class StatePool:
     def _tensors_of(
         self, layer: StateLayer, allocate: Callable[[int, int], torch.Tensor], device: torch.device
     ) -> tuple[torch.Tensor, ...]:
-        sizes = [
-            (self.num_slots + 1) * size * dtype.itemsize for num_recent, size, dtype in layer.tensors if not num_recent
-        ]
-        slots = iter(parts_of(sizes, functools.partial(allocate, layer.layer_id)))
+        stored = [(size, dtype) for num_recent, size, dtype in layer.tensors if not num_recent]
+        slots = iter(slot_tensors(self.num_slots, stored, functools.partial(allocate, layer.layer_id)))
         # Zeros, because recent entries that no token has written are read with a weight of zero.
         return tuple(
-            torch.zeros(self.num_rows + 1, num_recent, size, dtype=dtype, device=device)
-            if num_recent
-            else next(slots).view(dtype).view(-1, size)
+            torch.zeros(self.num_rows + 1, num_recent, size, dtype=dtype, device=device) if num_recent else next(slots)
             for num_recent, size, dtype in layer.tensors
         )
 
@@ -128,6 +133,10 @@ class StatePool:
         1, num_recent, elements], where token t has entry t % num_recent."""
         return self._tensors[layer_id]
 
+    def slots(self, layer_id: int) -> list[torch.Tensor]:
+        """The layer's tensors without recent entries: [num_slots + 1, elements] each."""
+        return [it for it in self._tensors[layer_id] if it.dim() == 2]
+
     def check(self, copies: npt.NDArray[np.int32]) -> None:
         """Raises EngineError if a copy in `copies` is outside the pool. See `copy`."""
         if len(copies) and not (
@@ -138,7 +147,7 @@ class StatePool:
     def copy(self, copies: npt.NDArray[np.int32]) -> None:
         """Copies states between slots, in order. `copies` [n, 3]: source, target, and the number of tokens that the
         state covers."""
-        slots = [it for tensors in self._tensors.values() for it in tensors if it.dim() == 2]
+        slots = [it for layer_id in self._tensors for it in self.slots(layer_id)]
         for source, target, num_covered in copies.tolist():
             self._num_covered[target] = num_covered
             # In one kernel for many tensors

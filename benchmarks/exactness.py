@@ -46,7 +46,6 @@ from cluster.scheduling.scheduler import Scheduler
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config
 from configs.read_config import read_model_config
-from configs.recurrent import num_cached_states
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig, resolved
 from parallel import tree
@@ -183,7 +182,7 @@ class Frames(ScheduledFrames):
         max_model_len: int,
         num_pages: int,
         asked: list[GenerateRequest],
-        num_slots: int,
+        num_states: int | None,
     ) -> None:
         super().__init__(
             SchedulerLimits(
@@ -199,7 +198,7 @@ class Frames(ScheduledFrames):
                 steps_in_flight=2,
                 enable_prefix_caching=way.caches,
                 eos_token_ids=(),
-                num_states=num_slots - way.rows if num_slots else None,
+                num_states=num_states,
             )
         )
         self.rows: list[tuple[int, int]] = []
@@ -329,11 +328,10 @@ def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: arg
             continue
         asked = requests(worker.vocab_size, _most_rows(config.device), args.tokens, args.long)
         num_pages = way.num_pages(asked, max_model_len)
-        num_slots = resolved(config.scheduler.max_num_seqs) + num_cached_states(config)
-        num_slots *= bool(worker.shard.decoder.state_layers)
-        frames = Frames(way, worker.vocab_size, max_model_len, num_pages, asked, num_slots)
+        num_states = 2 * resolved(config.scheduler.max_num_seqs) if worker.shard.decoder.state_layers else None
+        frames = Frames(way, worker.vocab_size, max_model_len, num_pages, asked, num_states)
         ModelRunner.capture = capture if way.graphs else lambda *_, **__: None  # type: ignore[method-assign]
-        worker.allocate(num_pages, max_model_len)
+        worker.allocate(num_pages, max_model_len, None, num_states)
         watch.begin()
         began = time.perf_counter()
         worker.run(frames, frames.retire)

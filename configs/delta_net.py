@@ -107,11 +107,11 @@ class GatedDeltaNet(Recurrent):
         """The convolution's two parts; S; and of recent tokens k, the value that each adds, and the logarithm of the
         decay since the state."""
         return (
-            *conv_state({Axis.KV_HEADS: 2 * self.key_dim, Axis.QUERY_HEADS: self.value_dim}, self.width),
-            StateTensor({Axis.QUERY_HEADS: self.key_dim * self.value_dim}, is_fp32=True),
-            StateTensor({Axis.KV_HEADS: self.key_dim}, RECENT_TOKENS),
-            StateTensor({Axis.QUERY_HEADS: self.value_dim}, RECENT_TOKENS),
-            StateTensor({Axis.QUERY_HEADS: 1}, RECENT_TOKENS, is_fp32=True),
+            *conv_state(self.conv),
+            StateTensor(((Axis.QUERY_HEADS, self.key_dim * self.value_dim),), is_fp32=True),
+            StateTensor(((Axis.KV_HEADS, self.key_dim),), num_recent=RECENT_TOKENS),
+            StateTensor(((Axis.QUERY_HEADS, self.value_dim),), num_recent=RECENT_TOKENS),
+            StateTensor(((Axis.QUERY_HEADS, 1),), num_recent=RECENT_TOKENS, is_fp32=True),
         )
 
     def _into(self, name: str, axis: Axis, num_heads: int, width: int, first_row: int) -> Linear:

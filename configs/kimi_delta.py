@@ -97,10 +97,9 @@ class KimiDeltaAttention(Recurrent):
     def state(self) -> tuple[StateTensor, ...]:
         """The tensors of GatedDeltaNet's state, with a decay for each channel."""
         size = self.key_dim
-        recent = StateTensor({Axis.QUERY_HEADS: size}, RECENT_TOKENS)
-        state = StateTensor({Axis.QUERY_HEADS: size * size}, is_fp32=True)
-        conv = conv_state({Axis.QUERY_HEADS: 3 * size}, self.width)
-        return (*conv, state, recent, recent, replace(recent, is_fp32=True))
+        recent = StateTensor(((Axis.QUERY_HEADS, size),), num_recent=RECENT_TOKENS)
+        state = StateTensor(((Axis.QUERY_HEADS, size * size),), is_fp32=True)
+        return (*conv_state(self.conv), state, recent, recent, replace(recent, is_fp32=True))
 
     def _into_heads(self, name: str, width: int, in_features: int) -> Linear:
         cut = Cut(Axis.QUERY_HEADS, 0, width)

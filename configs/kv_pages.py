@@ -1,8 +1,12 @@
-"""Computes the number of pages in a rank's KV pool.
+"""Computes the number of pages in a rank's KV pool, and what comes with them.
 
 Layers with a sliding window have their own pool, the window pool, if it saves enough memory: a page outside all windows
 needs no window page. The size of the window pool is estimated from typical sequences. If it is too small, requests wait
 or are preempted, as with too few pages.
+
+Recurrent layers have states. Those of running requests are allocated before the pool. The states in the prefix cache
+belong to the pool: one for each `STATE_INTERVAL` tokens of pages. So one budget pays for pages and cached states, in a
+fixed proportion: a cached page without a state after it is of no use, and neither is a state without its pages.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import NamedTuple
 
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
+from configs.recurrent import STATE_INTERVAL
 from configs.schema import EngineConfig, KVCacheConfig, resolved
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
@@ -28,12 +33,14 @@ def dtype_bytes(dtype: str) -> int:
 
 
 class PageBytes(NamedTuple):
-    """Bytes per page on one rank, from `ShardPlan.kv_page_bytes`."""
+    """Bytes of the parts of one rank's pool, from `ShardPlan.kv_page_bytes`."""
 
     full: int
-    """Bytes of the layers without a window."""
+    """Bytes per page of the layers without a window."""
     windowed: int = 0
-    """Bytes of the layers with a window."""
+    """Bytes per page of the layers with a window."""
+    state: int = 0
+    """Bytes of one state of all recurrent layers in the prefix cache."""
 
 
 @dataclass(frozen=True)
@@ -67,29 +74,56 @@ class WindowPool:
         return min(num_pages, ceil(self.share * num_pages) + self.extra)
 
 
-def pool_bytes(num_pages: int, page: PageBytes, window_pool: WindowPool | None) -> int:
-    """Bytes of both pools for `num_pages`, padding pages included."""
-    num_windowed = num_pages if window_pool is None else window_pool.num_pages(num_pages)
-    return (num_pages + 1) * page.full + (num_windowed + 1) * page.windowed
+@dataclass(frozen=True)
+class PoolRule:
+    """What comes with a number of pages. The same on every rank."""
+
+    window: WindowPool | None = None
+    """The window pool. None if all layers use the same pages."""
+    pages_per_state: int | None = None
+    """Pages for which the prefix cache has one state. 0: it has none. None: the model has no recurrent layers."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelConfig) -> PoolRule:
+        """The rule for a resolved `config`."""
+        kv_cache = config.kv_cache
+        pages_per_state = STATE_INTERVAL // kv_cache.page_size * kv_cache.enable_prefix_caching
+        return cls(WindowPool.of(config, model), pages_per_state if model.has_states else None)
+
+    def num_window_pages(self, num_pages: int) -> int | None:
+        """Number of window pages for `num_pages` pages. None without a window pool."""
+        return None if self.window is None else self.window.num_pages(num_pages)
+
+    def num_states(self, num_pages: int) -> int | None:
+        """Number of states in the prefix cache for `num_pages` pages. None if the model has no recurrent layers."""
+        return -(-num_pages // self.pages_per_state) if self.pages_per_state else self.pages_per_state
 
 
-def bytes_per_token(page: PageBytes, page_size: int, window_pool: WindowPool | None) -> float:
-    """Bytes per additional token in a large pool."""
-    share = 1 if window_pool is None else window_pool.share
-    return float(page.full + page.windowed * share) / page_size
+def pool_bytes(num_pages: int, page: PageBytes, rule: PoolRule) -> int:
+    """Bytes of both pools for `num_pages`, padding pages included, and of the cached states."""
+    num_windowed = num_pages if rule.window is None else rule.window.num_pages(num_pages)
+    states = (rule.num_states(num_pages) or 0) * page.state
+    return (num_pages + 1) * page.full + (num_windowed + 1) * page.windowed + states
 
 
-def pages_within(budget: float, page: PageBytes, window_pool: WindowPool | None) -> int:
+def bytes_per_token(page: PageBytes, page_size: int, rule: PoolRule) -> float:
+    """Bytes per additional token in a large pool, cached states included."""
+    share = 1 if rule.window is None else rule.window.share
+    states = page.state / rule.pages_per_state if rule.pages_per_state else 0.0
+    return (float(page.full + page.windowed * share) + states) / page_size
+
+
+def pages_within(budget: float, page: PageBytes, rule: PoolRule) -> int:
     """The largest number of pages that fit in `budget` bytes. Below 1 if not even one fits."""
-    most = max(0, int(budget / bytes_per_token(page, 1, window_pool)))
-    return bisect.bisect_right(range(most + 2), budget, key=lambda count: pool_bytes(count, page, window_pool)) - 1
+    most = max(0, int(budget / bytes_per_token(page, 1, rule)))
+    return bisect.bisect_right(range(most + 2), budget, key=lambda count: pool_bytes(count, page, rule)) - 1
 
 
 def num_kv_pages(
     kv_cache: KVCacheConfig,
     bytes_per_page: Sequence[PageBytes],
     free_bytes: Sequence[int],
-    window_pool: WindowPool | None = None,
+    rule: PoolRule = PoolRule(),
 ) -> int:
     """The number of pages in the KV pool, equal on all ranks: what the rank with the least memory can hold. The padding
     page of each pool is not counted, but its bytes are.
@@ -106,8 +140,8 @@ def num_kv_pages(
     if kv_cache.num_tokens is not None:
         num_pages = -(-kv_cache.num_tokens // page_size)
         for rank, (page, free) in enumerate(zip(bytes_per_page, free_bytes, strict=True)):
-            if (taken := pool_bytes(num_pages, page, window_pool)) > free:
-                most = max(pages_within(free, page, window_pool), 0) * page_size
+            if (taken := pool_bytes(num_pages, page, rule)) > free:
+                most = max(pages_within(free, page, rule), 0) * page_size
                 raise ConfigError(
                     f"kv_cache.num_tokens={kv_cache.num_tokens} takes {taken} bytes on rank {rank}, which has {free} "
                     f"left; choose at most {most} or use more ranks"
@@ -119,9 +153,7 @@ def num_kv_pages(
     else:
         budgets = [int(free * resolved(kv_cache.memory_fraction)) for free in free_bytes]
         source = f"kv_cache.memory_fraction={kv_cache.memory_fraction} of {min(free_bytes)} free bytes"
-    num_pages = min(
-        pages_within(budget, page, window_pool) for budget, page in zip(budgets, bytes_per_page, strict=True)
-    )
+    num_pages = min(pages_within(budget, page, rule) for budget, page in zip(budgets, bytes_per_page, strict=True))
     if num_pages < 1:
         raise ConfigError(
             f"{source} holds no KV page: one of {page_size} tokens takes {max(map(sum, bytes_per_page))} bytes on a "

@@ -176,13 +176,23 @@ class Columns:
 class StateTensor:
     """Memory that a recurrent layer has for each request, however long the request is."""
 
-    elements: Amounts
-    """Number of elements of one entry."""
+    parts: tuple[tuple[Axis, int], ...]
+    """The parts of an entry, one after the other: an axis, and the number of elements of each of its indices."""
+    num_tokens: int = 1
+    """Number of tokens of an entry. All parts of one token come before those of the next."""
     num_recent: int = 0
     """If above 0, the tensor has an entry for each of a running request's last `num_recent` tokens. If 0, it has one
     entry: the state after the last multiple of `configs.recurrent.STATE_CHUNK` tokens, as in the prefix cache."""
     is_fp32: bool = False
     """Whether elements are fp32. If false, they have the activations' dtype."""
+
+    @property
+    def elements(self) -> Amounts:
+        """Number of elements of one entry."""
+        amounts: dict[Axis | None, int] = {}
+        for axis, each in self.parts:
+            amounts[axis] = amounts.get(axis, 0) + each * self.num_tokens
+        return amounts
 
 
 class FeedForward(Protocol):

@@ -102,10 +102,10 @@ class Mamba2(Recurrent):
         """The convolution's two parts; h; and of recent tokens x and B after the convolution, and dt."""
         heads, groups = Axis.MAMBA_HEADS, Axis.MAMBA_GROUPS
         return (
-            *conv_state({heads: self.head_size, groups: 2 * self.state_size}, self.width),
-            StateTensor({heads: self.state_size * self.head_size}, is_fp32=True),
-            StateTensor({heads: self.head_size, groups: self.state_size}, RECENT_TOKENS),
-            StateTensor({heads: 1}, RECENT_TOKENS, is_fp32=True),
+            *conv_state(self.conv),
+            StateTensor(((heads, self.state_size * self.head_size),), is_fp32=True),
+            StateTensor(((heads, self.head_size), (groups, self.state_size)), num_recent=RECENT_TOKENS),
+            StateTensor(((heads, 1),), num_recent=RECENT_TOKENS, is_fp32=True),
         )
 
     def _into(self, axis: Axis, count: int, width: int, first_row: int) -> Linear:

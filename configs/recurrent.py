@@ -7,13 +7,13 @@ the pages of the prefix cache end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from configs.attention import Feature
 from configs.layers import Amounts, Axis, Columns, Cut, Linear, Role, StateTensor, TensorSpec, tensors_of
 from configs.rope import RopeConfig
-from configs.schema import EngineConfig, resolved
 
 STATE_CHUNK = 64
 """Tokens between two stored states."""
@@ -21,12 +21,9 @@ RECENT_INPUTS = 32
 """Inputs of convolutions that a running request stores: those before its next token, and those of drafts."""
 RECENT_TOKENS = 2 * STATE_CHUNK
 """Tokens after the stored state, drafts included. A running request stores what each of them adds to the state."""
-
-
-def num_cached_states(config: EngineConfig) -> int:
-    """Number of states that the prefix cache stores besides those of running requests, for a resolved `config`: two for
-    each request that may run at once, because a request leaves one after its prompt and one after its answer."""
-    return 2 * resolved(config.scheduler.max_num_seqs) if config.kv_cache.enable_prefix_caching else 0
+STATE_INTERVAL = 1024
+"""Tokens of the KV pool's pages for which the prefix cache can store one state. So a prompt may leave one after each of
+its parts of this length, and a sequence of twice this length one after its prompt and one after its answer."""
 
 
 class Recurrent:
@@ -93,11 +90,11 @@ class ShortConvolution(Recurrent):
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        return conv_state({Axis.CHANNELS: 1}, self.width)
+        return conv_state(self.conv)
 
 
-def conv_state(channels: dict[Axis | None, int], width: int) -> tuple[StateTensor, StateTensor]:
-    """The state of a convolution over `width` tokens, with these channels: the inputs before the stored state's end,
-    and the recent inputs."""
-    before = {axis: (width - 1) * count for axis, count in channels.items()}
-    return StateTensor(before), StateTensor(channels, RECENT_INPUTS)
+def conv_state(tensors: Sequence[TensorSpec]) -> tuple[StateTensor, StateTensor]:
+    """The state of a convolution with weights [channels, 1, width] among `tensors`: the inputs before the stored
+    state's end, and the recent inputs."""
+    parts = tuple((it.cut.axis, it.cut.width) for it in tensors if it.role is Role.MATRIX and it.cut is not None)
+    return StateTensor(parts, num_tokens=tensors[0].shape[2] - 1), StateTensor(parts, num_recent=RECENT_INPUTS)

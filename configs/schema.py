@@ -59,11 +59,12 @@ class KVCacheConfig(_Section):
     num_tokens: int | None = Field(None, ge=1)
     """Tokens that the pool holds, equal on every rank. None: all that fit in `memory_bytes`."""
     memory_bytes: int | None = Field(None, ge=1)
-    """Bytes of a rank's KV pool. None: `memory_fraction` of the memory that is free after loading."""
+    """Bytes of a rank's KV pool, with the cached states of recurrent layers. None: `memory_fraction` of the memory that
+    is free after loading."""
     memory_fraction: float | None = Field(None, gt=0.0, le=1.0)
-    """Share of a rank's free memory (after weights, activations and CUDA graphs) that its KV pool takes, if
-    `num_tokens` and `memory_bytes` are None. None: 0.9 on CUDA, and 0.3 on CPU, where other processes use the same
-    memory."""
+    """Share of a rank's free memory that its KV pool takes, with the cached states, if `num_tokens` and `memory_bytes`
+    are None. Weights, activations, CUDA graphs and the states of running requests are allocated before. None: 0.9 on
+    CUDA, and 0.3 on CPU, where other processes use the same memory."""
     typical_tokens: int = Field(4096, ge=1)
     """Tokens of a typical sequence, prompt and answer. It decides the size of the window pool, the separate pool for
     layers with a sliding window: half the value doubles that pool and shrinks the other one. Models without such layers

@@ -19,7 +19,6 @@ from configs.layers import Amounts, Axis, Columns, Cut, HeadGroups, LayerSpec, e
 from configs.model_config import ModelConfig, check_tensor_parallel_size
 from configs.numerics import leaf_columns
 from configs.quantization import MXFP4_BYTES
-from configs.recurrent import num_cached_states
 from configs.schema import EngineConfig, resolved
 from configs.weight_dtypes import WeightDtypes, weight_dtypes
 
@@ -124,9 +123,11 @@ class ShardPlan:
         """Number of KV elements per token in the pool of `rank`, over all layers."""
         return sum(self._kv_elements(rank))
 
-    def kv_page_bytes(self, rank: int, page_size: int, kv_dtype: str) -> PageBytes:
-        """Bytes per page of `page_size` tokens in the pool of `rank`."""
-        return PageBytes(*(elements * page_size * dtype_bytes(kv_dtype) for elements in self._kv_elements(rank)))
+    def kv_page_bytes(self, rank: int, config: EngineConfig) -> PageBytes:
+        """Bytes of a page, and of a cached state, in the pool of `rank`. `config` is resolved."""
+        element_bytes = config.kv_cache.page_size * dtype_bytes(config.kv_dtype)
+        full, windowed = (elements * element_bytes for elements in self._kv_elements(rank))
+        return PageBytes(full, windowed, self._state_bytes(rank, config.dtype)[0])
 
     def _kv_elements(self, rank: int) -> tuple[int, int]:
         """The two parts of `kv_elements_per_token`: layers that see all tokens, and layers with a window."""
@@ -140,17 +141,19 @@ class ShardPlan:
         return full, windowed
 
     def state_bytes(self, rank: int, config: EngineConfig) -> int:
-        """Bytes of the recurrent layers' states on `rank`, of running requests and of the prefix cache, for a resolved
-        `config`."""
+        """Bytes of the recurrent layers' states and recent entries on `rank`, of all requests that may run at once,
+        for a resolved `config`."""
         num_rows = resolved(config.scheduler.max_num_seqs) + 1  # padding included
-        num_slots, element_bytes = num_rows + num_cached_states(config), dtype_bytes(config.dtype)
-        return sum(
-            shards[rank].amount(it.elements)
-            * (num_rows * it.num_recent if it.num_recent else num_slots)
-            * (4 if it.is_fp32 else element_bytes)
-            for layer, shards in zip(self.model.all_layers, self.layers, strict=True)
-            for it in layer.mixer.state
-        )
+        return num_rows * sum(self._state_bytes(rank, config.dtype))
+
+    def _state_bytes(self, rank: int, dtype: str) -> tuple[int, int]:
+        """Bytes of one state on `rank`, and of the recent entries of a running request."""
+        stored = recent = 0
+        for layer, shards in zip(self.model.all_layers, self.layers, strict=True):
+            for it in layer.mixer.state:
+                entry = shards[rank].amount(it.elements) * (4 if it.is_fp32 else dtype_bytes(dtype))
+                stored, recent = stored + (not it.num_recent) * entry, recent + it.num_recent * entry
+        return stored, recent
 
     def weight_elements(self, rank: int) -> int:
         """Number of weight elements on `rank`: its shards and what all ranks hold whole. A tied LM head counts once."""

@@ -22,7 +22,6 @@ from attention.backend import AttentionBackend
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.registry import create_backend
-from attention.state_pool import StatePool
 from configs.errors import EngineError
 from configs.layers import Axis, Cut
 from configs.numerics import leaf_columns
@@ -79,7 +78,6 @@ def check_steps(
     runner: ModelRunner,
     decoder: Decoder,
     group: TensorParallelGroup,
-    states: StatePool | None,
     *,
     num_tokens: int,
     max_rows: int,
@@ -92,7 +90,6 @@ def check_steps(
 
     Args:
         runner: must have pages 1, 2, ... for `num_tokens`, in the window pool too if there is one.
-        states: the runner's pool of recurrent states. None if the model has none.
         num_tokens: maximum number of tokens of a step. At most _MOST_TOKENS are used.
         max_rows: maximum number of rows of a step.
     """
@@ -117,10 +114,10 @@ def check_steps(
                 found, whole[start:stop], f"a token's hidden state changes in a step of {stop - start} tokens"
             )
     positions = np.linspace(0, num_tokens - 1, max_rows).astype(np.int64)
-    if states is not None:
+    if runner.state_pool is not None:
         # Recurrent layers need the state before each row's token. Only the one after the prompt is there.
         positions = np.full(max_rows, num_tokens - 1)
-        states.repeat_first_row(max_rows)
+        runner.state_pool.repeat_first_row(max_rows)
     found = runner.hidden_of(_step(tokens[positions], positions.tolist(), page_size))
     _require_equal(found, whole[positions.tolist()], f"a token's hidden state changes in a step of {max_rows} decodes")
     logits = decoder.local_logits(whole[-max_rows:])

@@ -15,13 +15,12 @@ import numpy.typing as npt
 import torch
 
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
-from attention.persistent_kv import take_kv
+from attention.persistent_kv import take_kv, take_states
 from attention.registry import create_backend
 from attention.state_pool import StatePool
 from configs.errors import ConfigError, EngineError
 from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
-from configs.recurrent import num_cached_states
 from configs.schema import EngineConfig, resolved
 from parallel.collectives.group import TensorParallelGroup
 from parallel.collectives.symmetric_memory import PeerSizes
@@ -103,8 +102,8 @@ class TPWorker:
         return self._model.vocab_size
 
     def kv_page_bytes(self) -> PageBytes:
-        """Bytes of one KV page on this rank, K and V."""
-        return self._plan.kv_page_bytes(self._group.rank, self._config.kv_cache.page_size, self._config.kv_dtype)
+        """Bytes of one KV page on this rank, K and V, and of one cached state."""
+        return self._plan.kv_page_bytes(self._group.rank, self._config)
 
     @torch.inference_mode()
     def profile(self) -> DeviceMemory:
@@ -112,7 +111,8 @@ class TPWorker:
         the free memory. Call after `load`."""
         scheduler = self._config.scheduler
         if self._device.type == "cpu":
-            states = self._plan.state_bytes(self._group.rank, self._config)
+            # The ranks share the node's memory, and each has its own rows.
+            states = sum(self._plan.state_bytes(rank, self._config) for rank in range(self._group.size))
             return DeviceMemory(free_bytes(self._device), table_bytes=states)
         max_rows, max_tokens = resolved(scheduler.max_num_seqs), resolved(scheduler.max_num_batched_tokens)
         began, page_size = time.monotonic(), self._config.kv_cache.page_size
@@ -144,6 +144,7 @@ class TPWorker:
         num_pages: int,
         max_model_len: int,
         num_window_pages: int | None = None,
+        num_states: int | None = None,
         *,
         at_once: bool = False,
         later: bool = False,
@@ -157,6 +158,7 @@ class TPWorker:
             num_pages: number of pages, with ids 1 to num_pages. Page 0 is added. The same on every rank.
             max_model_len: maximum number of tokens of one sequence.
             num_window_pages: number of window pages, for layers with a window. If None, these have no separate pool.
+            num_states: number of states in the prefix cache. None is the same as 0.
             at_once: requests are waiting. Graphs are captured when steps need them, and checks that the first ranks on
                 these GPUs made are not repeated.
             later: capture only the largest graphs now, and the other ones by CAPTURE frames between steps.
@@ -178,7 +180,7 @@ class TPWorker:
                     self._kv.append(block(name, num_bytes))
                     return self._kv[-1]
 
-            self._runner = self._new_runner(num_pages, max_model_len, num_window_pages, allocate)
+            self._runner = self._new_runner(num_pages, max_model_len, num_window_pages, num_states, allocate)
             if self.shard.arithmetic.choose(fast=False, exact=not at_once):
                 if self._device.type == "cuda":
                     self.check_steps(min(num_pages, num_window_pages or num_pages), max_model_len)
@@ -194,21 +196,34 @@ class TPWorker:
             gc.freeze()
 
     @torch.inference_mode()
-    def take_kv(self, layer_ids: Sequence[int], pages: npt.NDArray[np.int32], left: Sequence[PersistentMemory]) -> None:
-        """Copies this rank's part of `pages` of some layers from pools of a former group with another number of ranks.
-        Call between `allocate` and the first step.
+    def take_kv(
+        self,
+        layer_ids: Sequence[int],
+        pages: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int32],
+        left: Sequence[PersistentMemory],
+    ) -> None:
+        """Takes over this rank's part of pages and states of some layers from a former group with another number of
+        ranks. Call between `allocate` and the first step.
 
         Args:
-            left: persistent memory of each former rank. Their pools have the same number of pages.
+            pages: ids of the pages, int32.
+            slots: slots of the states in the state pool, int32.
+            left: persistent memory of each former rank. Their pools have the same numbers of pages and slots.
 
         Raises:
             EngineError: the former ranks' memory has no such layers.
         """
         assert self._runner is not None, "take_kv() was called before allocate()"
         others = ShardPlan.create(self._model, len(left), exact=self._config.is_exact)
-        taken = torch.from_numpy(pages).long().to(self._device)
+        taken, states = (torch.from_numpy(it).long().to(self._device) for it in (pages, slots))
+        ranks = self._plan, self._group.rank, others, left
         for layer_id in layer_ids:
-            take_kv(self._runner.token_to_kv_pool, layer_id, taken, self._plan, self._group.rank, others, left)
+            mixer = self._model.all_layers[layer_id].mixer
+            if mixer.token_elements:
+                take_kv(self._runner.token_to_kv_pool, layer_id, taken, *ranks)
+            if mixer.state and self._runner.state_pool is not None:
+                take_states(self._runner.state_pool, layer_id, states, *ranks)
 
     @torch.inference_mode()
     def check_steps(self, num_pages: int, max_model_len: int) -> None:
@@ -224,7 +239,6 @@ class TPWorker:
             self._runner,
             self.shard.decoder,
             self._group,
-            self._runner.state_pool,
             num_tokens=min(num_pages * page_size, max_model_len, resolved(scheduler.max_num_batched_tokens)),
             max_rows=resolved(scheduler.max_num_seqs),
             page_size=page_size,
@@ -338,6 +352,7 @@ class TPWorker:
         num_pages: int,
         max_model_len: int,
         num_window_pages: int | None = None,
+        num_states: int | None = None,
         allocate: Callable[[str, int], torch.Tensor] | None = None,
     ) -> ModelRunner:
         """Makes a runner. `allocate` returns the memory of a pool's block with this name and number of bytes. If None,
@@ -379,15 +394,17 @@ class TPWorker:
             max_tokens=resolved(scheduler.max_num_batched_tokens),
             max_sampled=self._config.speculation.max_sampled(max_rows),
             max_graph_tokens=launch_bound_tokens(flops / len(self._model.all_layers)),
-            state_pool=self._new_state_pool(max_rows, allocate),
+            state_pool=self._new_state_pool(max_rows, num_states, allocate),
         )
 
-    def _new_state_pool(self, max_rows: int, allocate: Callable[[str, int], torch.Tensor] | None) -> StatePool | None:
+    def _new_state_pool(
+        self, max_rows: int, num_states: int | None, allocate: Callable[[str, int], torch.Tensor] | None
+    ) -> StatePool | None:
         if not (layers := self.shard.decoder.state_layers):
             return None
         of_layer = None if allocate is None else lambda layer_id, size: allocate(state_block(layer_id), size)
-        sizes, has_drafts = (max_rows, num_cached_states(self._config)), self._config.speculation.num_drafts > 0
-        return StatePool(layers, *sizes, self._device, of_layer, has_drafts=has_drafts)
+        sizes, drafts = (max_rows, num_states or 0), self._config.speculation.num_drafts
+        return StatePool(layers, *sizes, self._device, of_layer, has_drafts=drafts > 0)
 
 
 def peer_sizes(config: EngineConfig, model: ModelConfig, plan: ShardPlan) -> PeerSizes:

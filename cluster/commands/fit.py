@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from configs.cards import CARDS, Card
 from configs.errors import ConfigError
-from configs.kv_pages import WindowPool, dtype_bytes, pages_within, pool_bytes
+from configs.kv_pages import PoolRule, dtype_bytes, pages_within, pool_bytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
 from parallel.plan import ShardPlan
@@ -73,12 +73,12 @@ def _routed_outputs(model: ModelConfig) -> int:
 
 
 def _kv_tokens(plan: ShardPlan, config: EngineConfig, free_bytes: int) -> int:
-    kv, window_pool = config.kv_cache, WindowPool.of(config, plan.model)
-    pages = [plan.kv_page_bytes(rank, kv.page_size, config.kv_dtype) for rank in range(plan.tp_size)]
+    kv, rule = config.kv_cache, PoolRule.of(config, plan.model)
+    pages = [plan.kv_page_bytes(rank, config) for rank in range(plan.tp_size)]
     if kv.num_tokens is not None:
         num_pages = -(-kv.num_tokens // kv.page_size)
-        fits_all = all(pool_bytes(num_pages, page, window_pool) <= free_bytes for page in pages)
+        fits_all = all(pool_bytes(num_pages, page, rule) <= free_bytes for page in pages)
         return kv.num_tokens if fits_all else 0
     budget = free_bytes * resolved(kv.memory_fraction) if kv.memory_bytes is None else min(kv.memory_bytes, free_bytes)
     # One page is padding. The page after it must be enough for a prompt and its answer.
-    return max(min(pages_within(budget, page, window_pool) for page in pages), 0) * kv.page_size
+    return max(min(pages_within(budget, page, rule) for page in pages), 0) * kv.page_size

@@ -25,13 +25,13 @@ from configs.cards import Card, shown, support
 from configs.checkpoint import resolve_model_path
 from configs.difference import Change, changes
 from configs.errors import ConfigError
-from configs.kv_pages import WindowPool, bytes_per_token, dtype_bytes, pages_within, pool_bytes
+from configs.kv_pages import PoolRule, bytes_per_token, dtype_bytes, pages_within, pool_bytes
 from configs.layers import Axis, HeadGroups
 from configs.load import AppConfig, all_settings
 from configs.model_config import ModelConfig
 from configs.quantization import MXFP4_BYTES
 from configs.read_draft_head import with_draft_head
-from configs.recurrent import num_cached_states
+from configs.recurrent import STATE_INTERVAL
 from configs.resolve import Decision, HostFacts, ResolvedConfig, asks_for_gpus, resolve
 from configs.schema import EngineConfig, resolved
 from configs.weight_dtypes import weight_dtypes
@@ -155,7 +155,7 @@ def _rank_table(plan: ShardPlan, config: EngineConfig) -> Table:
     token_bytes = _kv_bytes_per_token(plan, config)
     table = Table(box=None, pad_edge=False, header_style="")
     axes = list(dict.fromkeys(axis for shards in plan.layers for axis in shards[0].spans))
-    for title in ("rank", *axes, Axis.VOCABULARY, "weights", "KV per token"):
+    for title in ("rank", *axes, Axis.VOCABULARY, "weights", "pool per token"):
         table.add_column(title, justify="right")
     for rank in range(plan.tp_size):
         shards = [layer[rank] for layer in plan.layers]
@@ -170,10 +170,9 @@ def _rank_table(plan: ShardPlan, config: EngineConfig) -> Table:
 
 
 def _kv_bytes_per_token(plan: ShardPlan, config: EngineConfig) -> list[float]:
-    """KV bytes per token on each rank. Layers with a window count by their share of all pages."""
-    page_size, window_pool = config.kv_cache.page_size, WindowPool.of(config, plan.model)
-    pages = [plan.kv_page_bytes(rank, page_size, config.kv_dtype) for rank in range(plan.tp_size)]
-    return [bytes_per_token(page, page_size, window_pool) for page in pages]
+    """Bytes of the pool per token on each rank. Layers with a window count by their share of all pages."""
+    pages = [plan.kv_page_bytes(rank, config) for rank in range(plan.tp_size)]
+    return [bytes_per_token(page, config.kv_cache.page_size, PoolRule.of(config, plan.model)) for page in pages]
 
 
 def _range(sizes: Iterable[int]) -> str:
@@ -186,19 +185,22 @@ def _range(sizes: Iterable[int]) -> str:
 def _memory_lines(plan: ShardPlan, config: EngineConfig) -> list[str]:
     dtypes, plain_bytes = weight_dtypes(config, plan.model), Fraction(dtype_bytes(config.dtype))
     weights = [plan.weight_bytes(rank, config) for rank in range(plan.tp_size)]
-    kv, window_pool = config.kv_cache, WindowPool.of(config, plan.model)
-    fullest = max((plan.kv_page_bytes(rank, kv.page_size, config.kv_dtype) for rank in range(plan.tp_size)), key=sum)
+    kv, rule = config.kv_cache, PoolRule.of(config, plan.model)
+    pages = [plan.kv_page_bytes(rank, config) for rank in range(plan.tp_size)]
+    fullest = max(pages, key=lambda page: bytes_per_token(page, kv.page_size, rule))
     unused = 0
     for it in plan.model.tensors():
         is_fp8, is_mxfp4 = dtypes.fp8 and it.may_be_fp8, dtypes.mxfp4 and it.may_be_mxfp4
         unused += int((1 - it.share) * it.elements * (MXFP4_BYTES if is_mxfp4 else 1 if is_fp8 else plain_bytes))
     active = f"; a token uses {(sum(weights) - unused) / _MIB:.0f} MiB of them" if unused else ""
     line = f"weights    {sum(weights) / _MIB:.0f} MiB in all, {max(weights) / _MIB:.0f} MiB on the fullest rank{active}"
+    num_pages = None
     if kv.num_tokens is not None:
-        taken = pool_bytes(-(-kv.num_tokens // kv.page_size), fullest, window_pool)
+        num_pages = -(-kv.num_tokens // kv.page_size)
+        taken = pool_bytes(num_pages, fullest, rule)
         pool = f"{kv.num_tokens} tokens, {taken / _MIB:.0f} MiB on the fullest rank"
     elif kv.memory_bytes is not None:
-        num_pages = max(pages_within(kv.memory_bytes, fullest, window_pool), 0)
+        num_pages = max(pages_within(kv.memory_bytes, fullest, rule), 0)
         pool = f"{num_pages * kv.page_size} tokens, {kv.memory_bytes / _MIB:.0f} MiB a rank"
     else:
         pool = (
@@ -206,12 +208,16 @@ def _memory_lines(plan: ShardPlan, config: EngineConfig) -> list[str]:
             f"{resolved(kv.memory_fraction):g} of what is free after loading"
         )
     lines = [line, f"KV pool    {pool}"]
+    rows = resolved(config.scheduler.max_num_seqs)
     if states := max(plan.state_bytes(rank, config) for rank in range(plan.tp_size)):
-        running, cached = resolved(config.scheduler.max_num_seqs), num_cached_states(config)
-        lines.append(
-            f"states     of {running} running requests and {cached} cached prefixes, {states / _MIB:.0f} MiB on the "
-            "fullest rank"
-        )
+        line = f"states     {states / _MIB:.0f} MiB on the fullest rank for {rows} running requests"
+        if rule.pages_per_state:
+            cached = "" if num_pages is None else f"{rule.num_states(num_pages)}, "
+            line += f"; in the KV pool {cached}one of {fullest.state / _MIB:.1f} MiB for each {STATE_INTERVAL} tokens"
+        lines.append(line)
+    if num_pages is not None:
+        fit = min(rows, num_pages * kv.page_size // kv.typical_tokens)
+        lines.append(f"requests   {fit} of {kv.typical_tokens} tokens fit at once")
     return lines
 
 

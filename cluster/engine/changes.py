@@ -70,9 +70,9 @@ class OtherRanks:
     def take(self, engine: Coordinator) -> None:
         """Ends the old ranks' generation and starts the new ranks in the next one."""
         self._keeps_kv = self._others.takes_kv(engine.ranks)
-        engine.requeue(keeps_kv=self._keeps_kv)
+        engine.requeue(keeps_kv=self._keeps_kv, keeps_states=self._keeps_kv)
         logger.info("replacing the ranks; %d requests wait", len(engine.scheduler.live_ids()))
-        engine.replace_ranks(self._others, engine.cached_pages() if self._keeps_kv else None)
+        engine.replace_ranks(self._others, engine.kept() if self._keeps_kv else None)
         engine.fit_ranks()
 
     def after_failure(self, engine: Coordinator, failure: LockstepError, pause_s: float) -> Failed:

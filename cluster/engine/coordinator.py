@@ -25,11 +25,12 @@ from cluster.messages.state import EngineLife, EngineState
 from cluster.messages.steps import StepMeter
 from cluster.ranks.liveness import LOOK_S, Liveness
 from cluster.ranks.recovery import Recovery
+from cluster.scheduling.pages import Kept
 from cluster.scheduling.scheduler import Scheduler
 from configs.errors import DeadlineError, EngineError, LockstepError, OutOfMemoryError
 from parallel.channel.ring import STEP_TIMEOUT
 from parallel.sockets import num_descriptors_left
-from worker.protocol import FrameKind, Int32Array, StepFrame, StepResult
+from worker.protocol import FrameKind, StepFrame, StepResult
 
 if TYPE_CHECKING:
     from cluster.ranks.rank_group import RankGroup
@@ -227,7 +228,7 @@ class Coordinator:
         logger.warning("replacing failed ranks while %d requests wait: %s", len(self.scheduler.live_ids()), failure)
         began = time.monotonic()
         try:
-            self._rebuild(failure, self.cached_pages() if keeps_kv else None)
+            self._rebuild(failure, self.kept() if keeps_kv else None)
         except LockstepError as error:
             if self._closing.is_set():
                 raise
@@ -237,11 +238,11 @@ class Coordinator:
         self.send_report()
         return None
 
-    def _rebuild(self, failure: LockstepError, kept_pages: Int32Array | None) -> None:
+    def _rebuild(self, failure: LockstepError, kept: Kept | None) -> None:
         """Replaces the ranks, or continues with fewer ranks if some cannot be replaced. Raises LockstepError if no
         ranks run."""
         try:
-            self.replace_ranks(failure, kept_pages)
+            self.replace_ranks(failure, kept)
         except LockstepError as error:
             fewer = None if self._closing.is_set() else self._fewer(self.ranks)
             if fewer is None:
@@ -288,19 +289,18 @@ class Coordinator:
                 self.scheduler.generation + 1, keeps_kv=keeps_kv, keeps_states=keeps_states
             )
 
-    def cached_pages(self) -> Int32Array:
-        """Ids of the pages in the prefix cache."""
+    def kept(self) -> Kept:
+        """`Scheduler.kept`."""
         with self._lock:
-            return self.scheduler.cached_pages
+            return self.scheduler.kept
 
-    def replace_ranks(self, how: LockstepError | RankGroup, kept_pages: Int32Array | None = None) -> None:
-        """Runs `RankGroup.replace_ranks` on another thread. New requests are accepted meanwhile, and wait. Raises
-        LockstepError if no ranks run afterwards."""
+    def replace_ranks(self, how: LockstepError | RankGroup, kept: Kept | None = None) -> None:
+        """Runs `RankGroup.replace_ranks` on another thread. Meanwhile, new requests wait. Raises its LockstepError."""
         self._failure = None
         self._ranks_failed.clear()
         self.life.enter(EngineState.REBUILDING)
         closed = how if isinstance(how, LockstepError) else EngineError("closed while its ranks were exchanged")
-        replaced = self.run_apart(closed, self.ranks.replace_ranks, self.scheduler.generation, how, kept_pages)
+        replaced = self.run_apart(closed, self.ranks.replace_ranks, self.scheduler.generation, how, kept)
         if isinstance(error := replaced.exception(), LockstepError):
             self._failure = error
             self.mark_ranks_failed()
@@ -313,7 +313,7 @@ class Coordinator:
         """Adapts hang detection and the number of pages to new ranks, before their first step."""
         self._liveness.begin(min(1.0, self.ranks.size / self._first_size))
         with self._lock:
-            self.scheduler.set_num_pages(self.ranks.pool.num_pages, self.ranks.pool.num_window_pages)
+            self.scheduler.set_pool((pool := self.ranks.pool).num_pages, pool.num_window_pages, pool.num_states)
 
     def begin_weights(self, weights: Weights, *, recompute: bool) -> None:
         """Notes that steps use `weights` from now on. `recompute` is explained in `Scheduler.change_weights`."""

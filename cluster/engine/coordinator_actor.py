@@ -32,8 +32,7 @@ from cluster.ranks.recovery import Recovery
 from cluster.scheduling.limits import SchedulerLimits, max_item_tokens
 from cluster.scheduling.scheduler import Scheduler
 from configs.errors import ConfigError
-from configs.kv_pages import WindowPool, cut_max_model_len, num_kv_pages, pool_bytes
-from configs.recurrent import num_cached_states
+from configs.kv_pages import PoolRule, cut_max_model_len, num_kv_pages, pool_bytes
 from worker.protocol import StepResult
 
 if TYPE_CHECKING:
@@ -145,12 +144,12 @@ class CoordinatorActor:
         self._platforms = [load.platform for load in memory.loads]
         self._enter("measuring the devices")
         peaks = group.measure()
-        window_pool = WindowPool.of(config, spec.model)
-        num_pages = num_kv_pages(config.kv_cache, memory.bytes_per_page, memory.free_bytes, window_pool)
+        rule = PoolRule.of(config, spec.model)
+        num_pages = num_kv_pages(config.kv_cache, memory.bytes_per_page, memory.free_bytes, rule)
         max_model_len = cut_max_model_len(config, spec.model, num_pages)
-        _log_pool(num_pages, config.kv_cache.page_size, memory, window_pool)
+        _log_pool(num_pages, config.kv_cache.page_size, memory, rule)
         self._enter("allocating the KV pool")
-        limits = _scheduler_limits(spec, num_pages, max_model_len, window_pool)
+        limits = _scheduler_limits(spec, num_pages, max_model_len, rule)
         result_bytes = StepResult.max_bytes(
             limits.speculation.max_sampled(limits.max_num_seqs), config.server.max_logprobs
         )
@@ -165,7 +164,8 @@ class CoordinatorActor:
             liveness=Liveness(peaks, recovery.hang_timeout_s if finds_hangs else math.inf),
             fewer=lambda ranks: fewer(spec, ranks),
         )
-        group.run(PoolShape(num_pages, max_model_len, limits.num_window_pages, message_bytes), coordinator.fail)
+        pool = PoolShape(num_pages, max_model_len, limits.num_window_pages, rule.num_states(num_pages), message_bytes)
+        group.run(pool, coordinator.fail)
         self._coordinator = coordinator
         self._enter("ready")
         return EngineFacts(
@@ -339,9 +339,7 @@ class CoordinatorActor:
             self._coordinator.close()
 
 
-def _scheduler_limits(
-    spec: EngineSpec, num_pages: int, max_model_len: int, window_pool: WindowPool | None
-) -> SchedulerLimits:
+def _scheduler_limits(spec: EngineSpec, num_pages: int, max_model_len: int, rule: PoolRule) -> SchedulerLimits:
     """The scheduler's limits for a group with `num_pages` pages on each rank."""
     return SchedulerLimits(
         num_pages=num_pages,
@@ -350,29 +348,29 @@ def _scheduler_limits(
         vocab_size=spec.model.vocab_size,
         enable_prefix_caching=spec.config.kv_cache.enable_prefix_caching,
         eos_token_ids=spec.model.eos_token_ids,
-        num_window_pages=None if window_pool is None else window_pool.num_pages(num_pages),
-        window=1 if window_pool is None else window_pool.window,
-        num_states=num_cached_states(spec.config) if spec.model.has_states else None,
+        num_window_pages=rule.num_window_pages(num_pages),
+        window=1 if rule.window is None else rule.window.window,
+        num_states=rule.num_states(num_pages),
         max_item_tokens=max_item_tokens(spec.config, spec.model),
         speculation=spec.config.speculation,
         **spec.config.scheduler.model_dump(),
     )
 
 
-def _log_pool(num_pages: int, page_size: int, memory: GroupMemory, window_pool: WindowPool | None) -> None:
+def _log_pool(num_pages: int, page_size: int, memory: GroupMemory, rule: PoolRule) -> None:
     """Logs the pool of each rank. All ranks have the same number of pages, limited by the one with the least memory."""
     for rank, (page, free) in enumerate(zip(memory.bytes_per_page, memory.free_bytes, strict=True)):
-        pool = f"{num_pages + 1} pages x {sum(page)} bytes"
-        if window_pool is not None:
-            num_windowed = window_pool.num_pages(num_pages) + 1
-            pool = (
-                f"{num_pages + 1} pages x {page.full} bytes + {num_windowed} x {page.windowed} of layers with a window"
-            )
+        pool = f"{num_pages + 1} pages x {page.full + page.windowed} bytes"
+        if (num_windowed := rule.num_window_pages(num_pages)) is not None:
+            windowed = f"{num_windowed + 1} x {page.windowed} of layers with a window"
+            pool = f"{num_pages + 1} pages x {page.full} bytes + {windowed}"
+        if num_states := rule.num_states(num_pages):
+            pool += f" + {num_states} states x {page.state}"
         logger.info(
             "rank %d: KV pool of %s = %.2f GiB of %.2f GiB, for %d tokens",
             rank,
             pool,
-            pool_bytes(num_pages, page, window_pool) / (1 << 30),
+            pool_bytes(num_pages, page, rule) / (1 << 30),
             free / (1 << 30),
             num_pages * page_size,
         )

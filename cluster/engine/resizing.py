@@ -1,8 +1,8 @@
 """Changes the number of ranks of a running engine, its `tensor_parallel_size`.
 
 The new ranks start and load their shards while the old ones serve. Only then do requests wait: the steps in flight
-retire, the old ranks release their KV pools, and the new ranks allocate theirs and take over the KV of pages in use. If
-they cannot take it over, the KV is computed again, as after a rebuild. A failure before that pause costs the requests
+retire, the old ranks release their KV pools, and the new ranks allocate theirs and take over KV and states in use. If
+they cannot take these over, they are computed again, as after a rebuild. A failure before that pause costs the requests
 nothing. After a failure during the pause, the old ranks, which still have their weights, continue.
 
 The pool keeps its number of pages and all limits by which requests were admitted.
@@ -29,7 +29,7 @@ from cluster.ranks.held_gpus import HeldGPU, hold, release
 from cluster.ranks.rank import CUDA_ENVIRONMENT
 from cluster.ranks.rank_group import RankGroup
 from configs.errors import ConfigError, EngineError, LockstepError
-from configs.kv_pages import WindowPool, pool_bytes
+from configs.kv_pages import PoolRule, pool_bytes
 from configs.resolve import resolve
 from configs.schema import EngineConfig
 from worker.device.cgroup import available_bytes
@@ -162,12 +162,10 @@ def check_devices(new: RankGroup, old: RankGroup) -> None:
     """Raises ConfigError if a GPU lacks memory for the weights of its old and its new rank together, plus the new
     rank's KV of one sequence of `max_model_len`."""
     config, max_model_len = new.config, old.pool.max_model_len
-    page_size = config.kv_cache.page_size
-    window_pool = None if old.pool.num_window_pages is None else WindowPool.of(config, old.model)
+    num_pages, rule = -(-max_model_len // config.kv_cache.page_size), PoolRule.of(config, old.model)
     for rank, room in zip(range(new.size), old.room_bytes, strict=False):
         weights = old.plan.weight_bytes(rank, config) + new.plan.weight_bytes(rank, config)
-        page = new.plan.kv_page_bytes(rank, page_size, config.kv_dtype)
-        pool = pool_bytes(-(-max_model_len // page_size), page, window_pool)
+        pool = pool_bytes(num_pages, new.plan.kv_page_bytes(rank, config), rule) + new.plan.state_bytes(rank, config)
         if (needed := weights + pool) > room:
             raise ConfigError(
                 f"{old.devices[rank]} has {room / _GIB:.2f} GiB, and holds the weights of rank {rank} of {old.size} "
@@ -179,8 +177,8 @@ def check_devices(new: RankGroup, old: RankGroup) -> None:
 def _check_pool(memory: GroupMemory, new: RankGroup, old: RankGroup) -> None:
     """Raises ConfigError if the KV pool with the old number of pages does not fit in the new ranks' memory."""
     num_pages, config = old.pool.num_pages, old.config
-    window_pool = None if old.pool.num_window_pages is None else WindowPool.of(config, old.model)
-    takes = [pool_bytes(num_pages, page, window_pool) for page in memory.bytes_per_page]
+    rule = PoolRule.of(config, old.model)
+    takes = [pool_bytes(num_pages, page, rule) for page in memory.bytes_per_page]
     most = config.kv_cache.memory_bytes
     if most is not None and max(takes) > most:
         raise ConfigError(
@@ -188,8 +186,8 @@ def _check_pool(memory: GroupMemory, new: RankGroup, old: RankGroup) -> None:
             f"kv_cache.memory_bytes={most}; raise it, or use more ranks"
         )
     plan = old.plan
-    pages = [plan.kv_page_bytes(rank, config.kv_cache.page_size, config.kv_dtype) for rank in range(old.size)]
-    more = sum(takes) - sum(pool_bytes(num_pages, page, window_pool) for page in pages)
+    pages = [plan.kv_page_bytes(rank, config) for rank in range(old.size)]
+    more = sum(takes) - sum(pool_bytes(num_pages, page, rule) for page in pages)
     if more > (free := sum(memory.free_bytes)):
         raise ConfigError(
             f"the KV pool of {num_pages} pages takes {more / _GIB:.2f} GiB more on {new.size} ranks, and "

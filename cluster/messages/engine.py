@@ -7,7 +7,7 @@ Array fields are raw little-endian bytes, so that a step does not cost a Python 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -27,6 +27,20 @@ class FinishReason(StrEnum):
     """The caller cancelled the request."""
     ERROR = "error"
     """The request was refused or failed; see `Finished.error`."""
+
+
+class Miss(StrEnum):
+    """Why tokens of a prompt were computed that the prefix cache has or had."""
+
+    NO_STATE = "no_state"
+    """No state of the recurrent layers is stored after them."""
+    NO_WINDOW = "no_window"
+    """Their pages of the window pool were given to others."""
+    EVICTED = "evicted"
+    """They have left the prefix cache: others needed the room, or all was dropped."""
+    OTHER_SALT = "other_salt"
+    """They are cached under another `cache_salt`, or with earlier weights. Clients do not see this number, or they
+    could find out what others have sent."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,9 +247,8 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True):
     """Seconds from arrival to first admission."""
     prefill_s: float = 0.0
     """Seconds from first admission to first token, preemptions included."""
-    num_stateless_tokens: int = 0
-    """Number of prompt tokens that the prefix cache had, but computed again: the recurrent layers' state after them was
-    never stored, or was dropped for others."""
+    missed: dict[Miss, int] = {}
+    """Number of prompt tokens that were computed for each reason, apart from `Miss.OTHER_SALT`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,8 +269,8 @@ class SchedulerStats:
     total_prompt_tokens: int
     """Tokens of admitted requests, whether computed or from the prefix cache."""
     total_preemptions: int
-    total_stateless_tokens: int = 0
-    """Prompt tokens that the prefix cache had, without a state of the recurrent layers to continue from."""
+    total_missed: dict[Miss, int] = field(default_factory=dict)
+    """Prompt tokens that were computed for each reason."""
     total_dropped_states: int = 0
     """States that the prefix cache dropped for others."""
     total_answer_tokens: int = 0

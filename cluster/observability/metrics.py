@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from cluster.messages.engine import EngineStats, FinishReason
+from cluster.messages.engine import EngineStats, FinishReason, Miss
 from cluster.messages.state import EngineLife, EngineState
 from cluster.observability.board import StatsBoard
 from cluster.observability.record import Identity, RequestRecord
@@ -150,6 +150,13 @@ class Metrics(CollectorRegistry):
             "KV pages, the same on every rank: free, cached (in the prefix cache), owned (by one sequence).",
             ["state"],
         )
+        missed = counter(
+            "prefix_cache_misses_total",
+            "Prompt tokens that were computed although the prefix cache has or had them, by reason: no_state (of the "
+            "recurrent layers, after them), no_window (in the window pool), evicted (of the last 65,536 pages), "
+            "other_salt (cached under another one, or with earlier weights).",
+            ["reason"],
+        )
         self._of_report: Mapping[Counter | Gauge, Callable[[EngineStats], float]] = {
             counter("steps_total", "Steps of the engine."): lambda _: totals.num_steps,
             counter("prefill_tokens_total", "Prompt tokens that were computed."): lambda _: totals.num_prefill_tokens,
@@ -168,10 +175,7 @@ class Metrics(CollectorRegistry):
             counter("prefix_cache_hits_total", "Prompt tokens that the prefix cache held."): lambda it: (
                 it.scheduler.total_prefix_hit_tokens
             ),
-            counter(
-                "prefix_cache_stateless_total",
-                "Prompt tokens that the prefix cache held without a state of the recurrent layers to continue from.",
-            ): lambda it: it.scheduler.total_stateless_tokens,
+            **{missed.labels(why): partial(lambda why, it: it.scheduler.total_missed.get(why, 0), why) for why in Miss},
             counter(
                 "prefix_cache_dropped_states_total",
                 "States of recurrent layers that the prefix cache dropped for others.",

@@ -96,11 +96,12 @@ def timeline(
 
 def _phases(record: RequestRecord) -> Iterator[TraceEvent]:
     arrived_s, phases = record.context.arrived_s, record.phases
+    missed = {} if record.prefilled is None else record.prefilled.missed
     about: dict[str, str | int | None] = {
         "x-request-id": record.context.request_id,
         "prompt_tokens": record.num_prompt_tokens,
         "cached_tokens": record.num_cached_tokens,
-        "cached_without_state_tokens": 0 if record.prefilled is None else record.prefilled.num_stateless_tokens,
+        **{f"missed_{why}_tokens": num for why, num in missed.items()},
         "output_tokens": record.num_generated_tokens,
         "sequences": len(record.num_generated),
         "finish_reasons": ", ".join(str(reason) for reason in record.finish_reasons),

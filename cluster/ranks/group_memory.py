@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cluster.ranks.rank_actor import PoolShape, RankLoad
 from configs.errors import ConfigError
-from configs.kv_pages import PageBytes, WindowPool, pages_within
+from configs.kv_pages import PageBytes, PoolRule, pages_within
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
 
@@ -25,7 +25,7 @@ class GroupMemory:
 
     @property
     def bytes_per_page(self) -> tuple[PageBytes, ...]:
-        """KV bytes per page on each rank."""
+        """Bytes of a page and of a cached state on each rank."""
         return tuple(load.kv_page_bytes for load in self.loads)
 
     @property
@@ -42,10 +42,10 @@ def pool_within(memory: GroupMemory, pool: PoolShape, config: EngineConfig, mode
         ConfigError: the pages that fit cannot hold one sequence of `max_model_len`.
     """
     kv_cache, size = config.kv_cache, config.tensor_parallel_size
-    window_pool = None if pool.num_window_pages is None else WindowPool.of(config, model)
+    rule = PoolRule.of(config, model)
     share, limit = kv_cache.memory_fraction or 1.0, kv_cache.memory_bytes or math.inf
     room = zip(memory.free_bytes, memory.bytes_per_page, strict=True)
-    most = min(pages_within(min(share * free, limit), page, window_pool) for free, page in room)
+    most = min(pages_within(min(share * free, limit), page, rule) for free, page in room)
     if most * kv_cache.page_size < pool.max_model_len:
         raise ConfigError(
             f"the KV pool of {size} ranks has room for {max(most, 0) * kv_cache.page_size} tokens beside the weights "
@@ -53,6 +53,7 @@ def pool_within(memory: GroupMemory, pool: PoolShape, config: EngineConfig, mode
         )
     if most >= pool.num_pages:
         return pool
-    num_window_pages = None if window_pool is None else window_pool.num_pages(most)
     logger.warning("the KV pool of %d ranks has %d pages instead of %d", size, most, pool.num_pages)
-    return dataclasses.replace(pool, num_pages=most, num_window_pages=num_window_pages)
+    return dataclasses.replace(
+        pool, num_pages=most, num_window_pages=rule.num_window_pages(most), num_states=rule.num_states(most)
+    )

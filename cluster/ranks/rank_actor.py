@@ -104,7 +104,8 @@ class RankLoad:
 
     kv_page_bytes: PageBytes
     free_bytes: int
-    """Bytes of device memory that the KV pool may take. On CPU, the node's free memory, which its ranks share."""
+    """Bytes of device memory that pages and cached states may take. On CPU, the node's free memory, which its ranks
+    share."""
     step_bytes: int
     """Bytes of device memory that a step needs."""
     is_persistent: bool
@@ -122,6 +123,8 @@ class PoolShape:
     max_model_len: int
     num_window_pages: int | None
     """Number of pages of the window pool. None without one."""
+    num_states: int | None
+    """Number of states in the prefix cache. None if the model has no recurrent layers."""
     max_message_bytes: int
     """Maximum bytes of a frame or a result."""
 
@@ -295,19 +298,27 @@ class RankActor:
             pool.num_pages,
             pool.max_model_len,
             pool.num_window_pages,
+            pool.num_states,
             at_once=at_once,
             later=True,
             keeps_kv=keeps_kv,
         )
 
-    def take_kv(self, keeper: str, num_ranks: int, layer_ids: Sequence[int], pages: npt.NDArray[np.int32]) -> None:
-        """Copies this rank's part of the KV that `num_ranks` other ranks left with their `keeper`. `TPWorker.take_kv`
-        has the arguments."""
+    def take_kv(
+        self,
+        keeper: str,
+        num_ranks: int,
+        layer_ids: Sequence[int],
+        pages: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int32],
+    ) -> None:
+        """Copies this rank's part of the KV and states that `num_ranks` other ranks left with their `keeper`.
+        `TPWorker.take_kv` has the arguments."""
         from parallel.persistent_memory import PersistentMemory
 
         worker = self._ready()
         left = [PersistentMemory(keeper, rank, worker.device) for rank in range(num_ranks)]
-        worker.take_kv(layer_ids, pages, left)
+        worker.take_kv(layer_ids, pages, slots, left)
 
     def attach_ring(self, frames_address: str, results_address: str) -> None:
         """Connects to this node's shared-memory ring of frames. Rank 0 also connects to the ring of results."""

@@ -29,6 +29,7 @@ from cluster.ranks.rank import Rank, RankStarter
 from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
 from cluster.ranks.spares import WarmSpares
 from cluster.ranks.step_channel import StepChannel
+from cluster.scheduling.pages import Kept
 from configs.errors import EngineError, LockstepError, RankDiedError, RankLostError, StepHungError
 from configs.kv_pages import dtype_bytes
 from configs.model_config import ModelConfig
@@ -38,7 +39,6 @@ from parallel.channel.ring import FrameReader, FrameWriter
 from parallel.persistent_memory import WEIGHTS, Keeper, kv_block
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
-from worker.protocol import Int32Array
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +56,13 @@ _PROGRESS_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class PersistentKV:
-    """KV that ranks left in persistent memory when they left or died."""
+    """KV and states that ranks left in persistent memory when they left or died."""
 
     keeper: Keeper
     """Keeps the persistent memory of those ranks open."""
     num_ranks: int
-    pages: Int32Array
-    """Ids of the pages to take over."""
+    kept: Kept
+    """What to take over."""
 
 
 class RankGroup:
@@ -335,10 +335,11 @@ class RankGroup:
 
     def _take_kv(self, kv: PersistentKV) -> None:
         """Makes the ranks copy the KV that other ranks left. The other ranks' memory is released layer by layer."""
-        with_kv = [i for i, layer in enumerate(self.model.all_layers) if layer.mixer.token_elements]
+        mixers = [layer.mixer for layer in self.model.all_layers]
+        with_kv = [i for i, mixer in enumerate(mixers) if mixer.token_elements or mixer.state]
         for first in range(0, len(with_kv), _LAYERS_AT_ONCE):
             layer_ids = with_kv[first : first + _LAYERS_AT_ONCE]
-            self._on(self._ranks, "take_kv", kv.keeper.address, kv.num_ranks, layer_ids, kv.pages)
+            self._on(self._ranks, "take_kv", kv.keeper.address, kv.num_ranks, layer_ids, *kv.kept)
             for layer_id in layer_ids:
                 kv.keeper.drop(name=kv_block(layer_id))
 
@@ -354,17 +355,14 @@ class RankGroup:
             logger.error("rank %d crashed:\n%s", index, words)
         return self.is_persistent and not crashes and isinstance(failure, RankLostError | StepHungError)
 
-    def replace_ranks(
-        self, generation: int, how: LockstepError | RankGroup, kept_pages: Int32Array | None = None
-    ) -> RankGroup:
+    def replace_ranks(self, generation: int, how: LockstepError | RankGroup, kept: Kept | None = None) -> RankGroup:
         """Ends the current generation, and starts the next one with new channels.
 
         Args:
             how: the failure that ended the generation, or a loaded group that replaces this one. After a failure, each
                 rank that died, failed by itself or does not answer gets a new process, and the other ranks keep their
                 weights. If a group takes over, the ranks of this one keep their weights until that group runs.
-            kept_pages: pages whose KV the ranks continue with, as `keeps_kv` or `takes_kv` allowed. If None, all KV is
-                dropped.
+            kept: what the ranks continue with, as `keeps_kv` or `takes_kv` allowed. If None, all KV is dropped.
 
         Returns:
             The group that runs now.
@@ -374,7 +372,7 @@ class RankGroup:
         """
         began = time.monotonic()
         assert self._on_failure is not None, "run comes first"
-        kv = None if kept_pages is None else PersistentKV(self._keeper, self.size, kept_pages)
+        kv = None if kept is None else PersistentKV(self._keeper, self.size, kept)
         if isinstance(how, RankGroup):
             how._take_over(self, kv)
             return how

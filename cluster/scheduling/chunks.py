@@ -7,6 +7,9 @@ number of log probabilities that the step may still compute.
 
 from __future__ import annotations
 
+from collections import Counter
+
+from cluster.messages.engine import Miss
 from cluster.scheduling.limits import MAX_PREFIX_DELTAS, SchedulerLimits
 from cluster.scheduling.pages import Prefix, RowPages
 from cluster.scheduling.prefill_plan import PageKey, PrefillPlan, PromptRun
@@ -24,8 +27,8 @@ class Chunks:
         self._pages = pages
         self.total_prefix_hit_tokens = 0
         """Number of tokens that rows took from the prefix cache."""
-        self.total_stateless_tokens = 0
-        """Number of tokens that rows found in the prefix cache without a state after them."""
+        self.total_missed: Counter[Miss] = Counter()
+        """Sum of `Request.missed` over all admissions."""
 
     def go_on(self, row: int, plan: PrefillPlan) -> None:
         """Adds the next chunk of a row in prefill, if pages are available and no other row computes the same tokens."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cluster.messages.engine import Miss
 from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.page_allocator import CACHED, PageAllocator
@@ -35,8 +36,17 @@ class Prefix(NamedTuple):
 
     end: Node
     pages: Int32Array
-    num_stateless: int = 0
-    """Number of cached tokens after `pages`, in whole chunks of `STATE_CHUNK`, that lack a state for the row."""
+    missed: dict[Miss, int]
+    """Number of tokens after `pages` that the cache has or had, for each reason why a new row cannot use them."""
+
+
+class Kept(NamedTuple):
+    """What is in the prefix cache, for ranks that take it over."""
+
+    pages: Int32Array
+    """Ids of its pages."""
+    slots: Int32Array
+    """Slots of its states."""
 
 
 class RowPages:
@@ -78,9 +88,10 @@ class RowPages:
         return 0 if self._states is None else self._states.num_dropped
 
     @property
-    def cached(self) -> Int32Array:
-        """Ids of the pages in the prefix cache."""
-        return np.flatnonzero(self.allocator.owners == CACHED).astype(np.int32)
+    def kept(self) -> Kept:
+        """What other ranks have to take over to continue with the prefix cache."""
+        slots = np.empty(0, np.int32) if self._states is None else self._states.used
+        return Kept(np.flatnonzero(self.allocator.owners == CACHED).astype(np.int32), slots)
 
     def has_room(self, num_missing: Sequence[int], num_more: int = 0) -> bool:
         """Whether the pools have pages for several rows that lack `num_missing` pages each, and `num_more` pages for
@@ -144,26 +155,30 @@ class RowPages:
         """
         if not self._caching or self._num_published[row] != self._num_pages[row]:
             return self.no_prefix(row)
+        size, num_own = self._page_size, int(self._num_pages[row])
         end, pages = self.cache.match(self._nodes[row], tokens)
+        missed: dict[Miss, int] = {}
+        if not num_own:
+            evicted, elsewhere = self.cache.count_missing(end, tokens[len(pages) * size :])
+            missed |= {Miss.EVICTED: evicted * size, Miss.OTHER_SALT: elsewhere * size}
         if self._window is not None:
-            num_usable = self._window.num_usable(int(self._num_pages[row]), pages)
+            num_usable = self._window.num_usable(num_own, pages)
             if num_usable < len(pages):
-                end, pages = self.cache.match(self._nodes[row], tokens[: num_usable * self._page_size])
+                missed[Miss.NO_WINDOW] = (len(pages) - num_usable) * size
+                end, pages = self.cache.match(self._nodes[row], tokens[: num_usable * size])
         if self._states is not None:
-            self._branch[row] = (int(self._num_pages[row]) + len(pages)) * self._page_size
-            num_pages = len(pages)
+            self._branch[row] = (num_own + len(pages)) * size
             while end is not self._nodes[row] and not end.state:
-                num_pages -= len(end.pages)
+                pages = pages[: len(pages) - len(end.pages)]
                 assert end.parent is not None, "the row's node is above"
                 end = end.parent
             whole = int(self._branch[row]) // STATE_CHUNK * STATE_CHUNK
-            used = (int(self._num_pages[row]) + num_pages) * self._page_size
-            return Prefix(end, pages[:num_pages], max(whole - used, 0))
-        return Prefix(end, pages)
+            missed[Miss.NO_STATE] = max(whole - (num_own + len(pages)) * size, 0)
+        return Prefix(end, pages, {why: num for why, num in missed.items() if num})
 
     def no_prefix(self, row: int) -> Prefix:
         """The prefix that ends with the row's own pages in the cache, without pages after them."""
-        return Prefix(self._nodes[row], _NO_PAGES)
+        return Prefix(self._nodes[row], _NO_PAGES, {})
 
     def adopt_prefix(self, row: int, prefix: Prefix) -> Int32Array:
         """Appends the pages that `find_prefix` has just found to the row, and locks them. Returns the page deltas."""
@@ -234,13 +249,22 @@ class RowPages:
             return stop
         if stop < prompt_end and stop - start > STATE_CHUNK:
             stop = stop // STATE_CHUNK * STATE_CHUNK
-        places = int(self._branch[row]) // STATE_CHUNK * STATE_CHUNK, (prompt_end - 1) // STATE_CHUNK * STATE_CHUNK
+        places = self._state_places(row, prompt_end)
         ends_before = stop % STATE_CHUNK == 0 and stop == prompt_end
         return min((it for it in places if start < it < stop and (it == places[0] or ends_before)), default=stop)
 
-    def keep_state(self, row: int, num_known: int) -> None:
+    def _state_places(self, row: int, prompt_end: int) -> tuple[int, int]:
+        """Numbers of tokens after which other rows can use the row's state: where its prompt parts from a cached one,
+        and before the prompt's last tokens."""
+        return int(self._branch[row]) // STATE_CHUNK * STATE_CHUNK, (prompt_end - 1) // STATE_CHUNK * STATE_CHUNK
+
+    def keep_state(self, row: int, num_known: int, prompt_end: int = 0) -> None:
         """Stores the row's state in the prefix cache, if the state covers only tokens among the first `num_known`. Call
-        once the copies of states before the last step are in its frame, and the row's pages are published."""
+        once the copies of states before the last step are in its frame, and the row's pages are published.
+
+        Args:
+            prompt_end: number of tokens to prefill, of a row in prefill.
+        """
         if self._states is None or not self._caching:
             return
         covered = int(self._num_certain[row]) // STATE_CHUNK * STATE_CHUNK
@@ -248,7 +272,8 @@ class RowPages:
         if not covered or covered > num_known or self._num_published[row] < num_pages:
             return
         node = self.cache.node_before(self._nodes[row], int(self._num_published[row]) - num_pages)
-        self._states.keep(row, node, covered)
+        places = self._state_places(row, prompt_end)
+        self._states.keep(row, node, covered, is_inside=covered < places[1] and covered != places[0])
 
     def lose_states(self, first_lost: int | None) -> None:
         """Removes states from the prefix cache: those that steps from `first_lost` on were to store, or all if it is
@@ -296,6 +321,8 @@ class RowPages:
         """
         if self._window is not None:
             self._window.release(row, int(self._num_pages[row]))
+        if self._states is not None:
+            self._states.release(row)
         pages = self._table[row, : self._num_pages[row]]
         self.allocator.free(pages[self.allocator.owners[pages] == row])
         self.cache.unlock(self._nodes[row])

@@ -181,7 +181,7 @@ class PrefillQueue:
             if not table.request(row).wants_prompt_logprobs:
                 num_cacheable = min(end, int(table.num_cacheable[row]))
                 self._pages.publish(row, table.tokens[row], num_cacheable)
-                self._pages.keep_state(row, num_cacheable)
+                self._pages.keep_state(row, num_cacheable, int(table.num_prefill[row]))
         self.prefilling = [row for row in self.prefilling if row not in ending]
         if ending or self._limits.num_window_pages is not None:
             # The head of the queue may need the published pages, or window pages that any chunk is about to leave.
@@ -314,8 +314,8 @@ class PrefillQueue:
             self._give_back(row)
             return _Outcome.LACKS_PAGES
         self.total_prompt_tokens += len(request.tokens)
-        self.chunks.total_stateless_tokens += prefix.num_stateless
-        request.num_stateless_tokens = prefix.num_stateless
+        self.chunks.total_missed.update(prefix.missed)
+        request.missed = prefix.missed
         self.rate.add(len(request.tokens), plan.now)
         if request.admission_s is None:
             request.admission_s = plan.now

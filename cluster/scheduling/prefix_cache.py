@@ -12,10 +12,12 @@ pages and running requests.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 
+from cluster.scheduling.page_history import PageHistory
 from worker.protocol import Int32Array
 
 _NOTHING = np.empty(0, np.int32)
@@ -24,7 +26,7 @@ _NOTHING = np.empty(0, np.int32)
 class Node:
     """A run of whole pages. Its prefix is its parent's prefix followed by `tokens`."""
 
-    __slots__ = ("children", "in_heap", "last_use", "num_locks", "pages", "parent", "salt", "state", "tokens")
+    __slots__ = ("children", "hashes", "in_heap", "last_use", "num_locks", "pages", "parent", "salt", "state", "tokens")
 
     def __init__(self, parent: Node | None, tokens: Int32Array, pages: Int32Array, salt: bytes = b"") -> None:
         self.parent = parent
@@ -32,6 +34,8 @@ class Node:
         """[num_pages * page_size]: token ids."""
         self.pages = pages
         """[num_pages]: page ids."""
+        self.hashes: list[int] = []
+        """[num_pages]: hashes of `PageHistory`."""
         self.children: dict[bytes, Node] = {}
         """Child nodes. A key is the bytes of the tokens in the child's first page."""
         self.salt = salt
@@ -53,6 +57,7 @@ class PrefixCache:
     def __init__(self, page_size: int, drop_state: Callable[[Node], None] = lambda _node: None) -> None:
         self._page_size = page_size
         self._drop_state = drop_state
+        self._history = PageHistory(page_size)
         self.root = Node(None, _NOTHING, _NOTHING)
         """The empty prefix without a salt. Locking it has no effect."""
         self._salted: dict[bytes, Node] = {}
@@ -116,18 +121,33 @@ class PrefixCache:
             # The arrays are copied, because the row table reuses its buffers.
             new_tokens = tokens[num_known * self._page_size :].copy()
             new_pages = pages[num_known:].copy()
+            new_hashes = list(self._history.hashes(end.hashes, new_tokens))
+            self._history.add(new_hashes)
             self.num_pages += len(new_pages)
             if end is node and len(node.pages) and not node.children and node.num_locks == 1 and not node.state:
                 # Only the caller uses this leaf, so it is extended: a prompt with many chunks stays one node.
                 node.tokens = np.concatenate((node.tokens, new_tokens))
                 node.pages = np.concatenate((node.pages, new_pages))
+                node.hashes += new_hashes
                 self._num_locked_pages += len(new_pages)
                 return node, num_known
             leaf = Node(end, new_tokens, new_pages)
+            leaf.hashes = new_hashes
             end.children[self._key(new_tokens)] = leaf
             end = leaf
         self._lock_between(end, node)
         return end, num_known
+
+    def count_missing(self, node: Node, tokens: Int32Array) -> tuple[int, int]:
+        """Counts the leading pages of `tokens`, which continue `node`'s prefix and are not in its tree: those that were
+        evicted from this tree, and those that are in another salt's."""
+        return self._history.count_known(self._salt(node), self._history.hashes(node.hashes, tokens))
+
+    def _salt(self, node: Node) -> bytes:
+        """The salt of `node`'s tree."""
+        while node.parent is not None and not node.salt:
+            node = node.parent
+        return node.salt
 
     def lock(self, node: Node) -> None:
         """Prevents the eviction of all pages of `node`'s prefix until `unlock`."""
@@ -165,11 +185,13 @@ class PrefixCache:
             num_kept = len(node.pages) - num_taken
             # Eviction begins at the tail, because other requests share the front of a prefix.
             evicted.append(node.pages[num_kept:])
+            self._history.evict(self._salt(node), node.hashes[num_kept:])
             num_left -= num_taken
             if num_kept:
                 self._lose_state(node)
                 node.pages = node.pages[:num_kept]
                 node.tokens = node.tokens[: num_kept * self._page_size]
+                node.hashes = node.hashes[:num_kept]
                 self._offer(node)
                 continue
             self._cut(node)
@@ -181,6 +203,7 @@ class PrefixCache:
         forgotten: list[Int32Array] = []
         while len(node.pages) and not node.num_locks and not node.children:
             forgotten.append(node.pages)
+            self._history.remove(node.hashes)
             self.num_pages -= len(node.pages)
             node = self._cut(node)
         return np.concatenate(forgotten) if forgotten else _NOTHING
@@ -204,6 +227,7 @@ class PrefixCache:
                 self._lose_state(node)
                 node.parent = None  # None marks the node as removed: `evict` may still find it in the heap
                 forgotten.append(node.pages)
+                self._history.remove(node.hashes)
         pages = np.concatenate(forgotten) if forgotten else _NOTHING
         self.num_pages -= len(pages)
         return pages
@@ -239,6 +263,7 @@ class PrefixCache:
                 walk = walk.parent
             assert walk is self.root, "a lock is held on an evicted node"
         pages: list[Int32Array] = [self.root.pages]
+        hashes: Counter[int] = Counter()
         num_locked = 0
         for salt, top in self._salted.items():
             assert top.salt == salt, "the top of a salt's tree is under another salt"
@@ -257,7 +282,10 @@ class PrefixCache:
                 assert child.in_heap or not evictable, "an evictable leaf is not in the heap"
                 num_locked += len(child.pages) if child.num_locks else 0
                 pages.append(child.pages)
+                assert child.hashes == list(self._history.hashes(node.hashes, child.tokens)), "a hash is wrong"
+                hashes.update(child.hashes)
                 stack.append(child)
+        self._history.check_integrity(hashes)
         every = np.sort(np.concatenate(pages))
         assert len(np.unique(every)) == len(every), "a page is in the tree twice"
         assert len(every) == self.num_pages, "page count is wrong"
@@ -285,6 +313,7 @@ class PrefixCache:
         node.parent.children[self._key(upper.tokens)] = upper
         node.tokens = node.tokens[cut:]
         node.pages = node.pages[num_pages:]
+        upper.hashes, node.hashes = node.hashes[:num_pages], node.hashes[num_pages:]
         node.parent = upper
         upper.children[self._key(node.tokens)] = node
         return upper

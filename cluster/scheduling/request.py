@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from cluster.messages.engine import GenerateRequest, SamplingParams, Terms
+from cluster.messages.engine import GenerateRequest, Miss, SamplingParams, Terms
 from cluster.scheduling.draft_history import DraftHistory
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.ngrams import NgramHistory
@@ -175,8 +175,8 @@ class Request:
     """0 while the request waits."""
     num_cached_tokens: int = 0
     """Number of tokens that the request took from the prefix cache since its last admission."""
-    num_stateless_tokens: int = 0
-    """`Prefilled.num_stateless_tokens`, of the last admission."""
+    missed: dict[Miss, int] = field(default_factory=dict)
+    """Number of tokens that the last admission did not take from the prefix cache, for each reason."""
     has_emitted: bool = False
     next_prompt_logprob: int = 0
     """Position of the next prompt token that needs a log probability. `num_prompt_tokens` or more if no such token is

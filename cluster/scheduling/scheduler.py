@@ -25,14 +25,14 @@ from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.launcher import Launcher
 from cluster.scheduling.life_cycle import LifeCycle
 from cluster.scheduling.limits import SchedulerLimits
-from cluster.scheduling.pages import RowPages
+from cluster.scheduling.pages import Kept, RowPages
 from cluster.scheduling.prefill import MAX_OVERTAKEN, PrefillQueue
 from cluster.scheduling.prefill_plan import PrefillPlan
 from cluster.scheduling.request import Guide
 from cluster.scheduling.row_table import RowTable
 from cluster.scheduling.step_results import Launched, StepTokens, prompt_logprobs, take_prefilled, token_logprobs
 from configs.errors import EngineError
-from worker.protocol import Int32Array, StepFrame, StepResult
+from worker.protocol import StepFrame, StepResult
 
 # Seconds that a client below its share waits before another client over its share loses a row.
 _PATIENCE_S = 0.02
@@ -198,13 +198,13 @@ class Scheduler:
         """Ends `pause_admission`."""
         self._queue.admits_new = True
 
-    def set_num_pages(self, num_pages: int, num_window_pages: int | None) -> None:
+    def set_pool(self, num_pages: int, num_window_pages: int | None, num_states: int | None) -> None:
         """Sets the pool sizes of this generation's ranks, before its first step. The KV pool must hold `max_model_len`
         tokens. Raises ConfigError if the window pool is too small for one row."""
-        if (num_pages, num_window_pages) == (self._limits.num_pages, self._limits.num_window_pages):
-            return
-        self._limits = replace(self._limits, num_pages=num_pages, num_window_pages=num_window_pages)
-        self._pages.begin(self._limits)
+        limits = replace(self._limits, num_pages=num_pages, num_window_pages=num_window_pages, num_states=num_states)
+        if limits != self._limits:
+            self._limits = limits
+            self._pages.begin(limits)
 
     # Steps
 
@@ -313,9 +313,9 @@ class Scheduler:
         return bool(self._guided.num_awaiting or self._guided.num_held)
 
     @property
-    def cached_pages(self) -> Int32Array:
-        """Ids of the pages in the prefix cache."""
-        return self._pages.cached
+    def kept(self) -> Kept:
+        """What other ranks have to take over to continue with the prefix cache."""
+        return self._pages.kept
 
     def live_ids(self) -> list[int]:
         """Ids of the requests that wait or run, in order of arrival."""
@@ -340,7 +340,7 @@ class Scheduler:
             total_prefix_hit_tokens=queue.chunks.total_prefix_hit_tokens,
             total_prompt_tokens=queue.total_prompt_tokens,
             total_preemptions=self._total_preemptions,
-            total_stateless_tokens=queue.chunks.total_stateless_tokens,
+            total_missed=dict(queue.chunks.total_missed),
             total_dropped_states=self._pages.num_dropped_states,
             total_answer_tokens=self.num_answer_tokens,
             total_drafted=self._drafts.num_drafted,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cluster.messages.engine import Prefilled, PromptLogprobs, TokenLogprobs
+from cluster.messages.engine import Miss, Prefilled, PromptLogprobs, TokenLogprobs
 from cluster.scheduling.prefill_plan import PromptRun
 from cluster.scheduling.row_table import RowTable
 from configs.errors import EngineError
@@ -164,9 +164,8 @@ def take_prefilled(table: RowTable, rows: list[int], now: float) -> list[Prefill
             admitted = request.admission_s
             assert admitted is not None, "a first token before an admission"
             queue_s, prefill_s = admitted - request.arrival_s, now - admitted
-            prefilled.append(
-                Prefilled(request.id, request.num_cached_tokens, queue_s, prefill_s, request.num_stateless_tokens)
-            )
+            missed: dict[Miss, int] = {why: num for why, num in request.missed.items() if why is not Miss.OTHER_SALT}
+            prefilled.append(Prefilled(request.id, request.num_cached_tokens, queue_s, prefill_s, missed))
     return prefilled
 
 

@@ -21,6 +21,7 @@ from attention.torch_native import TorchNativeBackend
 from attention.triton_backend import TritonBackend
 from configs.errors import CheckpointError
 from configs.kv_pages import dtype_bytes
+from configs.schema import EngineConfig, KVCacheConfig
 from parallel.collectives.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
@@ -310,7 +311,9 @@ def test_the_pool_takes_one_byte_an_element_as_the_plan_and_the_steps_cost_say(c
     ).attention_layers
     pool = TokenToKVPool(layers, num_pages=7, page_size=4, dtype=FP8, compute_dtype=DTYPE, device=CPU)
     assert sum(it.nbytes for layer in layers for it in pool.pages(layer.layer_id)) == 8 * sum(
-        plan.kv_page_bytes(0, 4, "fp8_e4m3")
+        plan.kv_page_bytes(
+            0, EngineConfig(model="a/b", kv_cache=KVCacheConfig(dtype="fp8_e4m3", page_size=4), dtype="bfloat16")
+        )
     )
     of_bf16, of_fp8 = (StepCost.of(plan, 2, kv_element_bytes=dtype_bytes(it)) for it in ("bfloat16", "fp8_e4m3"))
     assert of_bf16 == StepCost.of(plan, 2)

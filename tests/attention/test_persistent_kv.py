@@ -1,4 +1,4 @@
-"""Ranks of another number go on with the keys and values that others left."""
+"""Ranks of another number go on with the keys, values and states that others left."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from attention.kv_pool import FP8, TokenToKVPool
-from attention.persistent_kv import take_kv
+from attention.persistent_kv import take_kv, take_states
+from attention.state_pool import StatePool
 from configs.layers import Axis
 from configs.model_config import ModelConfig
-from parallel.persistent_memory import Keeper, PersistentMemory, kv_block
+from parallel.persistent_memory import Keeper, PersistentMemory, kv_block, state_block
 from parallel.plan import ShardPlan
+from tests.helpers.families import case_of
+from tests.helpers.family_checks import decoder_of
 from tests.whole.test_weight_change import CPU, family_decoder, family_model
 
 NUM_PAGES, PAGE_SIZE = 5, 4
@@ -72,3 +75,54 @@ def test_every_rank_has_its_heads_of_the_pages_that_are_wanted(
             for tensor in pool.pages(layer_id):
                 assert torch.equal(tensor.view(torch.uint8)[pages], of(layer_id, plan, rank, tensor)[pages])
                 assert not tensor.view(torch.uint8)[[1, 4]].any()
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "after"),
+    [
+        ("qwen3_5", 2, 3),
+        ("qwen3_5", 3, 1),
+        ("granite_4", 1, 4),
+        ("granite_4", 4, 3),
+        ("lfm2", 3, 2),
+        ("kimi_linear", 2, 3),
+    ],
+)
+def test_every_rank_has_its_part_of_the_states_that_are_wanted(
+    tmp_path: Path, keeper: Keeper, family: str, before: int, after: int
+) -> None:
+    """Each element of a state is a number that says to which part, index and place in the whole model it belongs."""
+    model, num_slots = case_of(family, tmp_path).model, 7
+
+    def pool_of_states(size: int, rank: int, memory: PersistentMemory | None) -> StatePool:
+        layers = decoder_of(ShardPlan.create(model, size), rank).state_layers
+        new = None if memory is None else lambda layer_id, num_bytes: memory.new(state_block(layer_id), num_bytes)
+        return StatePool(layers, 3, num_slots - 3, CPU, new)
+
+    def expected(layer_id: int, tensor: int, shards: ShardPlan, rank: int) -> torch.Tensor:
+        """[num_slots + 1, elements]"""
+        spec = [it for it in model.all_layers[layer_id].mixer.state if not it.num_recent][tensor]
+        of_tokens = []
+        for token in range(spec.num_tokens):
+            for part, (axis, each) in enumerate(spec.parts):
+                span = shards.shard(layer_id, rank)[axis]
+                of_tokens.append(torch.arange(span.start * each, span.stop * each) + 10_000 * (token * 10 + part))
+        slots = torch.arange(num_slots + 1).view(-1, 1) * 1_000_000
+        return (slots + torch.cat(of_tokens)).float()
+
+    plan, others = ShardPlan.create(model, after), ShardPlan.create(model, before)
+    left = [PersistentMemory(keeper.address, rank, CPU) for rank in range(before)]
+    recurrent = [i for i, layer in enumerate(model.all_layers) if layer.mixer.state]
+    for rank in range(before):
+        pool = pool_of_states(before, rank, left[rank])
+        for layer_id in recurrent:
+            for index, tensor in enumerate(pool.slots(layer_id)):
+                tensor[:] = expected(layer_id, index, others, rank)
+    slots = torch.tensor([2, 7, 3])
+    for rank in range(after):
+        pool = pool_of_states(after, rank, None)
+        for layer_id in recurrent:
+            take_states(pool, layer_id, slots, plan, rank, others, left)
+            for index, tensor in enumerate(pool.slots(layer_id)):
+                assert torch.equal(tensor[slots], expected(layer_id, index, plan, rank)[slots])
+                assert not tensor[[1, 4, 5, 6]].any()

@@ -68,6 +68,18 @@ def test_a_model_too_large_for_a_gpu_fits_on_enough_of_them() -> None:
     assert rows["4"].endswith("<"), "the size that the file asks for"
 
 
+def test_check_divides_a_budget_between_pages_and_cached_states() -> None:
+    path = SHAPES / "qwen3.5-9b"
+    for name, value, tokens, states in (("memory_bytes", 4 << 30, 51_200, 50), ("num_tokens", 100_000, 100_000, 98)):
+        result = run("check", "configs/qwen3-8b.yaml", "--set", f"model={path}", "--set", "load_format=dummy",
+                     "--set", "device=cpu", "--set", "dtype=bfloat16", "--set", f"kv_cache.{name}={value}")  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        lines = {line.split()[0]: line for line in result.stdout.splitlines() if line}
+        assert f"    {tokens} tokens, " in lines["KV"]
+        assert f"; in the KV pool {states}, one of " in lines["states"]
+        assert lines["requests"] == f"requests   {tokens // 4096} of 4096 tokens fit at once"
+
+
 def test_check_says_how_much_of_a_mixture_a_token_uses_and_leaves_room_for_its_experts() -> None:
     path = SHAPES / "qwen3-30b-a3b"
     result = run("check", "configs/qwen3-30b-a3b-tp2.yaml", "--set", f"model={path}", "--set", "load_format=dummy",

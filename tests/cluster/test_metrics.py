@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.logs import formatter
-from cluster.messages.engine import EngineStats, FinishReason, SchedulerStats, Weights
+from cluster.messages.engine import EngineStats, FinishReason, Miss, SchedulerStats, Weights
 from cluster.messages.state import EngineState
 from cluster.messages.steps import STEP_DTYPE
 from cluster.observability.metrics import CONFIG, Distribution
@@ -46,11 +46,13 @@ def labels(**values: str) -> frozenset[tuple[str, str]]:
     return frozenset(values.items())
 
 
-def stats(steps: list[tuple[float, ...]] | None = None, **figures: int) -> EngineStats:
+def stats(steps: list[tuple[float, ...]] | None = None, **figures: Any) -> EngineStats:
     names = SchedulerStats.__dataclass_fields__
     return EngineStats(
         time_s=0.0,
-        scheduler=SchedulerStats(**{name: figures.get(name, 0) for name in names}),
+        scheduler=SchedulerStats(
+            **{name: figures.get(name, 0) for name in names if name != "total_missed" or name in figures}
+        ),
         num_steps=0,
         step_age_s=0.5,
         heartbeat_age_s=[0.1, 0.2],
@@ -70,7 +72,10 @@ def test_names_and_buckets_follow_the_rules() -> None:
             assert all(bound > 0 for bound in bounds)
         # Of few values each, and never anything of a request.
         names = metric._labelnames
-        assert set(names) <= {"finished_reason", "code", "status", "state", "rank", "phase"} or list(names) == CONFIG
+        assert (
+            set(names) <= {"finished_reason", "reason", "code", "status", "state", "rank", "phase"}
+            or list(names) == CONFIG
+        )
     # A latency's bucket is at most five thirds of the one before it: its quantiles are that exact.
     latencies = [
         metric for metric in metrics.declared if isinstance(metric, Distribution) and "_seconds" in str(metric)
@@ -138,10 +143,13 @@ def test_figures_of_the_engine_are_those_of_its_last_report_and_of_all_its_steps
         "total_drafted": 9,
         "total_accepted": 7,
     }
-    telemetry.report(stats([(3.0, 0.01, 0.0, 3, 3, 0, 2, 1e9, 2e9)], **figures))
+    missed = {Miss.NO_STATE: 30, Miss.EVICTED: 7}
+    telemetry.report(stats([(3.0, 0.01, 0.0, 3, 3, 0, 2, 1e9, 2e9)], **figures, total_missed=missed))
     found = samples(telemetry.prometheus())
     none = labels()
     assert found["lockstep_steps_total", none] == 3
+    for reason in Miss:
+        assert found["lockstep_prefix_cache_misses_total", labels(reason=reason)] == missed.get(reason, 0)
     assert found["lockstep_generation_tokens_total", none] == 8
     assert found["lockstep_prefill_tokens_total", none] == 100
     assert found["lockstep_model_flops_total", none] == 8e9

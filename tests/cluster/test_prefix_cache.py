@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from cluster.scheduling import page_history
 from cluster.scheduling.prefix_cache import Node, PrefixCache
 from worker.protocol import Int32Array
 
@@ -193,6 +194,43 @@ def test_salts_share_nothing_and_leave_nothing_behind(cache: PrefixCache, holder
     holder.evict(3)
     assert (cache.num_pages, len(cache._salted)) == (0, 0)
     cache.check_integrity([])
+
+
+def known(cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> tuple[int, int]:
+    """Pages after the cached ones that were evicted, and that another salt has."""
+    root, array = cache.lock_root(salt), np.array(tokens, np.int32)
+    node, found = cache.match(root, array)
+    counts = cache.count_missing(node, array[len(found) * PAGE :])
+    cache.unlock(root)
+    return counts
+
+
+def test_pages_that_were_evicted_or_that_another_salt_has_are_known(cache: PrefixCache, holder: Holder) -> None:
+    tokens = run((1, 8), (2, 8), (3, 4))
+    assert known(cache, tokens) == (0, 0)
+    holder.put(tokens)
+    holder.put(run((1, 8), (4, 8)), b"mine")
+    assert known(cache, tokens) == (0, 0), "all of them are found"
+    assert known(cache, tokens, b"other") == (0, 5)
+    assert known(cache, run((1, 8), (4, 5), (3, 7))) == (0, 1), "whole pages up to the first that nobody has"
+    holder.evict(3)
+    assert known(cache, tokens) == (3, 0)
+    assert known(cache, tokens, b"other") == (0, 2), "what was evicted under a salt is known to this salt only"
+    assert known(cache, run((1, 4), (2, 8))) == (0, 0), "a page is known after the tokens before it only"
+    holder.evict(2)
+    assert known(cache, tokens) == (5, 0)
+    holder.put(run((1, 8)))
+    assert known(cache, tokens) == (3, 0)
+    cache.check_integrity([])
+
+
+def test_only_the_last_evicted_pages_are_remembered(
+    cache: PrefixCache, holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_history, "MAX_EVICTED", 3)
+    holder.put(run((1, 16)))
+    holder.evict(4)
+    assert known(cache, run((1, 16))) == (3, 0), "the last page was evicted first"
 
 
 def test_a_salt_whose_prompts_fill_no_page_is_forgotten_at_once(cache: PrefixCache, holder: Holder) -> None:

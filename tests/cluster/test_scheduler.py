@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.messages.engine import Finished, FinishReason, GenerateRequest, SamplingParams
+from cluster.messages.engine import Finished, FinishReason, GenerateRequest, Miss, SamplingParams
 from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.pages import RowPages
@@ -452,6 +452,31 @@ def test_prompts_of_different_salts_share_no_page() -> None:
     ids = [engine.add(prompt_of(24, 1), max_tokens=3, cache_salt=salt) for salt in (b"", b"mine", b"mine")]
     engine.run()
     assert [engine.answers[i].cached for i in ids] == [0, 0, 20]
+
+
+def test_tokens_that_the_cache_has_or_had_are_counted_where_they_are_not_used() -> None:
+    engine = Engine(LIMITS)
+    prompt = prompt_of(24)
+    for salt in (b"", b"mine", b""):
+        engine.add(prompt, max_tokens=3, cache_salt=salt)
+        engine.run()
+    assert engine.scheduler.stats().total_missed == {Miss.OTHER_SALT: 20}
+    while engine.scheduler.stats().num_free_pages > 4:
+        engine.add(prompt_of(40, len(engine.answers)), max_tokens=3)
+        engine.run()
+    for seed in range(100, 102):
+        engine.add(prompt_of(56, seed), max_tokens=3)
+        engine.run()
+    again = engine.add(prompt, max_tokens=3)
+    missed = list[dict[Miss, int]]()
+    while engine.scheduler.has_work:
+        engine.launch()
+        missed += [it.missed for it in engine.retire().prefilled]
+    cached = engine.answers[again].cached
+    assert cached is not None
+    assert cached < 20
+    assert missed == [{Miss.EVICTED: 20 - cached}], "a client is not told of other salts"
+    assert engine.scheduler.stats().total_missed == {Miss.OTHER_SALT: 20, Miss.EVICTED: 20 - cached}
 
 
 def test_a_second_turn_reuses_the_first_turns_answer() -> None:

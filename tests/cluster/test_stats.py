@@ -44,7 +44,7 @@ def frame(num_rows: int, num_prefill_tokens: int = 0) -> StepFrame:
 
 def scheduler_stats(**figures: int) -> SchedulerStats:
     names = SchedulerStats.__dataclass_fields__
-    return SchedulerStats(**{name: figures.get(name, 0) for name in names})
+    return SchedulerStats(**{name: figures.get(name, 0) for name in names if name != "total_missed" or name in figures})
 
 
 def report(meter: StepMeter, **figures: int) -> EngineStats:

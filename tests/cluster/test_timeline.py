@@ -12,7 +12,7 @@ import pytest
 
 from cluster.http.context import RequestContext, Role
 from cluster.http.keys import KeyRing, new_key
-from cluster.messages.engine import SamplingParams
+from cluster.messages.engine import Miss, Prefilled, SamplingParams
 from cluster.messages.steps import STEP_DTYPE
 from cluster.observability.timeline import NUM_REQUESTS, RecentRequests, Timeline, timeline
 from cluster.serve.ingress import create_app
@@ -32,7 +32,7 @@ def spans(made: Timeline, track: int) -> dict[str, tuple[float, float]]:
 
 
 def test_the_phases_follow_each_other_from_arrival_to_end() -> None:
-    made = timeline(record(), steps_of())
+    made = timeline(record(prefilled=Prefilled(1, 16, 0.05, 0.2, {Miss.NO_STATE: 24})), steps_of())
     assert spans(made, 1) == {
         "request": (0, 1250),
         "prepare": (0, 0),
@@ -45,7 +45,7 @@ def test_the_phases_follow_each_other_from_arrival_to_end() -> None:
         "x-request-id": "req-1",
         "prompt_tokens": 40,
         "cached_tokens": 16,
-        "cached_without_state_tokens": 0,
+        "missed_no_state_tokens": 24,
         "output_tokens": 11,
         "sequences": 1,
         "finish_reasons": "stop",

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cluster.messages.engine import Miss
 from configs.errors import ConfigError
 from configs.schema import NO_SPECULATION, SpeculationConfig
 from tests.cluster.test_scheduler import HEAD, run_random_load
@@ -93,7 +94,9 @@ def test_a_prefix_is_found_as_far_as_its_window_is_resident() -> None:
     assert cached_tokens(engine, prompt_of(24, 1)) == 0
     assert cached_tokens(engine, prompt) == 60
     branch = prompt[:20] + prompt_of(3, 2)
+    assert not engine.scheduler.stats().total_missed
     assert cached_tokens(engine, branch) == 0
+    assert engine.scheduler.stats().total_missed == {Miss.NO_WINDOW: 20}
     assert cached_tokens(engine, branch) == 20
     # The end of the prompt gives its places up, and the branch, used later, does not.
     assert cached_tokens(engine, prompt_of(44, 3)) == 0

@@ -14,10 +14,11 @@ import yaml
 from configs.cards import CARDS
 from configs.checkpoint import is_local, model_name, resolve_model_path, resolve_tokenizer_path
 from configs.errors import CheckpointError, ConfigError
-from configs.kv_pages import PageBytes, WindowPool, cut_max_model_len, num_kv_pages, pool_bytes
+from configs.kv_pages import PageBytes, PoolRule, WindowPool, cut_max_model_len, num_kv_pages, pool_bytes
 from configs.layers import Axis
 from configs.load import all_settings, load_app_config, parse_engine_config
 from configs.model_config import ModelConfig
+from configs.read_config import read_model_config
 from configs.resolve import HostFacts, ResolvedConfig, resolve
 from configs.schema import EngineConfig, GenerationDefaults, KVCacheConfig
 from parallel.plan import ShardPlan
@@ -423,7 +424,7 @@ def test_the_pool_is_the_same_on_every_rank_and_fits_the_fullest() -> None:
 def test_a_plan_counts_the_bytes_of_layers_with_a_window_apart() -> None:
     plan = ShardPlan.create(_model(num_hidden_layers=4, layer_windows=(512, 512, None, 512)), 3)
     for rank in range(3):
-        full, windowed = plan.kv_page_bytes(rank, 16, "bfloat16")
+        full, windowed, _ = plan.kv_page_bytes(rank, EngineConfig(model="a/b", dtype="bfloat16"))
         assert full + windowed == plan.kv_elements_per_token(rank) * 16 * 2
         per_layer = [layer[rank][Axis.KV_HEADS].size * 2 * 16 * 16 * 2 for layer in plan.layers]
         assert (full, windowed) == (per_layer[2], sum(per_layer) - per_layer[2])
@@ -452,19 +453,41 @@ def test_five_windowed_layers_of_six_save_three_fifths_of_a_pool_of_8k_tokens() 
     # Gemma 3's pattern.
     pool, page = _window_pool(*[512] * 5, None), PageBytes(full=1000, windowed=5000)
     assert pool is not None
-    assert pool_bytes(8192 // 16, page, pool) <= 0.4 * pool_bytes(8192 // 16, page, None)
-    assert pool_bytes(10**6 // 16, page, pool) <= 0.29 * pool_bytes(10**6 // 16, page, None)
+    rule, plain = PoolRule(pool), PoolRule()
+    assert pool_bytes(8192 // 16, page, rule) <= 0.4 * pool_bytes(8192 // 16, page, plain)
+    assert pool_bytes(10**6 // 16, page, rule) <= 0.29 * pool_bytes(10**6 // 16, page, plain)
 
 
-@pytest.mark.parametrize("page", [PageBytes(1000, 5000), PageBytes(0, 6000), PageBytes(3000, 1)])
+@pytest.mark.parametrize("page", [PageBytes(1000, 5000), PageBytes(0, 6000, 9000), PageBytes(3000, 1, 100)])
 @pytest.mark.parametrize("budget", [30_000, 600_000, 654_321, 98_765_432_101])
 def test_a_budget_is_used_to_the_last_page(page: PageBytes, budget: int) -> None:
-    pool = _window_pool(512, None)
-    num_pages = num_kv_pages(KVCacheConfig(memory_bytes=budget), [page], [1], pool)
-    assert pool_bytes(num_pages, page, pool) <= budget < pool_bytes(num_pages + 8, page, pool)
-    assert num_kv_pages(KVCacheConfig(memory_bytes=budget), [page, PageBytes(1, 1)], [1, 1], pool) == num_pages
+    rule = PoolRule(_window_pool(512, None), pages_per_state=64)
+    num_pages = num_kv_pages(KVCacheConfig(memory_bytes=budget), [page], [1], rule)
+    assert pool_bytes(num_pages, page, rule) <= budget < pool_bytes(num_pages + 8, page, rule)
+    assert num_kv_pages(KVCacheConfig(memory_bytes=budget), [page, PageBytes(1, 1)], [1, 1], rule) == num_pages
     with pytest.raises(ConfigError, match=f"choose at most {num_pages * 16} "):
-        num_kv_pages(KVCacheConfig(num_tokens=2 * num_pages * 16 + 160), [page], [budget], pool)
+        num_kv_pages(KVCacheConfig(num_tokens=2 * num_pages * 16 + 160), [page], [budget], rule)
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_pages_and_cached_states_share_one_budget_after_the_states_of_running_requests(tp_size: int) -> None:
+    """Neither starves, and the fullest rank decides for all."""
+    model = read_model_config(ROOT / "benchmarks" / "models" / "qwen3.5-9b")
+    config = EngineConfig(model="a/b", dtype="bfloat16")
+    plan, rule = ShardPlan.create(model, tp_size), PoolRule.of(config, model)
+    pages = [plan.kv_page_bytes(rank, config) for rank in range(tp_size)]
+    budgets = [24 << 30, 20 << 30, 22 << 30][:tp_size]
+    num_pages = num_kv_pages(KVCacheConfig(memory_fraction=1.0), pages, budgets, rule)
+    num_states = rule.num_states(num_pages)
+    assert num_states == -(-num_pages * 16 // 1024)
+    for page, budget in zip(pages, budgets, strict=True):
+        assert pool_bytes(num_pages, page, rule) <= budget
+        assert num_states * page.state > budget / 4
+        assert num_pages * page.full > budget / 4
+    full = [pool_bytes(num_pages + 64, page, rule) for page in pages]
+    assert any(taken > budget for taken, budget in zip(full, budgets, strict=True))
+    without = config.model_copy(update={"kv_cache": KVCacheConfig(enable_prefix_caching=False)})
+    assert not PoolRule.of(without, model).num_states(num_pages)
 
 
 def test_a_pool_without_room_says_how_much_there_is() -> None:

@@ -492,7 +492,7 @@ class Engine:
         self.num_kept_pages += stats.num_cached_pages
         if limits is not None:
             self.limits = limits
-            self.scheduler.set_num_pages(limits.num_pages, limits.num_window_pages)
+            self.scheduler.set_pool(limits.num_pages, limits.num_window_pages, limits.num_states)
         kept = self.worker.kv
         for frame in self.frames:
             self.worker.lose(frame)

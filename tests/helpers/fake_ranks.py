@@ -14,6 +14,7 @@ class Pool(NamedTuple):
 
     num_pages: int
     num_window_pages: int | None = None
+    num_states: int | None = None
 
 
 class FakeRanks:

@@ -24,11 +24,10 @@ import pytest
 from cluster.messages.engine import FinishReason, GenerateRequest, SamplingParams, SchedulerStats
 from cluster.scheduling.limits import SchedulerLimits, max_item_tokens
 from cluster.scheduling.scheduler import Scheduler
-from configs.kv_pages import WindowPool, pool_bytes
+from configs.kv_pages import PoolRule, pool_bytes
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.read_draft_head import with_draft_head
-from configs.recurrent import num_cached_states
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
 from tests.conftest import SHARE_GPUS
@@ -103,14 +102,13 @@ class GpuEngine:
             config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"all_reduce": "nccl"})})
         self.config = resolve(config, self.model, HostFacts(8 * size, size, node_card())).config
         self._num_pages, self._max_model_len = num_pages, max_model_len
-        self._window_pool = WindowPool.of(self.config, self.model)
-        self._num_window_pages = None if self._window_pool is None else self._window_pool.num_pages(num_pages)
+        self._rule = PoolRule.of(self.config, self.model)
         context = mp.get_context("spawn")
         self._results: Any = context.Queue()
         self._frames: list[Any] = [context.Queue() for _ in range(size)]
         self._controls = [context.Pipe() for _ in range(size)]
         self._store = _store(None)
-        pages = (num_pages, max_model_len, self._num_window_pages)
+        pages = (num_pages, max_model_len)
         arguments = (size, self.config, self.model, model_path, self._store.port, *pages, eager_drafts)
         self._processes = [
             context.Process(
@@ -229,9 +227,9 @@ class GpuEngine:
             vocab_size=self.model.vocab_size,
             enable_prefix_caching=self.config.kv_cache.enable_prefix_caching,
             eos_token_ids=self.model.eos_token_ids,
-            num_window_pages=self._num_window_pages,
-            window=1 if self._window_pool is None else self._window_pool.window,
-            num_states=num_cached_states(self.config) if self.model.has_states else None,
+            num_window_pages=self._rule.num_window_pages(self._num_pages),
+            window=1 if self._rule.window is None else self._rule.window.window,
+            num_states=self._rule.num_states(self._num_pages),
             speculation=self.config.speculation,
             **self.config.scheduler.model_dump(),
         )
@@ -337,7 +335,6 @@ def _rank_main(
     port: int,
     num_pages: int,
     max_model_len: int,
-    num_window_pages: int | None,
     eager_drafts: bool,
     frames: Any,
     results: Any,
@@ -377,11 +374,12 @@ def _rank_main(
         worker.shard.load()
         expected = worker.profile()
         free = torch.cuda.mem_get_info(device)[0]
-        worker.allocate(num_pages, max_model_len, num_window_pages)
+        rule = PoolRule.of(config, model)
+        worker.allocate(num_pages, max_model_len, rule.num_window_pages(num_pages), rule.num_states(num_pages))
         taken = free - torch.cuda.mem_get_info(device)[0]
         own = expected.activation_bytes + expected.graph_bytes + expected.table_bytes
         if num_gpus >= size:  # else others take from the same device
-            pools = pool_bytes(num_pages, worker.kv_page_bytes(), WindowPool.of(config, model))
+            pools = pool_bytes(num_pages, worker.kv_page_bytes(), rule)
             assert taken <= own + pools, f"{taken} bytes taken, {expected} said"
         threading.Thread(target=_control, args=(worker, model, model_path, controls), daemon=True).start()
         results.put("ready")

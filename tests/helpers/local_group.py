@@ -46,6 +46,7 @@ from worker.tp_worker import TPWorker
 
 PAGE_SIZE = 16
 MAX_CHUNK = 2048
+MAX_STATES = 64
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Limits:
     num_window_pages: int | None = None
     """At most the group's; None where it has none."""
     num_states: int = 8
-    """Number of slots for states of recurrent layers in the prefix cache; at most 64."""
+    """Number of slots for states of recurrent layers in the prefix cache; at most MAX_STATES."""
     window: int = 1
     max_item_tokens: int = 0
     speculation: SpeculationConfig = NO_SPECULATION
@@ -154,7 +155,7 @@ class LocalGroup:
                     )
                 worker = TPWorker(config=resolved, model=self.model, model_path=model_path, plan=plan, group=group)
                 worker.shard.load()
-                worker.allocate(num_pages, max_model_len, num_window_pages)
+                worker.allocate(num_pages, max_model_len, num_window_pages, MAX_STATES)
                 self.workers[rank] = worker
                 while not self.closing.is_set():  # one run of the loop for each scheduler
                     worker.run(FrameQueue(self.frames[rank]), self.results.put if rank == 0 else None)

@@ -14,6 +14,7 @@ from attention.kv_pool import TokenToKVPool
 from configs.errors import ConfigError
 from configs.layers import Axis
 from configs.read_config import read_model_config
+from configs.schema import EngineConfig, KVCacheConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from tests.conftest import ROOT
@@ -30,7 +31,8 @@ SHAPE = SHAPES / "deepseek-v2-lite"
 def test_the_pool_of_a_rank_takes_the_bytes_that_the_plan_counts(tp_size: int) -> None:
     model = dense_model(num_hidden_layers=3, intermediate_size=384)
     plan = ShardPlan.create(model, tp_size)
-    page = [sum(plan.kv_page_bytes(rank, 4, "float32")) for rank in range(tp_size)]
+    config = EngineConfig(model="a/b", dtype="float32", kv_cache=KVCacheConfig(page_size=4))
+    page = [sum(plan.kv_page_bytes(rank, config)) for rank in range(tp_size)]
     for rank in range(tp_size):
         layers = decoder_of(plan, rank).attention_layers
         pool = TokenToKVPool(layers, num_pages=7, page_size=4, dtype=torch.float32, device=CPU)
@@ -99,13 +101,14 @@ def test_a_token_leaves_one_latent_and_one_rotated_key_on_every_rank(
     )
     config.save_pretrained(tmp_path)
     model = read_model_config(tmp_path)
-    plan, name = ShardPlan.create(model, tp_size), str(dtype).removeprefix("torch.")
+    plan = ShardPlan.create(model, tp_size)
+    config = EngineConfig.model_validate({"model": "a/b", "dtype": str(dtype).removeprefix("torch.")})
     per_token = (512 + 64) * dtype.itemsize * model.num_hidden_layers
     for rank in range(tp_size):
         layers = decoder_of(plan, rank, dtype).attention_layers
         pool = TokenToKVPool(layers, num_pages=7, page_size=16, dtype=dtype, device=CPU)
         assert sum(pages.nbytes for i in range(len(layers)) for pages in pool.pages(i)) == 8 * 16 * per_token
-        assert plan.kv_page_bytes(rank, 16, name) == (16 * per_token, 0)
+        assert plan.kv_page_bytes(rank, config) == (16 * per_token, 0, 0)
 
 
 @pytest.mark.parametrize("tp_size", range(1, 17))

@@ -274,7 +274,7 @@ def test_every_rank_makes_the_same_frames_whenever_its_results_come() -> None:
     asked = requests(1000, way.rows, num_tokens=24, num_long=0)
     chance = random.Random(0)
     quick, slow = (
-        served(Frames(way, 1000, 648, way.num_pages(asked, 648), asked, num_slots=0), num_late)
+        served(Frames(way, 1000, 648, way.num_pages(asked, 648), asked, num_states=None), num_late)
         for num_late in (lambda: 0, lambda: chance.randrange(3))
     )
     assert [frame.encode() for frame in quick] == [frame.encode() for frame in slow]
@@ -286,7 +286,7 @@ def test_every_rank_makes_the_same_frames_whenever_its_results_come() -> None:
 def test_requests_are_served_in_the_way_that_its_name_says_and_mostly_decoded(way: Way, device: str) -> None:
     count = max(it.rows for it in ways_on(device))
     asked = requests(1000, count, num_tokens=24, num_long=0)
-    frames = Frames(way, 1000, 648, way.num_pages(asked, 648), asked, num_slots=0)
+    frames = Frames(way, 1000, 648, way.num_pages(asked, 648), asked, num_states=None)
     sampled = [int(np.count_nonzero(frame.samples_per_row)) for frame in served(frames, lambda: 0)]
     frames.check()
     assert sum(sampled) > 0.75 * len(frames.rows)

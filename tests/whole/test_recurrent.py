@@ -11,24 +11,29 @@ import itertools
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from cluster.messages.engine import SamplingParams
+from cluster.engine.resizing import Resized
+from cluster.messages.engine import Miss, SamplingParams
+from cluster.serve.running_engine import RunningEngine
 from configs.latent_attention import LatentAttention
-from configs.recurrent import STATE_CHUNK
+from configs.recurrent import STATE_CHUNK, STATE_INTERVAL
 from configs.schema import SpeculationConfig
 from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.arithmetic import most_nodes
 from parallel.plan import ShardPlan
 from tests.helpers.families import FAMILIES, Case, case_of
 from tests.helpers.family_checks import Rank
-from tests.helpers.local_group import Answers, Limits, LocalGroup
+from tests.helpers.local_group import MAX_STATES, Answers, Limits, LocalGroup
 from tests.helpers.rank_threads import on_ranks
+from tests.helpers.streams import chunks_of
 from tests.whole.test_failure import running as running_engine
-from tests.whole.test_recovery import answer, answer_struck, drawn, status
+from tests.whole.test_recovery import DRAWN, PROMPT, answer, answer_struck, drawn, status
 
 RECURRENT = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe", "kimi_linear", "kimi_linear_recurrent"),
@@ -37,6 +42,8 @@ RECURRENT = (
 EXACT = [name for name in RECURRENT if FAMILIES[name].may_be_exact]
 INEXACT = [name for name in RECURRENT if name not in EXACT]
 LONG = 300
+LONGER = dict.fromkeys(("qwen3_5", "kimi_linear", "granite_4", "lfm2"), 1000)
+"""Lengths of prompts for one family of each kind of recurrent layer."""
 NUM_PAGES = 640
 NGRAMS = SpeculationConfig(method="ngram", num_speculative_tokens=5)
 
@@ -77,12 +84,13 @@ def _cuts(length: int, size: int) -> list[int]:
     return [*range(0, length, size), length]
 
 
-@pytest.mark.parametrize("size", [1, 7, 63, 64, 65, LONG])
-def test_logits_equal_transformers_however_a_prompt_is_cut(case: Case, size: int) -> None:
-    tokens = tokens_of(1, LONG)
+@pytest.mark.parametrize(("case", "length"), [(name, LONGER.get(name, LONG)) for name in RECURRENT], indirect=["case"])
+@pytest.mark.parametrize("size", [1, 7, 63, 64, 65, max(LONGER.values())])
+def test_logits_equal_transformers_however_a_prompt_is_cut(case: Case, length: int, size: int) -> None:
+    tokens = tokens_of(1, length)
     with torch.inference_mode():
         expected = case.hf(torch.tensor([tokens])).logits[0]
-    [ours] = _logits(case, 1, tokens, _cuts(LONG, size))
+    [ours] = _logits(case, 1, tokens, _cuts(length, size))
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -125,19 +133,32 @@ def answers(
     bias: tuple[tuple[int, float], ...] = (),
     **limits: object,
 ) -> Answers:
-    """Greedy answers, or with a bias sampled ones, of 40 tokens."""
-    sampling = SamplingParams(max_tokens=40, temperature=float(bool(bias)), ignore_eos=True, logit_bias=bias)
+    """Greedy answers, or with a bias sampled ones, of 40 tokens, with their log probabilities."""
+    sampling = SamplingParams(
+        max_tokens=40, temperature=float(bool(bias)), ignore_eos=True, logit_bias=bias, num_logprobs=0
+    )
     how = Limits(**{"num_pages": NUM_PAGES, **limits})  # type: ignore[arg-type]
     return group.generate([(prompt, sampling) for prompt in prompts], how, at_once=at_once)
+
+
+def said(found: Answers) -> list[list[float]]:
+    """The tokens of each answer, and then their log probabilities: a wrong state seldom changes a token."""
+    return [[*of, *(it.logprob for it in logprobs)] for of, logprobs in zip(found.tokens, found.logprobs, strict=True)]
+
+
+def alone(group: LocalGroup, prompts: list[list[int]], **limits: object) -> list[Any]:
+    """What `said` is for each of the prompts, when nothing else is computed."""
+    found = [said(answers(group, [prompt], prefix_caching=False, **limits))[0] for prompt in prompts]
+    return [pytest.approx(one, abs=1e-4) for one in found]
 
 
 def test_preemptions_and_chunks_change_no_token(case: Case) -> None:
     prompts = [tokens_of(seed, length) for seed, length in enumerate((1, 60, 63, 64, 65, 129, 170))]
     with running(case) as group:
-        expected = [answers(group, [prompt], prefix_caching=False).tokens[0] for prompt in prompts]
-        assert answers(group, prompts, chunk=48).tokens == expected
+        expected = alone(group, prompts)
+        assert said(answers(group, prompts, chunk=48)) == expected
         few_pages = answers(group, prompts, num_pages=36)
-        assert few_pages.tokens == expected
+        assert said(few_pages) == expected
         assert few_pages.stats.total_preemptions
 
 
@@ -147,11 +168,11 @@ def test_drafts_change_no_token(case: Case) -> None:
     prompts = [[5, 6, 7, *tokens_of(seed, length)] for seed, length in enumerate((1, 30, 55, 60, 63, 120))]
     with running(case, 2, NGRAMS) as group:
         how = {"bias": bias, "speculation": NGRAMS, "prefix_caching": True}
-        expected = [answers(group, [prompt], bias=bias).tokens[0] for prompt in prompts]
+        expected = alone(group, prompts, bias=bias)
         num_rejected = 0
         for at_once in (True, False):
             drafted = answers(group, prompts * 2, at_once=at_once, **how)
-            assert drafted.tokens == expected * 2
+            assert said(drafted) == expected * 2
             assert drafted.stats.total_accepted
             num_rejected += drafted.stats.total_drafted - drafted.stats.total_accepted
         assert num_rejected
@@ -164,25 +185,39 @@ def test_a_prompt_that_parts_from_a_cached_one_continues_from_its_state(case: Ca
     prompts = [start + tokens_of(seed, 90) for seed in (4, 5, 6)]
     whole = shared // STATE_CHUNK * STATE_CHUNK
     with running(case) as group:
-        expected = [answers(group, [prompt], prefix_caching=False).tokens[0] for prompt in prompts]
+        expected = alone(group, prompts)
         found = answers(group, prompts, at_once=False, prefix_caching=True)
-        assert found.tokens == expected
+        assert said(found) == expected
         assert found.stats.total_prefix_hit_tokens >= whole
         # The second prompt found pages without a state after them, the third one found its state.
-        assert found.stats.total_stateless_tokens == whole
+        assert found.stats.total_missed == {Miss.NO_STATE: whole}
         assert not found.stats.total_dropped_states
-        assert answers(group, prompts, prefix_caching=True).tokens == expected
+        assert said(answers(group, prompts, prefix_caching=True)) == expected
         few_states = answers(group, prompts, at_once=False, prefix_caching=True, num_states=1)
-        assert few_states.tokens == expected
+        assert said(few_states) == expected
         assert few_states.stats.total_dropped_states
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "granite_4", "lfm2"], indirect=True)
+def test_a_long_prompt_leaves_states_inside_it_but_takes_no_others_place(case: Case) -> None:
+    """Of the states at the ends of its 15 chunks, one for each 1,024 tokens stays when there is no room for all."""
+    short, long = tokens_of(10, 130), tokens_of(11, 1900)
+    prompts = [short, long, short, long[:1500] + tokens_of(12, 90)]
+    with running(case) as group:
+        expected = alone(group, prompts)
+        for count, num_hits in enumerate((0, 0, 128, 128 + STATE_INTERVAL), start=1):
+            how = {"at_once": False, "prefix_caching": True, "num_states": 6, "chunk": 128}
+            found = answers(group, prompts[:count], **how)
+            assert said(found) == expected[:count]
+            assert found.stats.total_prefix_hit_tokens == num_hits
 
 
 @pytest.mark.parametrize("length", [64, 65, 127, 128, 130, 192])
 def test_the_same_prompt_finds_all_but_its_last_chunk(case: Case, length: int) -> None:
     prompt = tokens_of(7, length)
     with running(case) as group:
-        [first, second] = (found := answers(group, [prompt] * 2, at_once=False, prefix_caching=True)).tokens
-        assert first == second
+        found = answers(group, [prompt] * 2, at_once=False, prefix_caching=True)
+        assert said(found) == alone(group, [prompt]) * 2
         assert found.stats.total_prefix_hit_tokens == (length - 1) // STATE_CHUNK * STATE_CHUNK
 
 
@@ -190,9 +225,9 @@ def test_equal_prompts_at_once_are_computed_once(case: Case) -> None:
     """All but the last chunk: the others wait for the first one's state."""
     prompt = tokens_of(7, 300)
     with running(case) as group:
-        [expected] = answers(group, [prompt], prefix_caching=False).tokens
+        expected = alone(group, [prompt])
         found = answers(group, [prompt] * 4, prefix_caching=True, chunk=128)
-        assert found.tokens == [expected] * 4
+        assert said(found) == expected * 4
         assert found.stats.total_prefix_hit_tokens == 3 * 256
 
 
@@ -205,8 +240,7 @@ def test_the_turns_of_a_conversation_find_what_was_said_before(case: Case) -> No
             [answer] = answers(group, [prompt], prefix_caching=False).tokens
             prompt = prompt + answer + tokens_of(20 + turn, 30)
         found = answers(group, sent, at_once=False, prefix_caching=True)
-        alone = [answers(group, [prompt], prefix_caching=False).tokens[0] for prompt in sent]
-        assert found.tokens == alone
+        assert said(found) == alone(group, sent)
         # Each turn finds what whole chunks of the turn before allow, its answer without the last token.
         most = sum((len(prompt) + 39) // STATE_CHUNK * STATE_CHUNK for prompt in sent[:-1])
         assert found.stats.total_prefix_hit_tokens == most
@@ -237,7 +271,7 @@ def test_a_hundred_turns_of_agents_find_what_was_said_before(case: Case) -> None
         assert [prompt + answer[:-1] for prompt, answer in zip(sent, found.tokens, strict=True)] == said
         assert 0 < stats.total_accepted < stats.total_drafted
         assert stats.total_prefix_hit_tokens >= 0.9 * possible
-        assert stats.total_prefix_hit_tokens + stats.total_stateless_tokens == possible
+        assert stats.total_prefix_hit_tokens + stats.total_missed.get(Miss.NO_STATE, 0) == possible
 
 
 def _num_equal(one: list[int], other: list[int]) -> int:
@@ -269,6 +303,66 @@ def test_a_request_continues_from_its_state_when_a_rank_is_replaced(
             assert (await engine.resize(3)).size == 3
             assert (await size)[0] == expected
             assert not (await status(engine))["num_owned_pages"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "granite_4", "lfm2"], indirect=True)
+def test_states_take_the_bytes_that_the_plan_counts(case: Case) -> None:
+    with running(case, 3) as group:
+        assert answers(group, [[5]], prefix_caching=True).tokens
+        for rank, worker in group.workers.items():
+            assert worker._runner is not None
+            pool = worker._runner.state_pool
+            assert pool is not None
+            of_rows = worker._plan.state_bytes(rank, worker._config)
+            assert pool.num_bytes == of_rows + MAX_STATES * worker.kv_page_bytes().state
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5", "granite_4"])
+def test_a_request_continues_from_its_state_with_more_and_with_fewer_ranks(
+    ray_cluster: None, made: Callable[[str], Case], name: str
+) -> None:
+    """Of the prompt and the answer so far, only the tokens after the last stored state are computed again."""
+    case, sampling = made(name), msgspec.structs.replace(DRAWN, num_logprobs=0)
+    with running(case) as group:
+        prompt = np.frombuffer(PROMPT, np.int32).tolist()
+        [expected] = said(group.generate([(prompt, sampling)], Limits(NUM_PAGES), at_once=True))
+
+    async def said_by(engine: RunningEngine) -> tuple[list[float], int]:
+        """An answer as `said` has it, and how often its request was admitted again."""
+        [stream] = engine.client.submit([PROMPT], [[sampling]])
+        chunks = [chunk async for chunk in chunks_of(stream)]
+        assert chunks[-1].finished is not None
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        logprobs = [it.logprob for chunk in chunks for it in chunk.logprobs or ()]
+        return [*tokens, *logprobs], chunks[-1].finished.num_preemptions
+
+    async def num_computed(engine: RunningEngine) -> int:
+        """Prompt tokens that were computed so far, those of requests that were admitted again included."""
+        now = await status(engine)
+        return int(now["total_prompt_tokens"] - now["total_prefix_hit_tokens"])
+
+    async def main() -> None:
+        async with running_engine(case.path, tensor_parallel_size=2) as engine:
+            for size in (3, 1):
+                before, resizing = await num_computed(engine), asyncio.create_task(engine.resize(size))
+
+                async def said_meanwhile(resizing: asyncio.Task[Resized] = resizing) -> list[int]:
+                    nums_requeued = list[int]()
+                    while not resizing.done():
+                        found, num_requeued = await said_by(engine)
+                        assert found == expected
+                        nums_requeued.append(num_requeued)
+                    return nums_requeued
+
+                one, other = await asyncio.gather(said_meanwhile(), said_meanwhile())
+                assert resizing.result().size == size
+                assert sum(one + other) > 0, "no request ran during the resize"
+                num_again = await num_computed(engine) - before - len(prompt) * len(one + other)
+                assert 0 < num_again <= sum(one + other) * STATE_CHUNK
 
     asyncio.run(main())
 

@@ -171,7 +171,7 @@ class LateRank(RankActor):
             os.kill(os.getpid(), signal.SIGKILL)
         load = super()._loaded(memory, seconds)
         page_size = self._spec.config.kv_cache.page_size
-        return replace(load, free_bytes=(1 + 1024 // page_size) * sum(load.kv_page_bytes)) if size == 1 else load
+        return replace(load, free_bytes=(1 + 1024 // page_size) * load.kv_page_bytes.full) if size == 1 else load
 
 
 @pytest.mark.ray
@@ -227,7 +227,7 @@ def test_a_gpu_that_cannot_hold_the_weights_of_both_ranks_is_named_before_anythi
     tiny_path: Path, room_mib: float, fits: bool
 ) -> None:
     old, new = group_on_gpus(tiny_path, 2), group_on_gpus(tiny_path, 1)
-    old._pool = PoolShape(1000, 1000, None, 1 << 16)
+    old._pool = PoolShape(1000, 1000, None, None, 1 << 16)
     for rank in old._ranks:
         rank.room_bytes = int(room_mib * (1 << 20))
     words = "cuda:0 has 0.00 GiB, and holds the weights of rank 0 of 2 and of 1 until .* max_model_len=1000"
@@ -250,7 +250,7 @@ def test_a_pool_that_takes_over_has_as_many_pages_as_before_where_they_fit(
 ) -> None:
     group = group_on_gpus(tiny_path, 1, kv_cache=kv_cache)
     memory = GroupMemory((RankLoad(PageBytes(1), free_pages, 0, True, 0.0, ""),), on_cpu=False)
-    pool = PoolShape(2000, 1000, None, 1 << 16)
+    pool = PoolShape(2000, 1000, None, None, 1 << 16)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
             pool_within(memory, pool, group.config, group.model)

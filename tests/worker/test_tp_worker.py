@@ -481,7 +481,7 @@ def test_reports_progress_and_the_bytes_of_its_weights(tiny_path: Path) -> None:
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert worker.shard.num_bytes == sum(4 * int(np.prod(shape)) for shape in expected_shapes(MODEL).values())
-    assert worker.kv_page_bytes() == (2 * 2 * PAGE_SIZE * 2 * 16 * 4, 0)
+    assert worker.kv_page_bytes() == (2 * 2 * PAGE_SIZE * 2 * 16 * 4, 0, 0)
     assert free_bytes(worker.device) > 0
 
 

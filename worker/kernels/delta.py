@@ -196,8 +196,8 @@ def _decode_products_kernel(
     a_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, OF_TOKEN: tl.constexpr,
     RECENT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a token reads of each entry of its chunk, with its key in by[row, head, 0] and with its query in by[row,
-    head, 1], and the sum of decays up to it. Stores its key and its decays."""
+    """Computes how much a token reads of each entry of its chunk: with its key by[row, head, 0], with its query
+    by[row, head, 1]. Computes the sum of decays up to the token, and stores its key and its decays."""
     index, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, position = tl.load(rows_ptr + index).to(tl.int64), tl.load(ends_ptr + index) - 1
     before = tl.load(before_ptr + index)
