@@ -88,7 +88,6 @@ class StatePool:
         num_cached: number of slots for states in the prefix cache.
         allocate: allocates the memory of a layer's slots, [num_bytes] uint8 on `device` with finite numbers, given the
             layer's index and num_bytes. If None, the pool allocates it.
-        has_drafts: whether steps may have drafts. After drafts, a row's state may lie more than a chunk behind.
     """
 
     def __init__(
@@ -98,11 +97,8 @@ class StatePool:
         num_cached: int,
         device: torch.device,
         allocate: Callable[[int, int], torch.Tensor] | None = None,
-        *,
-        has_drafts: bool = True,
     ) -> None:
         self.num_rows = num_rows
-        self.has_drafts = has_drafts
         self.num_slots = num_rows + num_cached
         self._num_covered = torch.zeros(self.num_slots + 1, dtype=torch.int32, device=device)
         if allocate is None:

@@ -403,8 +403,7 @@ class TPWorker:
         if not (layers := self.shard.decoder.state_layers):
             return None
         of_layer = None if allocate is None else lambda layer_id, size: allocate(state_block(layer_id), size)
-        sizes, drafts = (max_rows, num_states or 0), self._config.speculation.num_drafts
-        return StatePool(layers, *sizes, self._device, of_layer, has_drafts=drafts > 0)
+        return StatePool(layers, max_rows, num_states or 0, self._device, of_layer)
 
 
 def peer_sizes(config: EngineConfig, model: ModelConfig, plan: ShardPlan) -> PeerSizes:

@@ -109,8 +109,6 @@ class Report:
     """The instructions and types that fast products with weights in FP8 are multiplied by."""
     mxfp4_in_place: dict[str, bool]
     """By kernel that makes bf16 of four bits for `mma.sync`: whether that is always where the instruction wants it."""
-    delta_dots: dict[str, list[str]]
-    """By kernel of Gated DeltaNet: the types of its products, whose layouts say in which order they are added."""
 
 
 @pytest.fixture(scope="module")
@@ -173,13 +171,6 @@ def test_four_bits_become_bf16_in_the_registers_that_are_multiplied(report: Repo
     kernels = ("pair_experts._pair_", "grouped_experts._grouped_")
     meant = {f"worker.kernels.{kernel}{product}_kernel" for kernel in kernels for product in ("gate_up", "down")}
     assert report.mxfp4_in_place == dict.fromkeys(meant, True)
-
-
-@pytest.mark.slow
-def test_a_decode_of_gated_delta_net_adds_in_the_order_of_a_prompt(report: Report) -> None:
-    prompt, decode = (set(report.delta_dots[f"worker.kernels.delta._{it}_kernel"]) for it in ("prompt", "decode"))
-    assert decode
-    assert decode <= prompt
 
 
 @pytest.mark.slow
@@ -803,7 +794,6 @@ def _compile_everything(capability: Capability) -> Report:
     fp8_widths: set[str] = set()
     fp8_dots: set[str] = set()
     mxfp4_in_place: dict[str, bool] = {}
-    delta_dots: dict[str, set[str]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         _call_everything()
         if capability != H200:
@@ -820,9 +810,6 @@ def _compile_everything(capability: Capability) -> Report:
                 if kernel.endswith("._fp8_gemm_kernel"):
                     dots = re.findall(r"(mma\.sync|wgmma\.mma_async)\.\S*f32\.(\w+)\.", compiled.asm["ptx"])
                     fp8_dots.update(" ".join(it) for it in dots)
-                if kernel.startswith("worker.kernels.delta."):
-                    dots = re.findall(r"tt\.dot .* : (.*) ->", compiled.asm["ttgir"])
-                    delta_dots.setdefault(kernel, set()).update(dots)
                 unpacked = re.findall(r"fma\.rn\.bf16x2.*-> (tensor.*)", compiled.asm["ttgir"])
                 if unpacked and "warp_group_dot" not in compiled.asm["ttgir"]:
                     is_in_place = all("#blocked" not in tile for tile in unpacked)
@@ -832,10 +819,7 @@ def _compile_everything(capability: Capability) -> Report:
             except Exception as error:  # noqa: BLE001 -- the report of all kernels names it
                 said.append("".join(traceback.format_exception(error, limit=-1)))
     ordered = {length: {layout: sorted(it) for layout, it in by.items()} for length, by in reductions.items()}
-    of_delta = {kernel: sorted(dots) for kernel, dots in delta_dots.items()}
-    return Report(
-        sorted(_all_kernels()), errors, ordered, sorted(fp8_widths), sorted(fp8_dots), mxfp4_in_place, of_delta
-    )
+    return Report(sorted(_all_kernels()), errors, ordered, sorted(fp8_widths), sorted(fp8_dots), mxfp4_in_place)
 
 
 if __name__ == "__main__":

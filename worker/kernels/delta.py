@@ -1,13 +1,14 @@
 """Gated DeltaNet for GPUs (`configs.delta_net.GatedDeltaNet`).
 
-A program computes some columns of one row's value head. It goes through chunks of 64 positions, and in each chunk
-through blocks of 16, both counted from the request's beginning. Matrix products have what a block's tokens read from
-the stored state and from earlier blocks. What a token reads from its own block needs the tokens before it, so the lines
-of a block are computed one after the other.
+Tokens are computed in chunks of 64 positions, and in each chunk in blocks of 16, both counted from the request's
+beginning. The first kernel computes, for each block by itself, how much its tokens read of each entry of their chunk.
+The second one has a program for some columns of a row's value head, and goes through the row's blocks. Matrix products
+have what a block's tokens read of the stored state and of earlier blocks. What a token reads of its own block needs the
+tokens before it, so the lines of a block are computed one after the other.
 
-A decode computes one line of its block, by products of the same shapes in the same order. The order of a product's sums
-depends neither on its other lines nor on the place of the line. So a token's bits do not depend on how its row is cut
-into steps. Before the kernel of a decode runs one that has the products of keys, which all columns of some heads share.
+A decode computes one line of a block, by the same instructions as a prompt. The order of a product's sums depends
+neither on its other lines nor on the place of the line. So a token's bits do not depend on how its row is cut into
+steps.
 """
 
 from __future__ import annotations
@@ -31,14 +32,6 @@ def _log_decay(a_ptr, a_log_ptr, dt_bias_ptr, token, is_new, a_stride, head):
     step = tl.load(a_ptr + token * a_stride + head, is_new, 0.0).to(tl.float32) + tl.load(dt_bias_ptr + head)
     step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(step)))
     return tl.where(is_new, -tl.exp(tl.load(a_log_ptr + head)) * step, 0.0)
-
-
-@triton.jit
-def _products(x, keys, left, of_keys, mask, PRECISION: tl.constexpr):
-    """The products of `x` [n, size] and `keys` [m, size], decayed between their tokens; 0 outside `mask` [n, m]. `left`
-    [n] and `of_keys` [m] are the sums of decays up to each token."""
-    since = tl.exp(tl.minimum(left[:, None] - of_keys[None, :], 0.0))
-    return tl.where(mask, tl.dot(x, tl.trans(keys), input_precision=PRECISION) * since, 0.0)
 
 
 @triton.jit
@@ -73,11 +66,81 @@ def _advanced(
 
 
 @triton.jit
-def _prompt_kernel(
-    out_ptr, qkv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, slots_ptr, keys_ptr, values_ptr, decays_ptr, rows_ptr,
-    cu_ptr, ends_ptr, before_ptr, after_ptr, a_stride, b_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, RECENT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+def _block_of(program, rows_ptr, cu_ptr, ends_ptr, num_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The index of a step's row, and the block of its positions, for which this program computes products. After the
+    last block the index is `num_rows`."""
+    index = tl.arange(0, ROWS)
+    is_row = index < num_rows
+    end = tl.load(ends_ptr + index, is_row, 0)
+    start = end - tl.load(cu_ptr + index + 1, is_row, 0) + tl.load(cu_ptr + index, is_row, 0)
+    is_used = (start < end) & (tl.load(rows_ptr + index, is_row, 0) > 0)
+    blocks = tl.where(is_used, (end - 1) // BLOCK - start // BLOCK + 1, 0)
+    ends = tl.cumsum(blocks, 0)
+    found = tl.minimum(tl.sum((ends <= program).to(tl.int32)), num_rows)
+    is_found = index == found
+    return found, tl.sum(tl.where(is_found, start // BLOCK + program - ends + blocks, 0))
+
+
+@triton.jit
+def _products_kernel(
+    by_ptr, left_ptr, qkv_ptr, a_ptr, a_log_ptr, dt_bias_ptr, keys_ptr, decays_ptr, rows_ptr, cu_ptr, ends_ptr,
+    num_rows, a_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    OF_TOKEN: tl.constexpr, RECENT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PRECISION: tl.constexpr, IS_DECODE: tl.constexpr,
+):  # fmt: skip
+    """Computes how much a token reads of each entry of its chunk: with its key by[token, head, 0], with its query
+    by[token, head, 1]. Also computes the sum of decays up to the token. In a decode, stores its key and its decays."""
+    if IS_DECODE:
+        index = tl.program_id(0)
+        block = (tl.load(ends_ptr + index) - 1) // BLOCK
+    else:
+        index, block = _block_of(tl.program_id(0), rows_ptr, cu_ptr, ends_ptr, num_rows, BLOCK, ROWS)
+        if index == num_rows:
+            return
+    row, first, end = tl.load(rows_ptr + index).to(tl.int64), tl.load(cu_ptr + index), tl.load(ends_ptr + index)
+    if row == 0:  # padding
+        return
+    start, key_head = end - (tl.load(cu_ptr + index + 1) - first), tl.program_id(1)
+    SHARED: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    OF_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    entry, line = tl.arange(0, CHUNK), tl.arange(0, BLOCK)
+    key = (key_head * KEY_DIM + tl.arange(0, KEY_DIM))[None, :]
+    position, of_line = block * BLOCK // CHUNK * CHUNK + entry, block * BLOCK + line
+    is_old, is_new, is_live = position < start, (position >= start) & (position < end), of_line < end
+    is_live = is_live & (of_line >= start)
+    of_zero, old_key = qkv_ptr + (first - start).to(tl.int64) * OF_TOKEN, keys_ptr + row * RECENT * OF_KEYS + key
+    keys = _keys_of(old_key, of_zero + OF_KEYS + key, position, start, end, RECENT, OF_KEYS, OF_TOKEN)
+    of_token = of_zero + of_line.to(tl.int64)[:, None] * OF_TOKEN + key
+    q, k = tl.load(of_token, is_live[:, None], 0.0), tl.load(of_token + OF_KEYS, is_live[:, None], 0.0)
+    by_key = tl.dot(k, tl.trans(keys), input_precision=PRECISION)
+    by_query = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    token, here = (first + of_line - start).to(tl.int64), position[:, None] == of_line[None, :]
+    for i in tl.static_range(SHARED):
+        head = key_head * SHARED + i
+        new = (first + position - start).to(tl.int64)
+        passed = _log_decay(a_ptr, a_log_ptr, dt_bias_ptr, new, is_new, a_stride, head)
+        old_decay = decays_ptr + (row * RECENT + position % RECENT) * VALUE_HEADS + head
+        passed += tl.load(old_decay, is_old, 0.0)
+        decays = tl.cumsum(passed, axis=0)
+        left = tl.sum(tl.where(here, decays[:, None], 0.0), axis=0)  # one entry each
+        tl.store(left_ptr + token * VALUE_HEADS + head, left, is_live)
+        since = tl.exp(tl.minimum(left[:, None] - decays[None, :], 0.0))
+        to = by_ptr + ((token * VALUE_HEADS + head) * 2 * CHUNK)[:, None] + entry[None, :]
+        tl.store(to, tl.where(position[None, :] < of_line[:, None], by_key * since, 0.0), is_live[:, None])
+        by = tl.where(position[None, :] <= of_line[:, None], by_query * since, 0.0)
+        tl.store(to + CHUNK, by, is_live[:, None])
+        if IS_DECODE:
+            tl.store(old_decay, passed, is_new)
+    if IS_DECODE:
+        tl.store(old_key + (of_line % RECENT)[:, None] * OF_KEYS, k, is_live[:, None])
+
+
+@triton.jit
+def _delta_kernel(
+    out_ptr, by_ptr, left_ptr, qkv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, slots_ptr, keys_ptr, values_ptr,
+    decays_ptr, rows_ptr, cu_ptr, ends_ptr, before_ptr, after_ptr, a_stride, b_stride, KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, RECENT: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     index, head = tl.program_id(0), tl.program_id(1)
     row, first, end = tl.load(rows_ptr + index).to(tl.int64), tl.load(cu_ptr + index), tl.load(ends_ptr + index)
@@ -86,7 +149,8 @@ def _prompt_kernel(
     OF_TOKEN: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     OF_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     OF_VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
-    key_head, key = head // (VALUE_HEADS // KEY_HEADS), tl.arange(0, KEY_DIM)
+    key = tl.arange(0, KEY_DIM)
+    of_key = (head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key)[None, :]
     column = head * VALUE_DIM + tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     entry, line = tl.arange(0, CHUNK), tl.arange(0, BLOCK)
     if row == 0:  # padding: zeros, because other layers must not read NaNs
@@ -97,69 +161,60 @@ def _prompt_kernel(
             unused += BLOCK
         return
     # The first new token is `first` of the step and `start` of the row.
-    of_zero = qkv_ptr + (first - start).to(tl.int64) * OF_TOKEN
-    of_query, of_key = (
-        of_zero + (key_head * KEY_DIM + key)[None, :],
-        of_zero + (OF_KEYS + key_head * KEY_DIM + key)[None, :],
-    )
-    old_key = keys_ptr + row * RECENT * OF_KEYS + (key_head * KEY_DIM + key)[None, :]
-    of_value, old_value = (
-        of_zero + 2 * OF_KEYS + column[None, :],
-        values_ptr + row * RECENT * OF_VALUES + column[None, :],
-    )
+    of_zero, zero = qkv_ptr + (first - start).to(tl.int64) * OF_TOKEN, (first - start).to(tl.int64)
+    old_value = values_ptr + row * RECENT * OF_VALUES + column[None, :]
     state_ptrs = slots_ptr + (row * OF_VALUES + head * VALUE_DIM) * KEY_DIM + key[:, None] * VALUE_DIM
     state_ptrs += (column - head * VALUE_DIM)[None, :]
     state = tl.load(state_ptrs, mask=before > 0, other=0.0)
     base = before
     while base < end:
-        stop, position = tl.minimum(base + CHUNK, end), base + entry
-        is_new, token = (position >= start) & (position < stop), (first + position - start).to(tl.int64)
-        keys = _keys_of(old_key, of_key, position, start, stop, RECENT, OF_KEYS, OF_TOKEN)
-        passed = _log_decay(a_ptr, a_log_ptr, dt_bias_ptr, token, is_new, a_stride, head)
-        old_decay = decays_ptr + (row * RECENT + position % RECENT) * VALUE_HEADS + head
-        decays = tl.cumsum(passed + tl.load(old_decay, position < start, 0.0), axis=0)
+        stop = tl.minimum(base + CHUNK, end)
         block = (tl.maximum(base, start) - base) // BLOCK
         while base + block * BLOCK < stop:
             of_line = base + block * BLOCK + line
-            is_live, at = (of_line >= start) & (of_line < stop), of_line.to(tl.int64)[:, None] * OF_TOKEN
-            q = tl.load(of_query + at, is_live[:, None], 0.0)
-            k = _keys_of(old_key, of_key, of_line, start, stop, RECENT, OF_KEYS, OF_TOKEN)
-            v = tl.load(of_value + at, is_live[:, None], 0.0).to(tl.float32)
+            is_live, token = ((of_line >= start) & (of_line < stop))[:, None], zero + of_line
+            of_token = of_zero + of_line.to(tl.int64)[:, None] * OF_TOKEN
+            q = tl.load(of_token + of_key, is_live, 0.0).to(tl.float32)
+            k = tl.load(of_token + OF_KEYS + of_key, is_live, 0.0).to(tl.float32)
+            v = tl.load(of_token + 2 * OF_KEYS + column[None, :], is_live, 0.0).to(tl.float32)
+            beta = tl.load(b_ptr + token[:, None] * b_stride + head, is_live, 0.0).to(tl.float32)
+            beta = 1.0 / (1.0 + tl.exp(-beta))
+            left = tl.exp(tl.load(left_ptr + token[:, None] * VALUE_HEADS + head, is_live, 0.0))
+            by = by_ptr + (token * VALUE_HEADS + head)[:, None] * 2 * CHUNK
+            of_earlier, of_own = by + entry[None, :], by + (block * BLOCK + line)[None, :]
+            is_earlier = entry < block * BLOCK
+            by_key = tl.load(of_earlier, is_live & is_earlier[None, :], 0.0)
+            by_query = tl.load(of_earlier + CHUNK, is_live & is_earlier[None, :], 0.0)
+            own_by_key, own_by_query = tl.load(of_own, is_live, 0.0), tl.load(of_own + CHUNK, is_live, 0.0)
+            added = tl.load(old_value + ((base + entry) % RECENT)[:, None] * OF_VALUES, is_earlier[:, None], 0.0)
             to_value = old_value + (of_line % RECENT)[:, None] * OF_VALUES
             own = tl.load(to_value, (of_line < start)[:, None], 0.0)
-            of_line = (first + of_line - start).to(tl.int64)
-            beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + of_line * b_stride + head, is_live, 0.0).to(tl.float32)))
-            is_earlier = entry < block * BLOCK
-            added = tl.load(old_value + (position % RECENT)[:, None] * OF_VALUES, is_earlier[:, None], 0.0)
-            added = added.to(tl.float32)
-            here = entry[:, None] == block * BLOCK + line[None, :]
-            left = tl.sum(tl.where(here, decays[:, None], 0.0), axis=0)  # one entry each
             # Each token reads the state and what earlier blocks of the chunk added.
-            read = tl.dot(k.to(tl.float32), state, input_precision=PRECISION) * tl.exp(left)[:, None]
-            out = tl.dot(q.to(tl.float32), state, input_precision=PRECISION) * tl.exp(left)[:, None]
-            by = _products(k, keys, left, decays, is_earlier[None, :], PRECISION)
-            read = tl.dot(by, added, acc=read, input_precision=PRECISION)
-            by = _products(q, keys, left, decays, is_earlier[None, :], PRECISION)
-            out = tl.dot(by, added, acc=out, input_precision=PRECISION)
+            read = tl.dot(k, state, input_precision=PRECISION) * left
+            read = tl.dot(by_key, added.to(tl.float32), acc=read, input_precision=PRECISION)
+            out = tl.dot(q, state, input_precision=PRECISION) * left
+            out = tl.dot(by_query, added.to(tl.float32), acc=out, input_precision=PRECISION)
             # In its own block, each new token reads what the tokens before it added.
-            by = _products(k, k, left, left, line[:, None] > line[None, :], PRECISION)
             i = tl.maximum(start - base - block * BLOCK, 0)
             while i < tl.minimum(stop - base - block * BLOCK, BLOCK):
-                change = beta[:, None] * (v - tl.dot(by, own.to(tl.float32), acc=read, input_precision=PRECISION))
+                change = beta * (v - tl.dot(own_by_key, own.to(tl.float32), acc=read, input_precision=PRECISION))
                 own = tl.where((line == i)[:, None], change.to(own.dtype), own)
                 i += 1
-            by = _products(q, k, left, left, line[:, None] >= line[None, :], PRECISION)
-            out = tl.dot(by, own.to(tl.float32), acc=out, input_precision=PRECISION) * KEY_DIM**-0.5
-            tl.store(to_value, own, is_live[:, None])
-            to = out_ptr + of_line[:, None] * OF_VALUES + column[None, :]
-            tl.store(to, out.to(out_ptr.dtype.element_ty), is_live[:, None])
+            out = tl.dot(own_by_query, own.to(tl.float32), acc=out, input_precision=PRECISION) * KEY_DIM**-0.5
+            tl.store(to_value, own, is_live)
+            to = out_ptr + token[:, None] * OF_VALUES + column[None, :]
+            tl.store(to, out.to(out_ptr.dtype.element_ty), is_live)
             tl.debug_barrier()  # other threads read these values
             block += 1
         base += CHUNK
         if (base <= stop) & ((base < end) | (base == after)):
+            position = base - CHUNK + entry
+            passed = _log_decay(a_ptr, a_log_ptr, dt_bias_ptr, zero + position, position >= start, a_stride, head)
+            old_decay = decays_ptr + (row * RECENT + position % RECENT) * VALUE_HEADS + head
+            decays = tl.cumsum(passed + tl.load(old_decay, position < start, 0.0), axis=0)
             state = _advanced(
-                state, decays, base - CHUNK, start, old_key, of_key, old_value, RECENT, OF_KEYS, OF_TOKEN, OF_VALUES,
-                CHUNK, BLOCK, PRECISION,
+                state, decays, base - CHUNK, start, keys_ptr + row * RECENT * OF_KEYS + of_key,
+                of_zero + OF_KEYS + of_key, old_value, RECENT, OF_KEYS, OF_TOKEN, OF_VALUES, CHUNK, BLOCK, PRECISION,
             )  # fmt: skip
             if base == after:
                 tl.store(state_ptrs, state)
@@ -171,8 +226,8 @@ def _store_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, OF_TOKEN: tl.constexpr,
     RECENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stores keys and decays of a row's last tokens for later steps. `_prompt_kernel` must not, because its other
-    programs might still have to read the same places."""
+    """Stores keys and decays of a prompt's last tokens for later steps. The kernels before it must not, because other
+    programs of theirs might still have to read the same places."""
     index, head = tl.program_id(0), tl.program_id(1)
     row, first, end = tl.load(rows_ptr + index).to(tl.int64), tl.load(cu_ptr + index), tl.load(ends_ptr + index)
     start = end - (tl.load(cu_ptr + index + 1) - first)
@@ -188,144 +243,6 @@ def _store_kernel(
             to = keys_ptr + (place * KEY_HEADS + key_head)[:, None] * KEY_DIM + key[None, :]
             tl.store(to, tl.load(of_key, is_new[:, None], 0.0), is_new[:, None])
         base += BLOCK
-
-
-@triton.jit
-def _decode_products_kernel(
-    by_ptr, left_ptr, qkv_ptr, a_ptr, a_log_ptr, dt_bias_ptr, keys_ptr, decays_ptr, rows_ptr, ends_ptr, before_ptr,
-    a_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, OF_TOKEN: tl.constexpr,
-    RECENT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Computes how much a token reads of each entry of its chunk: with its key by[row, head, 0], with its query
-    by[row, head, 1]. Computes the sum of decays up to the token, and stores its key and its decays."""
-    index, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, position = tl.load(rows_ptr + index).to(tl.int64), tl.load(ends_ptr + index) - 1
-    before = tl.load(before_ptr + index)
-    if row == 0:  # padding
-        return
-    SHARED: tl.constexpr = VALUE_HEADS // KEY_HEADS
-    base = before + (position - before) // CHUNK * CHUNK
-    entry, line, key = tl.arange(0, CHUNK), tl.arange(0, BLOCK), tl.arange(0, KEY_DIM)
-    of_token = qkv_ptr + index * OF_TOKEN + key_head * KEY_DIM + key[None, :]
-    old_key = keys_ptr + row * RECENT * KEY_HEADS * KEY_DIM + (key_head * KEY_DIM + key)[None, :]
-    x = tl.load(of_token + (1 - line)[:, None] * KEY_HEADS * KEY_DIM, (line < 2)[:, None], 0.0)
-    of_zero = of_token + KEY_HEADS * KEY_DIM - position.to(tl.int64) * OF_TOKEN
-    keys = _keys_of(
-        old_key, of_zero, base + entry, position, position + 1, RECENT, KEY_HEADS * KEY_DIM, OF_TOKEN
-    )  # fmt: skip
-    products = tl.dot(x, tl.trans(keys), input_precision=PRECISION)
-    is_own = (line < 2)[:, None] & (base + entry[None, :] < position + line[:, None])
-    for i in tl.static_range(SHARED):
-        head = key_head * SHARED + i
-        place, is_new = (row * RECENT + (base + entry) % RECENT) * VALUE_HEADS + head, base + entry == position
-        passed = _log_decay(a_ptr, a_log_ptr, dt_bias_ptr, index + 0 * entry, is_new, a_stride, head)
-        passed += tl.load(decays_ptr + place, base + entry < position, 0.0)
-        decays = tl.cumsum(passed, axis=0)
-        left = tl.sum(tl.where(is_new, decays, 0.0))
-        tl.store(left_ptr + index * VALUE_HEADS + head, left)
-        tl.store(decays_ptr + place, passed, is_new)
-        by = tl.where(is_own, products * tl.exp(tl.minimum(left - decays, 0.0))[None, :], 0.0)
-        to = by_ptr + ((index * VALUE_HEADS + head) * 2 + line)[:, None] * CHUNK + entry[None, :]
-        tl.store(to, by, (line < 2)[:, None])
-    k = tl.load(of_token + KEY_HEADS * KEY_DIM)
-    tl.store(old_key + position % RECENT * KEY_HEADS * KEY_DIM, k)
-
-
-@triton.jit
-def _catch_up_kernel(
-    slots_ptr, keys_ptr, values_ptr, decays_ptr, rows_ptr, ends_ptr, before_ptr, KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, RECENT: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Moves a state forward that lies a whole chunk before a decode's token, because the tokens between were drafts."""
-    index, head = tl.program_id(0), tl.program_id(1)
-    row, before = tl.load(rows_ptr + index).to(tl.int64), tl.load(before_ptr + index)
-    if (row == 0) | (tl.load(ends_ptr + index) - 1 - before < CHUNK):
-        return
-    OF_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    OF_VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
-    key_head, key = head // (VALUE_HEADS // KEY_HEADS), tl.arange(0, KEY_DIM)
-    column = head * VALUE_DIM + tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    old_key = keys_ptr + row * RECENT * OF_KEYS + (key_head * KEY_DIM + key)[None, :]
-    old_value = values_ptr + row * RECENT * OF_VALUES + column[None, :]
-    place = row * RECENT + (before + tl.arange(0, CHUNK)) % RECENT
-    decays = tl.cumsum(tl.load(decays_ptr + place * VALUE_HEADS + head), axis=0)
-    state_ptrs = slots_ptr + (row * OF_VALUES + head * VALUE_DIM) * KEY_DIM + key[:, None] * VALUE_DIM
-    state_ptrs += (column - head * VALUE_DIM)[None, :]
-    state = tl.load(state_ptrs, mask=before > 0, other=0.0)
-    state = _advanced(
-        state, decays, before, before + CHUNK, old_key, old_key, old_value, RECENT, OF_KEYS, OF_KEYS, OF_VALUES, CHUNK,
-        BLOCK, PRECISION,
-    )  # fmt: skip
-    tl.store(state_ptrs, state)
-
-
-@triton.jit
-def _decode_kernel(
-    out_ptr, by_ptr, left_ptr, qkv_ptr, b_ptr, slots_ptr, keys_ptr, values_ptr, decays_ptr, rows_ptr, ends_ptr,
-    before_ptr, b_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, RECENT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, position = tl.load(rows_ptr + index).to(tl.int64), tl.load(ends_ptr + index) - 1
-    before = tl.load(before_ptr + index)
-    OF_TOKEN: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    OF_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    OF_VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
-    key_head, key = head // (VALUE_HEADS // KEY_HEADS), tl.arange(0, KEY_DIM)
-    column = head * VALUE_DIM + tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    entry, line = tl.arange(0, CHUNK), tl.arange(0, BLOCK)
-    if row == 0:  # padding: zeros, because other layers must not read NaNs
-        tl.store(out_ptr + index * OF_VALUES + column, tl.zeros((COLUMNS,), out_ptr.dtype.element_ty))
-        return
-    base = before + (position - before) // CHUNK * CHUNK
-    first = base + (position - base) // BLOCK * BLOCK  # of the block
-    of_token = qkv_ptr + index * OF_TOKEN
-    old_key = keys_ptr + row * RECENT * OF_KEYS + (key_head * KEY_DIM + key)[None, :]
-    old_value = values_ptr + row * RECENT * OF_VALUES + column[None, :]
-    old_decay = decays_ptr + row * RECENT * VALUE_HEADS + head
-    state_ptrs = slots_ptr + (row * OF_VALUES + head * VALUE_DIM) * KEY_DIM + key[:, None] * VALUE_DIM
-    state_ptrs += (column - head * VALUE_DIM)[None, :]
-    # Only the token's line counts.
-    is_token = (line == position - first)[:, None]
-    of_head = of_token + (key_head * KEY_DIM + key)[None, :] + 0 * line[:, None]
-    q, k = tl.load(of_head, is_token, 0.0).to(tl.float32), tl.load(of_head + OF_KEYS, is_token, 0.0).to(tl.float32)
-    by_key = by_ptr + (index * VALUE_HEADS + head) * 2 * CHUNK + 0 * line[:, None]
-    of_earlier, of_own = entry[None, :], (first - base + line)[None, :]
-    by_key_earlier = tl.load(by_key + of_earlier, is_token & (base + of_earlier < first), 0.0)
-    by_query_earlier = tl.load(by_key + CHUNK + of_earlier, is_token & (base + of_earlier < first), 0.0)
-    by_key_own, by_query_own = tl.load(by_key + of_own, is_token, 0.0), tl.load(by_key + CHUNK + of_own, is_token, 0.0)
-    is_earlier, is_old = (base + entry < first)[:, None], (first + line < position)[:, None]
-    added = tl.load(old_value + ((base + entry) % RECENT)[:, None] * OF_VALUES, is_earlier, 0.0).to(tl.float32)
-    to_value = old_value + ((first + line) % RECENT)[:, None] * OF_VALUES
-    own = tl.load(to_value, is_old, 0.0)
-    v = tl.load(of_token + 2 * OF_KEYS + column).to(tl.float32)[None, :]
-    beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + index * b_stride + head).to(tl.float32)))
-    left = tl.exp(tl.load(left_ptr + index * VALUE_HEADS + head))
-    state = tl.load(state_ptrs, mask=base > 0, other=0.0)
-    read = tl.dot(k, state, input_precision=PRECISION) * left
-    read = tl.dot(by_key_earlier, added, acc=read, input_precision=PRECISION)
-    out = tl.dot(q, state, input_precision=PRECISION) * left
-    out = tl.dot(by_query_earlier, added, acc=out, input_precision=PRECISION)
-    # One turn, in a loop as a prompt has: the compiler orders the sums of products by where their factors come from.
-    i = position - first
-    while i < position - first + 1:
-        change = beta * (v - tl.dot(by_key_own, own.to(tl.float32), acc=read, input_precision=PRECISION))
-        own = tl.where(is_token, change.to(own.dtype), own)
-        i += 1
-    out = tl.dot(by_query_own, own.to(tl.float32), acc=out, input_precision=PRECISION) * KEY_DIM**-0.5
-    to = out_ptr + index * OF_VALUES + column[None, :] + 0 * line[:, None]
-    tl.store(to, out.to(out_ptr.dtype.element_ty), is_token)
-    tl.store(to_value, own, is_token)
-    if position + 1 == base + CHUNK:
-        tl.debug_barrier()  # other threads read this value
-        decays = tl.cumsum(tl.load(old_decay + (base + entry) % RECENT * VALUE_HEADS), axis=0)
-        state = _advanced(
-            state, decays, base, base + CHUNK, old_key, old_key, old_value, RECENT, OF_KEYS, OF_KEYS, OF_VALUES,
-            CHUNK, BLOCK, PRECISION,
-        )  # fmt: skip
-        tl.store(state_ptrs, state)
 
 
 @triton.jit
@@ -359,39 +276,30 @@ def delta_net(
     (z, b, a), (keys, _, decays) = zba, recent
     assert (layer.decay_dim, layer.sigmoid_gate) == (1, False), "these kernels are Gated DeltaNet's"
     assert qkv.is_contiguous(), "q, k and v of a token lie side by side"
-    num_rows, heads, columns = len(states.rows), layer.value_heads, min(_COLUMNS, layer.value_dim)
-    out = torch.empty(len(qkv), heads * layer.value_dim, dtype=qkv.dtype, device=qkv.device)
+    (num_rows, num_tokens), is_decode = (len(states.rows), len(qkv)), states.is_decode
+    heads, columns = layer.value_heads, min(_COLUMNS, layer.value_dim)
+    out = torch.empty(num_tokens, heads * layer.value_dim, dtype=qkv.dtype, device=qkv.device)
+    by, left = (torch.empty(num_tokens, heads, size, device=qkv.device) for size in (2 * _CHUNK, 1))
     sizes = {"KEY_HEADS": layer.key_heads, "VALUE_HEADS": heads, "KEY_DIM": layer.key_dim, "RECENT": keys.shape[1]}
     of_token, precision = {"OF_TOKEN": qkv.shape[1]}, "ieee" if qkv.dtype is torch.float32 else "tf32"
     chunks = {"CHUNK": _CHUNK, "BLOCK": _BLOCK, "PRECISION": precision}
-    of_columns, grid = {"VALUE_DIM": layer.value_dim, "COLUMNS": columns}, (num_rows, heads, layer.value_dim // columns)
-    decay, rows = (a, layer.a_log, layer.dt_bias), (states.rows, states.cu_seqlens_q, states.ends)
-    if states.is_decode:
-        by = torch.empty(num_rows, heads, 2, _CHUNK, device=qkv.device)
-        left = torch.empty(num_rows, heads, device=qkv.device)
-        _decode_products_kernel[(num_rows, layer.key_heads)](
-            by, left, qkv, *decay, keys, decays, states.rows, states.ends, states.before, a.stride(0), **sizes,
-            **of_token, **chunks,
-        )  # fmt: skip
-        if states.pool.has_drafts:
-            _catch_up_kernel[grid](
-                slots, *recent, states.rows, states.ends, states.before, **sizes, **of_columns, **chunks
-            )  # fmt: skip
-        _decode_kernel[grid](
-            out, by, left, qkv, b, slots, *recent, states.rows, states.ends, states.before, b.stride(0), **sizes,
-            **of_columns, **chunks, maxnreg=128,
-        )  # fmt: skip
-    else:
-        _prompt_kernel[grid](
-            out, qkv, a, b, layer.a_log, layer.dt_bias, slots, *recent, *rows, states.before,
-            states.after, a.stride(0), b.stride(0),
-            **sizes, **of_columns, **chunks,
-        )  # fmt: skip
+    decay, rows = (layer.a_log, layer.dt_bias), (states.rows, states.cu_seqlens_q, states.ends)
+    # A row's first and last block may be incomplete.
+    blocks = num_rows if is_decode else triton.cdiv(num_tokens, _BLOCK) + 2 * num_rows
+    _products_kernel[(blocks, layer.key_heads)](
+        by, left, qkv, a, *decay, keys, decays, *rows, num_rows, a.stride(0), **sizes, **of_token, **chunks,
+        ROWS=triton.next_power_of_2(num_rows), IS_DECODE=is_decode,
+    )  # fmt: skip
+    _delta_kernel[(num_rows, heads, layer.value_dim // columns)](
+        out, by, left, qkv, a, b, *decay, slots, *recent, *rows, states.before, states.after, a.stride(0), b.stride(0),
+        **sizes, **chunks, VALUE_DIM=layer.value_dim, COLUMNS=columns, maxnreg=128,
+    )  # fmt: skip
+    if not is_decode:
         _store_kernel[(num_rows, heads)](
-            qkv, *decay, keys, decays, *rows, states.after, a.stride(0), **sizes, **of_token, BLOCK=_BLOCK
+            qkv, a, *decay, keys, decays, *rows, states.after, a.stride(0), **sizes, **of_token, BLOCK=_BLOCK
         )  # fmt: skip
     of_norm = min(_HEADS, triton.next_power_of_2(heads))
-    _gated_norm_kernel[(len(qkv), triton.cdiv(heads, of_norm))](
+    _gated_norm_kernel[(num_tokens, triton.cdiv(heads, of_norm))](
         out, z, layer.norm, heads, z.stride(0), layer.eps, SIZE=layer.value_dim, HEADS=of_norm
     )  # fmt: skip
     return out

@@ -176,7 +176,7 @@ class DecoderLayer:
             attended, residual = [it.index_select(0, keep) for it in attended], residual.index_select(0, keep)
             padding = padding.of(keep)
         if self.mixers:
-            x = self._norms[0].output(self._projected(attended))
+            x = self._norms[0].output(self._projected(attended, residual))
             if self._feed_forward is None:
                 return x, residual
             normed = self._norms[-1].before.add_for(x, residual, self._feed_forward.row_groups())
@@ -185,11 +185,22 @@ class DecoderLayer:
         assert self._feed_forward is not None, "a layer has a mixer or a feed-forward"
         return self._norms[-1].output(self._feed_forward(normed, padding)), residual
 
-    def _projected(self, attended: list[torch.Tensor]) -> torch.Tensor | PartialSum:
-        """The output of the mixer, or the sum of the outputs of two, times their factors."""
-        parts = [mixer.project(it) for mixer, it in zip(self.mixers, attended, strict=True)]
-        if len(parts) == 1:
-            return parts[0]
-        first, second = (part for part in parts if isinstance(part, torch.Tensor))  # no PartialSum on CPUs
+    def _projected(self, attended: list[torch.Tensor], residual: torch.Tensor) -> torch.Tensor | PartialSum:
+        """The output of the mixer, or the sum of the outputs of two, times their factors. `residual` is not changed."""
+        if len(self.mixers) == 1:
+            return self.mixers[0].project(attended[0])
+        # A sum over the ranks ends before the next one begins.
+        first, second = (
+            _finished(mixer.project(it), residual) for mixer, it in zip(self.mixers, attended, strict=True)
+        )
         # Not one fused operation, which would round the last elements otherwise than whole vectors.
         return first.mul_(self._factors[0]).add_(second.mul_(self._factors[1]))
+
+
+def _finished(x: torch.Tensor | PartialSum, residual: torch.Tensor) -> torch.Tensor:
+    """The sum `x`, of the shape and dtype of `residual`."""
+    if isinstance(x, torch.Tensor):
+        return x
+    total = torch.zeros_like(residual)
+    x.add_norm(total, torch.ones_like(residual[0]), 1.0)  # only the sum is needed, not the norm
+    return total
