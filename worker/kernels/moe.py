@@ -114,8 +114,10 @@ def _activate_shared_kernel(
     tl.store(out_ptr + token * size + columns, hidden.to(out_ptr.dtype.element_ty), mask=columns < size)
 
 
-_PAIR_TOKENS = 8
-"""Up to this number of tokens, every pair reads its expert separately, since few experts are then chosen twice."""
+_PAIR_TOKENS = {Mxfp4Matrix: 4}
+"""Up to this number of tokens, or else 8, every pair reads its expert separately, since few experts are then chosen
+twice. Grouped products take 1.2 to 1.7 times as long for one token, and 0.84 times as long for eight with experts in four
+bits (benchmarks/results/moe_pairs_h200_2026-11-28.txt)."""
 _PAIR_EXPERTS = 128
 """Maximum number of experts for pairs that read separately, because each program then compares all experts."""
 
@@ -163,7 +165,7 @@ def choose_tiles(
     num_tokens: int, top_k: int, num_experts: int, kind: type = torch.Tensor, exact: bool = False
 ) -> Tiles:
     """The table's tiles for this number of tokens and kind of weights. `block_m` 1 is a program for every pair."""
-    if num_tokens <= _PAIR_TOKENS and num_experts <= _PAIR_EXPERTS:
+    if num_tokens <= _PAIR_TOKENS.get(kind, 8) and num_experts <= _PAIR_EXPERTS:
         return _EXACT_PAIR if exact else _TABLES.get(kind, _PLAIN)[0]
     pairs_each = num_tokens * top_k / num_experts
     tiles = next(it for most, it in (_PLAIN if exact else _TABLES.get(kind, _PLAIN))[1] if pairs_each <= most)
