@@ -116,8 +116,8 @@ def _activate_shared_kernel(
 
 _PAIR_TOKENS = {Mxfp4Matrix: 4}
 """Up to this number of tokens, or else 8, every pair reads its expert separately, since few experts are then chosen
-twice. Grouped products take 1.2 to 1.7 times as long for one token, and 0.84 times as long for eight with experts in four
-bits (benchmarks/results/moe_pairs_h200_2026-11-28.txt)."""
+twice. Grouped products take 1.2 to 1.7 times as long for one token, and 0.84 times as long for eight with experts in
+four bits (benchmarks/results/moe_pairs_h200_2026-11-28.txt)."""
 _PAIR_EXPERTS = 128
 """Maximum number of experts for pairs that read separately, because each program then compares all experts."""
 
