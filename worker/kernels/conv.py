@@ -35,7 +35,7 @@ def _input(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _conv_kernel(
     out_ptr, x_ptr, weight_ptr, bias_ptr, slots_ptr, recent_ptr, rows_ptr, cu_ptr, ends_ptr, before_ptr, after_ptr,
     row_of_ptr, num_tokens, channels, x_stride, num_normed, WIDTH: tl.constexpr, RECENT: tl.constexpr,

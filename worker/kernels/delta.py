@@ -81,7 +81,7 @@ def _block_of(program, rows_ptr, cu_ptr, ends_ptr, num_rows, BLOCK: tl.constexpr
     return found, tl.sum(tl.where(is_found, start // BLOCK + program - ends + blocks, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _products_kernel(
     by_ptr, left_ptr, qkv_ptr, a_ptr, a_log_ptr, dt_bias_ptr, keys_ptr, decays_ptr, rows_ptr, cu_ptr, ends_ptr,
     num_rows, a_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
@@ -288,7 +288,7 @@ def delta_net(
     blocks = num_rows if is_decode else triton.cdiv(num_tokens, _BLOCK) + 2 * num_rows
     _products_kernel[(blocks, layer.key_heads)](
         by, left, qkv, a, *decay, keys, decays, *rows, num_rows, a.stride(0), **sizes, **of_token, **chunks,
-        ROWS=triton.next_power_of_2(num_rows), IS_DECODE=is_decode,
+        ROWS=triton.next_power_of_2(states.pool.num_rows + 1), IS_DECODE=is_decode,
     )  # fmt: skip
     _delta_kernel[(num_rows, heads, layer.value_dim // columns)](
         out, by, left, qkv, a, b, *decay, slots, *recent, *rows, states.before, states.after, a.stride(0), b.stride(0),
