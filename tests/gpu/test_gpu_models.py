@@ -35,6 +35,9 @@ MODELS = {
     # A window that prompts leave, and so a pool of its own.
     "gemma-2-2b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000, "sliding_window": 128},
     "gemma-3-1b": {"num_hidden_layers": 7, "vocab_size": 32000, "sliding_window": 128},
+    # Three recurrent layers and one with gated attention; then the same with experts.
+    "qwen3.5-9b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000},
+    "qwen3.5-35b-a3b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000, "num_experts": 64},
 }
 PROMPT_LENGTHS = (1, 17, 64, 130, 300, 600)
 NUM_NEW_TOKENS = 8
