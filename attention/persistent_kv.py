@@ -91,7 +91,7 @@ def _take_parts(
     """Copies the indices that both shards have of all parts of `spec`, from `out_of` into `into`, [num_slots + 1,
     elements of the shard] each."""
     into, out_of = (it.view(len(it), spec.num_tokens, -1) for it in (into, out_of))
-    to = at = 0  # where the part begins in either
+    to = at = 0  # the part's first element in each of them
     for axis, each in spec.parts:
         first, last = max(own[axis].start, theirs[axis].start), min(own[axis].stop, theirs[axis].stop)
         if first < last:

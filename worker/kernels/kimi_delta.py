@@ -130,7 +130,7 @@ def _delta_kernel(
     while base < end:
         position, stop = base + entry, tl.minimum(base + CHUNK, end)
         is_entry, is_new = (position < stop)[:, None], ((position >= start) & (position < stop))[:, None]
-        old, new = row * RECENT + base % RECENT, (first + base - start).to(tl.int64)  # where the chunk begins
+        old, new = row * RECENT + base % RECENT, (first + base - start).to(tl.int64)  # the chunk's first entry
         new_keys, old_keys = qkv_ptr + new * OF_TOKEN + OF_KEYS, keys_ptr + old * OF_KEYS
         ptrs = tl.where(is_new, new_keys + entry[:, None] * OF_TOKEN, old_keys + entry[:, None] * OF_KEYS)
         keys = tl.load(ptrs + of_key, is_entry, 0.0)

@@ -21,7 +21,7 @@ from worker.kernels.cpu_mamba import MambaArgs
 _BLOCK = 16
 _CHUNK = 64  # configs/recurrent.py: STATE_CHUNK
 _COLUMNS = 32
-_STATE_BYTES = 16384  # of a program's columns at most, which fits in the shared memory of all GPUs
+_STATE_BYTES = 16384  # A program's columns have at most these bytes, which fit in the shared memory of all GPUs.
 _COPIED = 1024
 _NORMED = 1024
 
@@ -73,7 +73,7 @@ def _mamba_kernel(
     while base < end:
         position, stop = base + entry, tl.minimum(base + CHUNK, end)
         is_entry, is_new = position < stop, (position >= start) & (position < stop)
-        old, new = row * RECENT + base % RECENT, (first + base - start).to(tl.int64)  # where the chunk begins
+        old, new = row * RECENT + base % RECENT, (first + base - start).to(tl.int64)  # the chunk's first entry
         xbc = xbc_ptr + new * OF_TOKEN + entry * OF_TOKEN
         entries = tl.where(is_new, xbc, recent_ptr + old * OF_ENTRY + entry * OF_ENTRY)[:, None]
         keys = tl.load(entries + of_key, is_entry[:, None], 0.0)
