@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
-from attention import (  # noqa: F401 - each registers its class
-    cpu_backend,
-    fa3,
-    flashinfer_backend,
-    torch_native,
-    triton_backend,
-)
 from attention.backend import IMPLEMENTATIONS, AttentionBackend
 from attention.hybrid import HybridBackend
 from attention.kv_pool import FP8, TokenToKVPool
 from attention.layer import AttentionLayer, LatentLayer
 from configs.attention import BACKENDS, AttentionNeeds, Feature, LatentShape, check_backend
+
+for _spec in BACKENDS.values():
+    importlib.import_module(_spec.module)  # registers its class in IMPLEMENTATIONS
 
 
 def create_backend(

@@ -1,7 +1,7 @@
 """What each attention backend can do. The start-up checks, the docs and the tests read this table.
 
-This module is plain data, except that measurements decide the order of the backends. The class of a backend registers
-under its name in attention/registry.py.
+This module is plain data, except that measurements decide the order of the backends. attention/registry.py imports
+the modules, which register the classes of the backends.
 """
 
 from __future__ import annotations
@@ -93,6 +93,8 @@ class BackendSpec:
     """What one backend can do."""
 
     name: str
+    module: str
+    """The module that registers the backend's class."""
     what: str
     """A short description for messages and docs."""
     package: str | None = None
@@ -168,6 +170,7 @@ _BY_BATCH = "its splits follow the batch"
 _SPECS = (
     BackendSpec(
         name="fa3",
+        module="attention.fa3",
         what="FlashAttention-3",
         device="cuda",
         compute_capabilities=((9, 0),),
@@ -180,6 +183,7 @@ _SPECS = (
     ),
     BackendSpec(
         name="triton",
+        module="attention.triton_backend",
         what="kernels of our own in Triton",
         device="cuda",
         dtypes=_HALVES | {"float32"},
@@ -190,6 +194,7 @@ _SPECS = (
     ),
     BackendSpec(
         name="flashinfer",
+        module="attention.flashinfer_backend",
         what="FlashInfer, an extra",
         package="flashinfer",
         plans_on_host=True,
@@ -206,6 +211,7 @@ _SPECS = (
     ),
     BackendSpec(
         name="cpu",
+        module="attention.cpu_backend",
         what="kernels of our own in C",
         device="cpu",
         dtypes=_HALVES | {"float32"},
@@ -213,6 +219,7 @@ _SPECS = (
     ),
     BackendSpec(
         name="torch_native",
+        module="attention.torch_native",
         what="plain torch, the reference",
         dtypes=_HALVES | {"float32"},
         features=frozenset(Feature) - {Feature.EXACT},

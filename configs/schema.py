@@ -1,15 +1,16 @@
 """The user's settings: plain, frozen data. `args` of the Ray Serve config file is an `EngineConfig`.
 
 `configs.resolve` decides `auto` values (None for numbers) once, into a new object. tests/settings.txt pins the list of
-settings, at most 63.
+settings.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from configs.attention import BACKENDS
 from configs.checkpoint import is_local
 
 _T = TypeVar("_T")
@@ -25,7 +26,10 @@ def resolved(value: _T | None) -> _T:
 # than the drafts save.
 _MAX_DRAFTS = 128
 
-AttentionBackendName = Literal["auto", "fa3", "triton", "flashinfer", "cpu", "torch_native"]
+if TYPE_CHECKING:
+    AttentionBackendName = str
+else:
+    AttentionBackendName = Literal[("auto", *BACKENDS)]
 
 
 class _Section(BaseModel):

@@ -100,7 +100,8 @@ class Coordinator:
         self.life = EngineLife()
         """The engine's state, RUNNING once `run` is called."""
         self._meter = StepMeter(ranks.cost)
-        # Other threads read the scheduler's figures, so the loop takes this lock, but only while it uses the scheduler.
+        # Other threads read the scheduler's figures and empty its prefix cache. The loop takes this lock while it
+        # launches and retires steps.
         self._lock = threading.Lock()
 
     @property

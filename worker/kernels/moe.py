@@ -114,7 +114,7 @@ def _activate_shared_kernel(
     tl.store(out_ptr + token * size + columns, hidden.to(out_ptr.dtype.element_ty), mask=columns < size)
 
 
-_PAIR_TOKENS = {Mxfp4Matrix: 4}
+_PAIR_TOKENS: dict[type, int] = {Mxfp4Matrix: 4}
 """Up to this number of tokens, or else 8, every pair reads its expert separately, since few experts are then chosen
 twice. Grouped products take 1.2 to 1.7 times as long for one token, and 0.84 times as long for eight with experts in
 four bits (benchmarks/results/moe_pairs_h200_2026-11-28.txt)."""
