@@ -235,13 +235,13 @@ def test_states_of_a_layer_that_a_head_reads_twice_are_there_twice(
 ) -> None:
     config = {**eagle3.HEAD, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 0, 1]}}
     eagle3.write(eagle3.Head(config, torch.empty(0)), tmp_path)
-    seen, empty_states, reduced = list[torch.Tensor](), DraftModel.empty_states, Eagle3Model.reduced
+    seen, empty_head_inputs, reduced = list[torch.Tensor](), DraftModel.empty_head_inputs, Eagle3Model.reduced
 
     def kept(head: Eagle3Model, states: torch.Tensor) -> torch.Tensor:
         seen.append(states.clone())
         return reduced(head, states)
 
-    monkeypatch.setattr(DraftModel, "empty_states", lambda *args: empty_states(*args).fill_(torch.nan))
+    monkeypatch.setattr(DraftModel, "empty_head_inputs", lambda *args: empty_head_inputs(*args).fill_(torch.nan))
     monkeypatch.setattr(Eagle3Model, "reduced", kept)
     speculation = SpeculationConfig(method="eagle3", model=str(tmp_path))
     group = LocalGroup(small_path, 1, 64, speculation=speculation)

@@ -144,13 +144,13 @@ class Decoder:
         return self._embedding(ids)
 
     def forward(
-        self, batch: ForwardBatch, backend: AttentionBackend, states: torch.Tensor | None = None
+        self, batch: ForwardBatch, backend: AttentionBackend, head_inputs: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Hidden states [num_sampled, hidden_size] of `batch.sample_indices` after the last norm.
 
         The last layer's products run only for these tokens, unless the draft head reads that layer's output for all
-        tokens. `backend` must be ready for `batch`. `states`, from `DraftModel.empty_states`, get the draft head's
-        input.
+        tokens. `backend` must be ready for `batch`. `head_inputs`, from `DraftModel.empty_head_inputs`, get the inputs
+        of the draft head.
         """
         step = self.step_of(batch, backend)
         residual = self._embedding(batch.input_ids)
@@ -158,8 +158,8 @@ class Decoder:
             residual *= self._embedding_scale
         x: torch.Tensor | PartialSum | None = None
         read: list[tuple[int, torch.Tensor]] = []
-        if states is not None and self.draft_model is not None:
-            read = list(zip(self.draft_model.state_layers, states.unbind(1), strict=True))
+        if head_inputs is not None and self.draft_model is not None:
+            read = list(zip(self.draft_model.state_layers, head_inputs.unbind(1), strict=True))
         wanted = dict(read)
         all_states = wanted.get(LAST_STATE)
         # A captured shape with drafts may have an equal number of samples and tokens, even if a step samples fewer.

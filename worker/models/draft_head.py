@@ -44,7 +44,7 @@ class DraftModel:
             norm.load(source, tensor.name)
         self._projection = self._whole(source, self._head.projection)
 
-    def empty_states(self, num_tokens: int) -> torch.Tensor:
+    def empty_head_inputs(self, num_tokens: int) -> torch.Tensor:
         """An empty tensor for the model's states, [num_tokens, len(state_layers), hidden_size]."""
         return self._context.empty(num_tokens, len(self.state_layers), self._head.layer.hidden_size)
 

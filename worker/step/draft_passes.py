@@ -67,40 +67,40 @@ class DraftPasses:
         self._graphs = graphs
         self._num_drafts = num_drafts
         # Buffers of graphs: the head's input from captured steps, and logits. If None, all passes are eager.
-        self._states: torch.Tensor | None = None
+        self._head_inputs: torch.Tensor | None = None
         self._logits: torch.Tensor | None = None
-        states, device = self.new_states(num_rows), decoder.device
+        head_inputs, device = self.new_head_inputs(num_rows), decoder.device
         self._tokens = torch.zeros(num_sampled, dtype=torch.int64, device=device)
         # Per row of the step: how many sampled inputs do not count, the last pass's draft and hidden state, and the
         # last position that a pass may use.
         self._num_dropped = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        width = 0 if states is None else states.shape[2]
+        width = 0 if head_inputs is None else head_inputs.shape[2]
         self._hidden = torch.zeros(num_rows, width, dtype=decoder.dtype, device=device)
         self._lasts = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
-    def new_states(self, num_tokens: int) -> torch.Tensor | None:
+    def new_head_inputs(self, num_tokens: int) -> torch.Tensor | None:
         """An empty buffer for the head's input for `num_tokens` tokens. None without a draft head."""
         head = self._decoder.draft_model
-        return None if head is None else head.empty_states(num_tokens)
+        return None if head is None else head.empty_head_inputs(num_tokens)
 
-    def use_graphs(self, states: torch.Tensor | None, logits: torch.Tensor) -> None:
+    def use_graphs(self, head_inputs: torch.Tensor | None, logits: torch.Tensor) -> None:
         """Enables the capture of passes, if the backend allows it.
 
         Args:
-            states: the buffer from `new_states` that captured steps fill. None without a draft head.
+            head_inputs: the buffer from `new_head_inputs` that captured steps fill. None without a draft head.
             logits: [num_rows or more, columns of this rank] fp32, which passes may overwrite.
         """
         if not self._backend.plans_on_host:
-            self._states, self._logits = states, logits
+            self._head_inputs, self._logits = head_inputs, logits
 
     def leave(self, tokens: torch.Tensor) -> torch.Tensor:
         """Copies `tokens` [num_sampled] int64 of a captured step to where the graph of its first pass reads them."""
-        return tokens if self._states is None else self._tokens[: len(tokens)].copy_(tokens)
+        return tokens if self._head_inputs is None else self._tokens[: len(tokens)].copy_(tokens)
 
     def capture(self, shapes: Sequence[StepShape]) -> None:
         """Captures the passes that may follow captured steps of `shapes`."""
-        for shape in sorted(shapes, reverse=True) if self._states is not None else ():
+        for shape in sorted(shapes, reverse=True) if self._head_inputs is not None else ():
             if shape.num_tokens <= max(2 * shape.num_sampled, _FEW_TOKENS):
                 self._capture(_FIRST, shape)
             if shape.is_decode:
@@ -110,7 +110,7 @@ class DraftPasses:
 
     def prepare(self, step: Step) -> None:
         """Captures the passes that the step needs after its first pass, before the step is uploaded."""
-        if self._states is not None and step.frame.num_wanted.max(initial=0) > 1:
+        if self._head_inputs is not None and step.frame.num_wanted.max(initial=0) > 1:
             shape = self._rows_of(step.frame)
             if not self._graphs.has_pass(_NEXT, shape):
                 with preparing():
@@ -123,8 +123,8 @@ class DraftPasses:
     def add(self, step: Step, output: StepOutput) -> None:
         """Makes the requested number of drafts of the tokens after each sampled row's last one, and stores them for the
         next step. The step must be the last one uploaded, and its tokens final."""
-        frame, captured, states = step.frame, output.captured, output.states
-        assert states is not None, "a step with a draft head has no states"
+        frame, captured, head_inputs = step.frame, output.captured, output.head_inputs
+        assert head_inputs is not None, "a step with a draft head has its inputs"
         is_sampled, wanted = step.samples_per_row > 0, np.zeros(len(frame.rows), np.int32)
         if len(frame.num_wanted):
             wanted[is_sampled] = frame.num_wanted
@@ -140,7 +140,7 @@ class DraftPasses:
             self._inputs.restore_starts(captured or step.shape)
             batch = self._inputs.batch(step, of_draft_head=True)
             self._backend.init_forward_metadata(batch)
-            self._first(batch, _following(batch, output.tokens, batch.sample_indices), states, predicts=most > 0)
+            self._first(batch, _following(batch, output.tokens, batch.sample_indices), head_inputs, predicts=most > 0)
         if not most:
             return
         drafts = torch.stack([self._ids[: len(wanted)].clone(), *self._more(frame, wanted)], 1)
@@ -158,7 +158,7 @@ class DraftPasses:
         # A row that wants fewer drafts stays at its last position, as the next page may be missing. A row that wants
         # only one draft becomes padding.
         rows, more = frame.rows * (wanted > 1), (wanted - 1).clip(0)
-        if self._states is not None:
+        if self._head_inputs is not None:
             shape = self._rows_of(frame)
             self._inputs.upload(_decodes(rows, np.zeros_like(rows)), shape, use_frame_starts=True)
             starts = (self._inputs.next_starts(shape.num_rows) - 1).clamp_(min=0)
@@ -172,7 +172,7 @@ class DraftPasses:
             host_starts = (placed.frame.starts - 1) * (rows > 0)
             lasts = host_starts + more
         for _ in range(1, most):
-            if self._states is not None:
+            if self._head_inputs is not None:
                 self._graphs.replay_pass(_NEXT, shape)
             else:
                 host_starts = np.minimum(host_starts + 1, lasts)
@@ -199,7 +199,7 @@ class DraftPasses:
         self._graphs.capture_pass(name, shape, functools.partial(run, shape))
 
     def _captured_first(self, shape: StepShape, *, predicts: bool) -> None:
-        assert self._states is not None, "a pass was captured before use_graphs"
+        assert self._head_inputs is not None, "a pass was captured before use_graphs"
         self._inputs.restore_starts(shape)
         batch, tokens = self._inputs.graph_batch(shape, of_draft_head=True), self._tokens[: shape.num_sampled]
         self._backend.prepare_capture(batch, shape)
@@ -209,14 +209,16 @@ class DraftPasses:
             # The samples of padding are at the last token, which may belong to a row.
             is_padding = self._inputs.rows_of_samples(shape) == shape.num_rows - 1
             following = _following(batch, tokens, batch.sample_indices.masked_fill(is_padding, shape.num_tokens))
-        self._first(batch, following, self._states, predicts=predicts)
+        self._first(batch, following, self._head_inputs, predicts=predicts)
 
-    def _first(self, batch: ForwardBatch, following: torch.Tensor, states: torch.Tensor, *, predicts: bool) -> None:
+    def _first(
+        self, batch: ForwardBatch, following: torch.Tensor, head_inputs: torch.Tensor, *, predicts: bool
+    ) -> None:
         head = self._head()
         keep = None if predicts else batch.sample_indices[:0]
         if predicts and batch.num_tokens > batch.batch_size:
             keep = (batch.paged.cu_seqlens_q[1:] - 1 - self._num_dropped[: batch.batch_size]).clamp_(min=0)
-        hidden, step = head.reduced(states[: batch.num_tokens]), self._decoder.step_of(batch, self._backend)
+        hidden, step = head.reduced(head_inputs[: batch.num_tokens]), self._decoder.step_of(batch, self._backend)
         output, hidden = head.forward(self._decoder.embedded(following), hidden, step, keep)
         if predicts:
             self._put(output, hidden)

@@ -92,7 +92,7 @@ class ModelRunner:
         self._graphs = CudaGraphRunner(group)
         # All graphs write their logits and the draft head's input here.
         self._logits: torch.Tensor | None = None
-        self._states: torch.Tensor | None = None
+        self._head_inputs: torch.Tensor | None = None
         self._draft_passes = DraftPasses(
             decoder,
             backend,
@@ -135,9 +135,9 @@ class ModelRunner:
         self._logits = torch.empty(
             self._max_sampled, self._decoder.num_local_logits, dtype=torch.float32, device=self._group.device
         )
-        self._states = self._draft_passes.new_states(max((shape.num_tokens for shape in shapes), default=0))
+        self._head_inputs = self._draft_passes.new_head_inputs(max((shape.num_tokens for shape in shapes), default=0))
         self._graphs.offer(shapes)
-        self._draft_passes.use_graphs(self._states, self._logits)
+        self._draft_passes.use_graphs(self._head_inputs, self._logits)
         if which != "none":
             captured = shapes if which == "all" else self._graphs.largest
             self._graphs.capture(self._step, captured, prepare=self._prepare)
@@ -228,25 +228,25 @@ class ModelRunner:
         self._backend.prepare_replay(graph, step.frame.starts, step.frame.lens)
         padded, num_sampled = self._graphs.replay(graph), len(step.sampled)
         step.resampled = self._sampler.find_resampled(step.sampled_rows, step.sampled_positions)
-        return StepOutput(padded.tokens[:num_sampled], padded.logits[:num_sampled], graph, self._states)
+        return StepOutput(padded.tokens[:num_sampled], padded.logits[:num_sampled], graph, self._head_inputs)
 
     def _run(self, step: Step) -> StepOutput:
         """Runs the step eagerly."""
         batch, prompt_logprobs = self._inputs.batch(step), None
-        states = self._draft_passes.new_states(step.shape.num_tokens)
+        head_inputs = self._draft_passes.new_head_inputs(step.shape.num_tokens)
         if step.is_scored:
-            hidden, prompt_logprobs = self._scoring.run(step, batch, lambda batch: self._forward(batch, states))
+            hidden, prompt_logprobs = self._scoring.run(step, batch, lambda batch: self._forward(batch, head_inputs))
         else:
-            hidden = self._forward(batch, states)
+            hidden = self._forward(batch, head_inputs)
         plain = self._nothing
         if len(step.sampled):
             step.resampled = resampled = self._sampler.find_resampled(step.sampled_rows, step.sampled_positions)
             plain = self._sample(hidden, step.shape, left_out=resampled.indices[resampled.is_redrawn])
-        return StepOutput(plain.tokens, plain.logits, None, states, prompt_logprobs=prompt_logprobs)
+        return StepOutput(plain.tokens, plain.logits, None, head_inputs, prompt_logprobs=prompt_logprobs)
 
-    def _forward(self, batch: ForwardBatch, states: torch.Tensor | None = None) -> torch.Tensor:
+    def _forward(self, batch: ForwardBatch, head_inputs: torch.Tensor | None = None) -> torch.Tensor:
         self._backend.init_forward_metadata(batch)
-        return self._decoder.forward(batch, self._backend, states)
+        return self._decoder.forward(batch, self._backend, head_inputs)
 
     def _sample(
         self,
@@ -283,6 +283,6 @@ class ModelRunner:
         logits = self._logits[: shape.num_sampled]
         batch = self._inputs.graph_batch(shape)
         self._backend.prepare_capture(batch, shape)
-        states = None if self._states is None else self._states[: shape.num_tokens]
-        output = self._sample(self._decoder.forward(batch, self._backend, states), shape, out=logits)
+        head_inputs = None if self._head_inputs is None else self._head_inputs[: shape.num_tokens]
+        output = self._sample(self._decoder.forward(batch, self._backend, head_inputs), shape, out=logits)
         return replace(output, tokens=self._draft_passes.leave(output.tokens))

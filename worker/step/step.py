@@ -94,7 +94,7 @@ class StepOutput:
     """[num_sampled, this rank's columns] fp32: logits of this rank's part of the vocabulary."""
     captured: StepShape | None
     """Shape of the CUDA graph that the step replayed. None if the step ran eagerly."""
-    states: torch.Tensor | None
+    head_inputs: torch.Tensor | None
     """The draft head's input for the step's tokens. None without a draft head."""
     logprob_tokens: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     """Indices of the sampled tokens with requested log probabilities, on the host."""
