@@ -21,7 +21,7 @@ WIDTH, NUM_TOKENS = 4, 140
 CUTS = {
     "whole": [0, NUM_TOKENS],
     "parts": [0, 50, 64, 128, 131, 133, NUM_TOKENS],
-    "tokens": [0, 64, *range(120, NUM_TOKENS + 1)],
+    "tokens": [0, 64, *range(124, 132), NUM_TOKENS],
     # The last entries are stored in the places of the first, which the same step reads.
     "overlap": [0, 10, NUM_TOKENS],
     "drafts": [0, 62, 65, 66, 67, 126, 129, 130, NUM_TOKENS],
