@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from attention.layer import LatentLayer
+from parallel.numerics.kernels.cpu_products import Mixture, mixed_products, pack
 
 _MOST_TOKENS = 64
 
@@ -78,6 +79,45 @@ class LatentHeads:
         out = x.new_empty(len(x), self._layer.tp_q_head_num, width)
         head_products(x, weight, out)
         return out.flatten(1)
+
+
+class ExactLatentHeads(LatentHeads):
+    """LatentHeads for exact numerics, in the absorbed form only, because expanded keys are rounded elsewhere.
+
+    Each element of `absorb` and of `values` is one chain over ascending columns, rounded once. So its bits do not
+    depend on other tokens, or on the rank's number of heads.
+
+    Args:
+        weight: as for LatentHeads, on a CPU. It is copied.
+    """
+
+    def __init__(self, layer: LatentLayer, weight: torch.Tensor) -> None:
+        w_k, w_v = torch.split(weight, [layer.nope_dim, layer.v_dim], dim=1)
+        self._layer = layer
+        self._packed_k, self._packed_v = (torch.stack([*map(pack, it)]) for it in (w_k.transpose(1, 2), w_v))
+
+    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+        nope_dim, latent_dim = self._layer.nope_dim, self._layer.latent_dim
+        latent = _chains(q[..., :nope_dim], self._packed_k, latent_dim)
+        return torch.cat((latent, q[..., nope_dim:]), dim=-1).flatten(1)
+
+    def values(self, attended: torch.Tensor) -> torch.Tensor:
+        layer = self._layer
+        heads = attended.view(len(attended), layer.tp_q_head_num, -1)[..., : layer.latent_dim]
+        return _chains(heads, self._packed_v, layer.v_dim).flatten(1)
+
+
+def _chains(x: torch.Tensor, packed: torch.Tensor, width: int) -> torch.Tensor:
+    """Multiplies each head's columns x[:, head, :] by the head's weight on a CPU: [num_tokens, num_heads, width]. The
+    weights are packed by `pack`, [num_heads, tiles, columns, 64]."""
+    num_tokens, num_heads, num_columns = x.shape
+    ends = torch.arange(1, num_heads + 1) * num_tokens
+    rows = torch.arange(num_tokens * num_heads).view(num_tokens, num_heads).t().flatten()
+    # The sum over a pair's weights has one weight in it, that of its head.
+    mixture = Mixture(ends, rows, torch.ones(len(rows)))
+    out = x.new_empty(1, len(rows), width)
+    mixed_products(x.transpose(0, 1).flatten(0, 1), packed, num_columns, ((0, 1),), mixture, out)
+    return out.view(num_tokens, num_heads, width)
 
 
 def _are_few(heads: torch.Tensor) -> bool:

@@ -209,7 +209,7 @@ _SPECS = (
         what="kernels of our own in C",
         device="cpu",
         dtypes=_HALVES | {"float32"},
-        features=frozenset(Feature) - {Feature.LATENT},
+        features=frozenset(Feature),
     ),
     BackendSpec(
         name="torch_native",

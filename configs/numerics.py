@@ -22,9 +22,9 @@ _LEAVES_OF_COLUMNS = ((16384, 16), (4096, 8))
 _WIDE_LEAF_UNIT = 64
 MOST_LEAVES = 127
 """Largest number of leaves of a matrix in the kernels of GPUs."""
-_INEXACT_ON_GPUS: dict[type[Any], str] = {BiasedMixture: "experts with biases are summed exactly on CPUs only, so far"}
-_INEXACT: dict[type[Any], str] = {
-    LatentAttention: "latent attention computes in two forms, by which is cheaper for a step, and they round otherwise",
+_INEXACT_ON_GPUS: dict[type[Any], str] = {
+    BiasedMixture: "experts with biases are summed exactly on CPUs only, so far",
+    LatentAttention: "latent attention is exact on CPUs only, so far",
 }
 
 
@@ -32,7 +32,7 @@ def check_exact(model: ModelConfig, device: Literal["cpu", "cuda"], tp_size: int
     """Raises ConfigError with the reason if `numerics: exact` is impossible for `model`, `device` or this number of
     ranks."""
     for part in (part for layer in model.all_layers for part in (layer.mixer, layer.feed_forward)):
-        why = _INEXACT.get(type(part)) or (_INEXACT_ON_GPUS.get(type(part)) if device == "cuda" else None)
+        why = _INEXACT_ON_GPUS.get(type(part)) if device == "cuda" else None
         if why is not None:
             raise ConfigError(why)
     for columns in (axis for layer in model.all_layers for axis in layer.axes if isinstance(axis, Columns)):

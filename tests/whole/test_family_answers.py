@@ -46,12 +46,12 @@ def _is_there(name: str, tp_size: int, weights: str) -> bool:
 
 
 def _is_compared(name: str, tp_size: int, weights: str, way: str) -> bool:
-    serves = {"torch_native": True, "cpu": FAMILIES[name].may_be_exact, "runner": tp_size <= 5}
+    serves = {"torch_native": True, "cpu": True, "runner": tp_size <= 5}
     return _is_there(name, tp_size, weights) and serves[way]
 
 
 def _has_same_bits(name: str, tp_size: int, weights: str, _dtype: torch.dtype) -> bool:
-    return _is_there(name, tp_size, weights) and 1 < tp_size <= 4 and FAMILIES[name].may_be_exact
+    return _is_there(name, tp_size, weights) and 1 < tp_size <= 4
 
 
 def _params(cases: list[tuple[Any, ...]], usual: Callable[[str], tuple[int, ...]]) -> list[Any]:
