@@ -21,11 +21,13 @@ class LatentHeads:
 
     Args:
         weight: [tp_q_head_num, nope_dim + v_dim, latent_dim], contiguous: for each head the rows of w_k, then of w_v.
+        exact: whether `head_products` multiplies any number of tokens, for exact numerics on a GPU.
     """
 
-    def __init__(self, layer: LatentLayer, weight: torch.Tensor) -> None:
+    def __init__(self, layer: LatentLayer, weight: torch.Tensor, *, exact: bool = False) -> None:
         self._layer = layer
         self._weight = weight
+        self._exact = exact
         self._w_k, self._w_v = torch.split(weight, [layer.nope_dim, layer.v_dim], dim=1)
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
@@ -35,7 +37,7 @@ class LatentHeads:
             [num_tokens, tp_q_head_num * head_dim].
         """
         nope_dim = self._layer.nope_dim
-        if _are_few(q):
+        if self._exact or _are_few(q):
             return self._product(q, self._w_k, self._layer.head_dim)
         latent = torch.bmm(q[..., :nope_dim].transpose(0, 1), self._w_k).transpose(0, 1)
         return torch.cat((latent, q[..., nope_dim:]), dim=-1).flatten(1)
@@ -51,7 +53,7 @@ class LatentHeads:
         """
         layer = self._layer
         heads = attended.view(len(attended), layer.tp_q_head_num, -1)[..., : layer.latent_dim]
-        if _are_few(heads):
+        if self._exact or _are_few(heads):
             return self._product(heads, self._w_v.transpose(1, 2), layer.v_dim)
         out = attended.new_empty(len(attended), layer.tp_q_head_num, layer.v_dim)
         # With the weight as the first operand, this takes half the time on a CPU for up to four tokens.
@@ -77,19 +79,23 @@ class LatentHeads:
         from attention.kernels.latent_heads import head_products
 
         out = x.new_empty(len(x), self._layer.tp_q_head_num, width)
-        head_products(x, weight, out)
+        head_products(x, weight, out, exact=self._exact)
         return out.flatten(1)
 
 
-class ExactLatentHeads(LatentHeads):
-    """LatentHeads for exact numerics, in the absorbed form only, because expanded keys are rounded elsewhere.
-
-    Each element of `absorb` and of `values` is one chain over ascending columns, rounded once. So its bits do not
-    depend on other tokens, or on the rank's number of heads.
+def exact_heads(layer: LatentLayer, weight: torch.Tensor) -> LatentHeads:
+    """The heads for exact numerics: each element of `absorb` and `values` is one chain over ascending columns, rounded
+    once. So its bits do not depend on other tokens, or on the rank's number of heads. Expanded keys are rounded
+    elsewhere and must not be used.
 
     Args:
-        weight: as for LatentHeads, on a CPU. It is copied.
+        weight: as for LatentHeads. On a CPU it is copied.
     """
+    return LatentHeads(layer, weight, exact=True) if weight.is_cuda else CpuExactHeads(layer, weight)
+
+
+class CpuExactHeads(LatentHeads):
+    """What `exact_heads` makes on a CPU, in the absorbed form only."""
 
     def __init__(self, layer: LatentLayer, weight: torch.Tensor) -> None:
         w_k, w_v = torch.split(weight, [layer.nope_dim, layer.v_dim], dim=1)

@@ -185,7 +185,7 @@ _SPECS = (
         dtypes=_HALVES | {"float32"},
         max_head_dim=256,
         features=frozenset(Feature),
-        apart=((Feature.EXACT, Feature.LATENT), (Feature.EXACT, Feature.MASK)),
+        apart=((Feature.EXACT, Feature.MASK),),
         first_capability={Feature.FP8_KV: FP8_FROM},
     ),
     BackendSpec(

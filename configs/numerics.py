@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from configs.biased_mixture import BiasedMixture
 from configs.errors import ConfigError
-from configs.latent_attention import LatentAttention
 from configs.layers import Columns, HeadGroups
 from configs.model_config import ModelConfig
 
@@ -24,7 +23,6 @@ MOST_LEAVES = 127
 """Largest number of leaves of a matrix in the kernels of GPUs."""
 _INEXACT_ON_GPUS: dict[type[Any], str] = {
     BiasedMixture: "experts with biases are summed exactly on CPUs only, so far",
-    LatentAttention: "latent attention is exact on CPUs only, so far",
 }
 
 

@@ -236,11 +236,6 @@ def test_measured_times_are_written_in_the_place_of_those_of_the_same_step(tmp_p
         ("fa3", needs(features=frozenset({Feature.EXACT})), "has no exact numerics .*; choose auto or triton"),
         (
             "triton",
-            needs(features=frozenset({Feature.EXACT, Feature.LATENT, Feature.WINDOW})),
-            r"has no exact numerics for latent attention \(MLA\); no other backend can either",
-        ),
-        (
-            "triton",
             needs(features=frozenset({Feature.EXACT, Feature.MASK})),
             "has no exact numerics for masks over new",
         ),

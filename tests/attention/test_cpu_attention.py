@@ -12,7 +12,7 @@ import torch
 
 from attention.cpu_backend import CpuBackend
 from attention.kv_pool import FP8, ReqToTokenPool, TokenToKVPool
-from attention.latent import ExactLatentHeads
+from attention.latent import exact_heads
 from attention.layer import AttentionLayer
 from tests.helpers.batches import batch_of
 from tests.helpers.latent_case import LatentCase, layer_of
@@ -185,22 +185,14 @@ def test_latents_have_the_same_bits_in_every_step_and_on_a_rank_with_one_head(
 ) -> None:
     scale = 1.0 if kv_dtype is None else 0.03
     case = LatentCase(layer_of(3, k_scale=scale, v_scale=scale), 16, [(0, LENGTH)], dtype, kv_dtype=kv_dtype)
-    [q], backend = case.q, CpuBackend([case.layer], case.pool)
-
-    def attended(first: int, end: int, heads: slice = slice(None)) -> torch.Tensor:
-        weight = case.weight[heads]
-        layer = replace(case.layer, tp_q_head_num=len(weight))
-        backend = CpuBackend([layer], case.pool)
-        backend.init_forward_metadata(batch_of(case.table, [(1, first, end - first)], 16))
-        out = backend.attend_latent(q[first:end, heads], layer, ExactLatentHeads(layer, weight))
-        return out.view(end - first, len(weight), layer.v_dim)
-
+    backend = CpuBackend([case.layer], case.pool)
+    made = (lambda layer, pool: CpuBackend([layer], pool)), exact_heads
     backend.init_forward_metadata(case.batch)
     case.check(case.run(backend))  # which fills the pool
-    whole = attended(0, LENGTH)
+    whole = case.again(0, LENGTH, *made)
     for first, end in ((0, 1), (255, 257), (LENGTH - 1, LENGTH), (100, 370)):
-        _same(attended(first, end), whole[first:end])
-        _same(attended(first, end, slice(1, 2)), whole[first:end, 1:2])
+        _same(case.again(first, end, *made), whole[first:end])
+        _same(case.again(first, end, *made, slice(1, 2)), whole[first:end, 1:2])
 
 
 def test_hidden_tokens_of_the_same_prompt_add_nothing(rows: Rows) -> None:

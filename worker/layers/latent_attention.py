@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attention.latent import ExactLatentHeads, LatentHeads
+from attention.latent import LatentHeads, exact_heads
 from attention.layer import LatentLayer
 from attention.rotation import LatentNorm
 from configs.latent_attention import LatentAttention
@@ -66,7 +66,7 @@ class MLA:
         rows, made = self._context.shard.span_of(spec.kv_b.cut), spec.qk_nope_head_dim + spec.v_head_dim
         kv_b = self._context.empty(self.layer.tp_q_head_num, made, spec.kv_lora_rank)
         source.read(f"{prefix}{spec.kv_b.name}.weight", kv_b.flatten(0, 1), rows=rows)
-        self._heads = self._context.arithmetic.choose(fast=LatentHeads, exact=ExactLatentHeads)(self.layer, kv_b)
+        self._heads = self._context.arithmetic.choose(fast=LatentHeads, exact=exact_heads)(self.layer, kv_b)
         self._o.load(source, prefix)
 
     def row_groups(self) -> None:
