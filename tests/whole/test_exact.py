@@ -201,7 +201,9 @@ def test_every_logit_over_latents_has_the_same_bits(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("shape", "planted"), [("qwen3-8b", False), ("qwen3-8b", True), ("deepseek-v2-lite", False)])
+@pytest.mark.parametrize(
+    ("shape", "planted"), [("qwen3-8b", False), ("qwen3-8b", True), ("deepseek-v2-lite", False), ("gpt-oss-20b", False)]
+)
 def test_every_logit_of_gpus_has_the_same_bits_unless_sums_are_changed(
     shape: str, planted: bool, tmp_path: Path
 ) -> None:
