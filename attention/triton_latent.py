@@ -2,7 +2,8 @@
 
 Decodes use the absorbed form. In other steps, new tokens attend to each other with expanded heads. They attend to the
 cached tokens in the form that takes fewer operations for the row: absorbed, or with keys and values expanded from
-latents a chunk at a time. The parts are merged by the logarithms of their sums.
+latents a chunk at a time. The parts are merged by the logarithms of their sums. In exact numerics all steps use the
+absorbed form.
 """
 
 from __future__ import annotations
