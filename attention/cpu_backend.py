@@ -13,7 +13,8 @@ from attention.backend import AttentionBackend, register
 from attention.forward_batch import ForwardBatch, Int64Array
 from attention.kernels.cpu_attention import TYPES, LayerArgs, StepArgs, library
 from attention.kv_pool import TokenToKVPool
-from attention.layer import AttentionLayer, VisibleRange
+from attention.latent import LatentHeads
+from attention.layer import AttentionLayer, LatentLayer, VisibleRange
 
 _LINES = 64
 """Number of (token, query head) pairs that share one read of a KV head's keys, unless one token alone has more."""
@@ -34,7 +35,8 @@ class CpuBackend(AttentionBackend):
     """Attention by attention/kernels/cpu_attention.c, for every row of every step. It reads keys directly from the
     pool.
 
-    The bits of an output depend only on its query, the keys that the query sees, and their positions in the row.
+    The bits of an output depend only on its query, the keys that the query sees, and their positions in the row. For
+    latent layers, which are always absorbed, the products of `LatentHeads` have to be exact as well.
 
     Args:
         exact: has no effect, because the kernel is always exact.
@@ -74,6 +76,9 @@ class CpuBackend(AttentionBackend):
         )
         return out
 
+    def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
+        return heads.values(self.attend(heads.absorb(q), layer))
+
     def _plan(self, batch: ForwardBatch, whole: ForwardBatch, visible: VisibleRange, group: int) -> _Plan:
         """Args for one visible range. `batch` has the pages of these layers' pool, and `whole` has the step's mask."""
         ranges, mask = _visible_ranges(batch, visible), whole.mask
@@ -99,7 +104,8 @@ class CpuBackend(AttentionBackend):
 
 
 def _args_of(layer: AttentionLayer, pool: TokenToKVPool) -> LayerArgs:
-    keys, values = pool.pages(layer.layer_id)
+    pages = pool.pages(layer.layer_id)
+    keys, values = pages[0], pages[-1]  # a latent is both
     assert all(it.is_contiguous() for it in (keys, values)), "the kernel reads pages that are contiguous"
     assert layer.sinks is None or layer.sinks.is_contiguous(), "the kernel reads sinks that are contiguous"
     return LayerArgs(

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from attention.layer import LatentLayer
+from parallel.numerics.kernels.cpu_products import Mixture, mixed_products, pack
 
 _MOST_TOKENS = 64
 
@@ -20,11 +21,13 @@ class LatentHeads:
 
     Args:
         weight: [tp_q_head_num, nope_dim + v_dim, latent_dim], contiguous: for each head the rows of w_k, then of w_v.
+        exact: whether `head_products` multiplies any number of tokens, for exact numerics on a GPU.
     """
 
-    def __init__(self, layer: LatentLayer, weight: torch.Tensor) -> None:
+    def __init__(self, layer: LatentLayer, weight: torch.Tensor, *, exact: bool = False) -> None:
         self._layer = layer
         self._weight = weight
+        self._exact = exact
         self._w_k, self._w_v = torch.split(weight, [layer.nope_dim, layer.v_dim], dim=1)
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
@@ -34,7 +37,7 @@ class LatentHeads:
             [num_tokens, tp_q_head_num * head_dim].
         """
         nope_dim = self._layer.nope_dim
-        if _are_few(q):
+        if self._exact or _are_few(q):
             return self._product(q, self._w_k, self._layer.head_dim)
         latent = torch.bmm(q[..., :nope_dim].transpose(0, 1), self._w_k).transpose(0, 1)
         return torch.cat((latent, q[..., nope_dim:]), dim=-1).flatten(1)
@@ -50,7 +53,7 @@ class LatentHeads:
         """
         layer = self._layer
         heads = attended.view(len(attended), layer.tp_q_head_num, -1)[..., : layer.latent_dim]
-        if _are_few(heads):
+        if self._exact or _are_few(heads):
             return self._product(heads, self._w_v.transpose(1, 2), layer.v_dim)
         out = attended.new_empty(len(attended), layer.tp_q_head_num, layer.v_dim)
         # With the weight as the first operand, this takes half the time on a CPU for up to four tokens.
@@ -76,8 +79,51 @@ class LatentHeads:
         from attention.kernels.latent_heads import head_products
 
         out = x.new_empty(len(x), self._layer.tp_q_head_num, width)
-        head_products(x, weight, out)
+        head_products(x, weight, out, exact=self._exact)
         return out.flatten(1)
+
+
+def exact_heads(layer: LatentLayer, weight: torch.Tensor) -> LatentHeads:
+    """The heads for exact numerics: each element of `absorb` and `values` is one chain over ascending columns, rounded
+    once. So its bits do not depend on other tokens, or on the rank's number of heads. Expanded keys are rounded
+    elsewhere and must not be used.
+
+    Args:
+        weight: as for LatentHeads. On a CPU it is copied.
+    """
+    return LatentHeads(layer, weight, exact=True) if weight.is_cuda else CpuExactHeads(layer, weight)
+
+
+class CpuExactHeads(LatentHeads):
+    """What `exact_heads` makes on a CPU, in the absorbed form only."""
+
+    def __init__(self, layer: LatentLayer, weight: torch.Tensor) -> None:
+        w_k, w_v = torch.split(weight, [layer.nope_dim, layer.v_dim], dim=1)
+        self._layer = layer
+        self._packed_k, self._packed_v = (torch.stack([*map(pack, it)]) for it in (w_k.transpose(1, 2), w_v))
+
+    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+        nope_dim, latent_dim = self._layer.nope_dim, self._layer.latent_dim
+        latent = _chains(q[..., :nope_dim], self._packed_k, latent_dim)
+        return torch.cat((latent, q[..., nope_dim:]), dim=-1).flatten(1)
+
+    def values(self, attended: torch.Tensor) -> torch.Tensor:
+        layer = self._layer
+        heads = attended.view(len(attended), layer.tp_q_head_num, -1)[..., : layer.latent_dim]
+        return _chains(heads, self._packed_v, layer.v_dim).flatten(1)
+
+
+def _chains(x: torch.Tensor, packed: torch.Tensor, width: int) -> torch.Tensor:
+    """Multiplies each head's columns x[:, head, :] by the head's weight on a CPU: [num_tokens, num_heads, width]. The
+    weights are packed by `pack`, [num_heads, tiles, columns, 64]."""
+    num_tokens, num_heads, num_columns = x.shape
+    ends = torch.arange(1, num_heads + 1) * num_tokens
+    rows = torch.arange(num_tokens * num_heads).view(num_tokens, num_heads).t().flatten()
+    # The sum over a pair's weights has one weight in it, that of its head.
+    mixture = Mixture(ends, rows, torch.ones(len(rows)))
+    out = x.new_empty(1, len(rows), width)
+    mixed_products(x.transpose(0, 1).flatten(0, 1), packed, num_columns, ((0, 1),), mixture, out)
+    return out.view(num_tokens, num_heads, width)
 
 
 def _are_few(heads: torch.Tensor) -> bool:

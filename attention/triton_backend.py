@@ -31,7 +31,7 @@ class TritonBackend(AttentionBackend):
 
     Args:
         exact: use `paged_exact` for all steps. The bits of an output then depend only on what the token sees, by the
-            contract of attention/kernels/exact.py. It supports neither masks nor latent layers.
+            contract of attention/kernels/exact.py. It does not support masks.
     """
 
     captures_cuda_graphs = True
@@ -50,8 +50,8 @@ class TritonBackend(AttentionBackend):
         self._paged_exact = paged_exact if exact else None
         self._paged_decode, self._paged_extend = paged_decode, paged_extend
         self._latent = TritonLatent(token_to_kv_pool)
-        self._latent_layer = next((layer for layer in layers if isinstance(layer, LatentLayer)), None)
-        assert not exact or self._latent_layer is None, "latent layers cannot be exact"
+        # In exact steps all latent layers are absorbed, which needs no plan.
+        self._planned = None if exact else next((layer for layer in layers if isinstance(layer, LatentLayer)), None)
         self._latent_plan: LatentPlan | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -59,16 +59,16 @@ class TritonBackend(AttentionBackend):
         super().init_forward_metadata(batch)
         batch.paged.check()
         assert batch.mask is None or self._paged_exact is None, "a mask in an exact step"
-        if self._latent_layer is not None and batch.paged.max_seqlen_q > 1:
-            self._latent_plan = plan_of(batch, self._latent_layer, self.token_to_kv_pool.page_size)
+        if self._planned is not None and batch.paged.max_seqlen_q > 1:
+            self._latent_plan = plan_of(batch, self._planned, self.token_to_kv_pool.page_size)
 
     def capture_shapes(self, shape: StepShape, max_model_len: int) -> list[StepShape]:
-        is_eager = self._latent_layer is not None and not shape.is_decode and shape.num_tokens > _MOST_ABSORBED
+        is_eager = self._planned is not None and not shape.is_decode and shape.num_tokens > _MOST_ABSORBED
         return [] if is_eager else [shape]
 
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
         super().init_forward_metadata(batch)
-        if self._latent_layer is not None and not shape.is_decode:
+        if self._planned is not None and not shape.is_decode:
             self._latent_plan = plan_of_any(batch)
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -87,6 +87,8 @@ class TritonBackend(AttentionBackend):
 
     def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
         paged = self.batch_of(layer).paged
+        if self._paged_exact is not None:
+            return self._latent.absorbed(self._paged_exact, q, layer, heads, paged)
         if paged.max_seqlen_q == 1:
             return self._latent.decode(q, layer, heads, paged)
         assert self._latent_plan is not None, "before init_forward_metadata"

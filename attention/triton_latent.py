@@ -2,11 +2,13 @@
 
 Decodes use the absorbed form. In other steps, new tokens attend to each other with expanded heads. They attend to the
 cached tokens in the form that takes fewer operations for the row: absorbed, or with keys and values expanded from
-latents a chunk at a time. The parts are merged by the logarithms of their sums.
+latents a chunk at a time. The parts are merged by the logarithms of their sums. In exact numerics all steps use the
+absorbed form.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +21,8 @@ from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import LatentLayer
 
+_Attention = Callable[..., torch.Tensor]
+"""`paged_decode` or `paged_exact`."""
 _CHUNK_ELEMENTS = 1 << 25
 """Largest number of key and value elements expanded from cached latents at once: 64 MiB of 16-bit values. Not
 measured."""
@@ -123,8 +127,14 @@ class TritonLatent:
 
     def decode(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, paged: PagedMetadata) -> torch.Tensor:
         """Implements `AttentionBackend.attend_latent` for steps in which every row has one token."""
+        return self.absorbed(self._paged_decode, q, layer, heads, paged)
+
+    def absorbed(
+        self, kernel: _Attention, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, paged: PagedMetadata
+    ) -> torch.Tensor:
+        """Implements `AttentionBackend.attend_latent` in the absorbed form, by `kernel`, for steps that it serves."""
         latents = q.new_empty(len(q), layer.tp_q_head_num, layer.latent_dim)
-        self._paged_decode(self._absorbed(q, layer, heads), self._pages(layer), None, paged, layer, out=latents)
+        kernel(self._absorbed(q, layer, heads), self._pages(layer), None, paged, layer, out=latents)
         return heads.values(latents.flatten(1))
 
     def extend(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, plan: LatentPlan) -> torch.Tensor:

@@ -189,7 +189,7 @@ _SPECS = (
         dtypes=_HALVES | {"float32"},
         max_head_dim=256,
         features=frozenset(Feature),
-        apart=((Feature.EXACT, Feature.LATENT), (Feature.EXACT, Feature.MASK)),
+        apart=((Feature.EXACT, Feature.MASK),),
         first_capability={Feature.FP8_KV: FP8_FROM},
     ),
     BackendSpec(
@@ -215,7 +215,7 @@ _SPECS = (
         what="kernels of our own in C",
         device="cpu",
         dtypes=_HALVES | {"float32"},
-        features=frozenset(Feature) - {Feature.LATENT},
+        features=frozenset(Feature),
     ),
     BackendSpec(
         name="torch_native",

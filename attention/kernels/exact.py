@@ -11,6 +11,9 @@ weights would add in the order of registers, which depends on the tile's shape.)
 then the sink, then one division and one rounding. A key that a query does not see gets a weight of exactly zero. So
 tiles and spans without a visible key change no bit, and it does not matter which queries share a program.
 
+Latent layers have one form, the absorbed one: the value is the first part of the key, and a score adds the product over
+this part first, then that over the rotated part.
+
 The rest is free: pairs per program, warps, stages, pages, and which program walks which spans. So one kernel serves all
 steps. If there are few programs, each walks some spans of one row and writes their sums to memory, and a second kernel
 merges them in the same order with the same function. Measured on an H200: the same bits with 16 to 128 pairs per
@@ -41,6 +44,9 @@ _MOST_RUNS = 256
 """Number of programs that walk keys at once, if keys are cut into runs."""
 _MOST_PART_BYTES = 32 << 20
 """Memory for the span sums of steps with few tokens: 24 tokens with 32 heads of 128 and 40,960 positions."""
+_MOST_LATENT_BYTES = 256 << 20
+"""Memory for the span sums of decodes of latent layers, which are four times as wide as others: 64 rows with 16 heads
+of 512 and 65,536 positions. Not measured."""
 _MERGED_AT_ONCE = 8
 """Number of spans that the merging program loads ahead."""
 
@@ -63,7 +69,7 @@ def tile_of(head_dim: int, dtype: torch.dtype) -> int:
     """Positions per tile, by head size and query dtype, such that prompts and decodes can both use it. Prompts want
     large tiles; 64 is the most that fits in registers beside the sums of heads of 128, and 32 for 256. Decodes want
     many bytes in flight, which is the same number for both sizes. fp32 is multiplied without tensor cores, and its
-    threads hold whole rows of the operands."""
+    threads hold whole rows of the operands. Latents have the tile of heads of 256."""
     if dtype.itemsize > 2:
         return 16
     return 64 if head_dim <= 128 else 32
@@ -87,15 +93,21 @@ def choose(
         is_small: whether the GPU has too little shared memory for three stages of heads wider than 128.
     """
     is_wide = head_dim > 128
-    most = 16 if dtype.itemsize > 2 else 64 if is_wide else 128
+    is_latent = head_dim > 256
+    # The sums of a span and of all spans are in registers, 4 KiB for each pair of a latent layer.
+    most = 32 if is_latent else 64 if is_wide else 128
+    if dtype.itemsize > 2 or (is_latent and is_small):
+        most = 16
+    few = 16 if is_latent else 32
     num_stages = 2 if dtype.itemsize > 2 or (is_wide and is_small) else 3
     if num_rows is None:
         block_m = min(block_of(group * tokens), most)
-        num_warps = 4 if block_m <= 32 else 8
+        num_warps = 4 if block_m <= few else 8
         return Schedule(block_m=block_m, num_warps=num_warps, num_stages=num_stages, num_runs=_MOST_RUNS)
     block_m = min(block_of(group), most)
+    num_rows *= -(-group // block_m)
     num_runs = 1 if num_rows > 192 else (256 if num_rows <= 64 else 512) // num_rows
-    num_warps = 8 if block_m > (32 if is_wide else 64) else 4
+    num_warps = 8 if block_m > (few if is_wide else 64) else 4
     return Schedule(block_m=block_m, num_warps=num_warps, num_stages=num_stages, num_runs=num_runs)
 
 
@@ -145,7 +157,7 @@ def _merge_kernel(
 def paged_exact(
     q: torch.Tensor,
     k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    v_pages: torch.Tensor | None,
     paged: PagedMetadata,
     layer: AttentionLayer,
     *,
@@ -164,17 +176,18 @@ def paged_exact(
             multiplied in fp32, without tensor cores.
         k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, in q's dtype or e4m3. page_size is a power
             of two.
-        v_pages: like `k_pages`.
+        v_pages: like `k_pages`. If None, the value is the first columns of the key.
         paged: rows may have no new tokens. If `max_seqlen_q` is 1, every row has one, and `cu_seqlens_q` is not read.
         layer: its scales, window, chunk, softcap and sinks are applied.
-        out: [num_tokens, tp_q_head_num, head_dim], contiguous, in q's dtype, written.
-        schedule: if None, `choose` for this step. Runs temporarily take 4 * (head_dim + 2) bytes for each query head,
+        out: [num_tokens, tp_q_head_num, columns of a value], contiguous, in q's dtype, written.
+        schedule: if None, `choose` for this step. Runs temporarily take 4 * (v_dim + 2) bytes for each query head,
             token and span of the longest row that the table can hold.
 
     Returns:
         `out`.
     """
     num_tokens, num_q_heads, head_dim = q.shape
+    v_dim = out.shape[-1]
     _, page_size, num_kv_heads, _ = k_pages.shape
     num_rows, group = len(paged.cache_seqlens), num_q_heads // num_kv_heads
     window, chunk = layer.window or 0, layer.chunk or 0
@@ -183,21 +196,21 @@ def paged_exact(
         tokens = -(-num_tokens // max(num_rows, 1))
         programs = num_rows * num_kv_heads if is_decode else None
         schedule = choose(head_dim, q.dtype, group, programs, tokens, is_small=has_little(q.device))
-    one_token = is_decode and group <= schedule.block_m
     most_seen = min(it for it in (paged.page_table.shape[1] * page_size, window, chunk) if it)
     # The first visible key may be anywhere in a span.
     num_parts = -(-(most_seen - 1) // SPAN) + 1
     count = num_tokens * num_q_heads * num_parts
+    num_bytes, most_bytes = 4 * count * (v_dim + 2), _MOST_LATENT_BYTES if is_decode else _MOST_PART_BYTES
     num_runs = 1
-    if one_token:
-        num_runs = min(schedule.num_runs, num_parts)
-    elif not is_decode and not window and not chunk and 4 * count * (head_dim + 2) <= _MOST_PART_BYTES:
+    if is_decode:
+        num_runs = min(schedule.num_runs, num_parts) if v_pages is not None or num_bytes <= most_bytes else 1
+    elif not window and not chunk and num_bytes <= most_bytes:
         num_tiles = num_kv_heads * max(num_tokens * group // schedule.block_m, 1)
         num_runs = min(schedule.num_runs, num_parts, max(_MOST_RUNS // num_tiles, 1))
     parts, sums = out, None
     if num_runs > 1:
-        workspace = torch.empty(count * (head_dim + 2), dtype=torch.float32, device=q.device)
-        parts, sums = workspace[: count * head_dim].view(count, head_dim), workspace[count * head_dim :]
+        workspace = torch.empty(count * (v_dim + 2), dtype=torch.float32, device=q.device)
+        parts, sums = workspace[: count * v_dim].view(count, v_dim), workspace[count * v_dim :]
     early_merge = num_runs > 1 and has_dependent_launch(q.device)
     tuning = ExtendTuning(
         block_m=schedule.block_m,
@@ -205,7 +218,7 @@ def paged_exact(
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
     )
-    spans = Spans(span=SPAN, num_parts=num_parts, num_runs=num_runs, one_token=one_token, is_early=early_merge)
+    spans = Spans(span=SPAN, num_parts=num_parts, num_runs=num_runs, one_token=is_decode, is_early=early_merge)
     paged_extend(q, k_pages, v_pages, paged, layer, out=parts, lse=sums, tuning=tuning, spans=spans)
     if sums is not None:
         _merge_kernel[(num_q_heads, num_tokens)](
@@ -218,14 +231,14 @@ def paged_exact(
             num_parts,
             num_rows,
             layer.v_scale,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_of(head_dim),
+            HEAD_DIM=v_dim,
+            BLOCK_D=block_of(v_dim),
             SPAN=SPAN,
             WINDOW=window,
             CHUNK=chunk,
             AT_ONCE=_MERGED_AT_ONCE,
             EARLY_MERGE=early_merge,
-            ROWS=0 if one_token else block_of(num_rows),
+            ROWS=0 if is_decode else block_of(num_rows),
             launch_pdl=early_merge,
         )
     return out

@@ -71,7 +71,7 @@ class Spans:
     num_runs: int
     """Number of programs that walk the spans of a tile. If there are several, each writes its spans' sums to memory."""
     one_token: bool
-    """Whether every row has one token. Its heads then form one tile."""
+    """Whether every row has one token. A tile then has heads of one row."""
     is_early: bool
     """Whether the merging kernel may start while spans are still walked."""
 
@@ -197,7 +197,8 @@ def _extend_kernel(
     CAP: tl.constexpr, PREFIX_ONLY: tl.constexpr, SPAN: tl.constexpr, ONE_TOKEN: tl.constexpr, LEAVES: tl.constexpr,
     EARLY: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program per KV head, run of spans, and tile. `sums_ptr`: logarithms of sums, or with LEAVES spans' sums."""
+    """One program per KV head, run of spans, and tile. `sums_ptr`: logarithms of sums, or with LEAVES spans' sums.
+    ONE_TOKEN: number of tiles of each row, if every row has one token, else 0."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     KEY_DIM: tl.constexpr = HEAD_DIM if HEAD_DIM < V_DIM else V_DIM
     follow(EARLY)
@@ -206,8 +207,8 @@ def _extend_kernel(
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
     if ONE_TOKEN:
-        row = tl.program_id(2)
-        start, num_tokens, first_pair = row, 1, 0
+        row = tl.program_id(2) // ONE_TOKEN
+        start, num_tokens, first_pair = row, 1, tl.program_id(2) % ONE_TOKEN * BLOCK_M
     else:
         # Tiles are taken from the end: the last tiles of a prompt have the most keys and should not start last (not
         # measured).
@@ -278,7 +279,7 @@ def _extend_kernel(
     sums = first_sums(sink, BLOCK_M, BLOCK_D, SPAN)
     table_row = page_table + row.to(tl.int64) * page_table_stride
     first = begin
-    if not ONE_TOKEN and WINDOW == 0 and CHUNK == 0:
+    if ONE_TOKEN == 0 and WINDOW == 0 and CHUNK == 0:
         # Blocks that all queries see whole need no masks. With a window or a chunk, and for one program of a decode,
         # there are few such blocks (not measured).
         sums = _walk(
@@ -362,10 +363,10 @@ def paged_extend(
     num_tokens, num_q_heads, head_dim = q.shape
     *pages, num_kv_heads, _ = k_pages.shape
     num_rows, group = len(paged.cache_seqlens), num_q_heads // num_kv_heads
-    one_token = spans is not None and spans.one_token
+    one_token = -(-group // tuning.block_m) if spans is not None and spans.one_token else 0
     num_runs = 1 if spans is None else spans.num_runs
     # The number of tiles that `first_tile` distinguishes: the tiles of all tokens as one row, plus one per row.
-    num_tiles = num_rows if one_token else num_tokens * group // tuning.block_m + num_rows
+    num_tiles = num_rows * one_token if one_token else num_tokens * group // tuning.block_m + num_rows
     _extend_kernel[(num_kv_heads, num_runs, num_tiles)](
         q,
         k_pages,

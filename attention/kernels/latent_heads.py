@@ -15,6 +15,7 @@ from parallel.kernels.dependent_launch import follow, is_dependent, let_next_sta
 from parallel.kernels.shared_memory import has_little
 
 _MOST_TOKENS = 64  # largest number of tokens per program
+_FEWER_TOKENS = 32  # with more of them, some GPUs use other matrix instructions, which might add in another order
 _TILE = 8192  # weight elements per program: 16 KB of 16-bit values
 
 
@@ -47,21 +48,23 @@ def _head_products_kernel(
         tl.store(out_rows + N + rest[None, :], kept, mask=is_rest)
 
 
-def head_products(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def head_products(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, exact: bool = False) -> None:
     """Multiplies the first K columns of each head by the head's weight, and copies the columns after them. Sums are
-    fp32 and rounded once.
+    fp32, ascending, and rounded once.
 
     Args:
         x: [num_tokens, num_heads, K + rest]; the last dimension is contiguous.
         weight: [num_heads, K, N] in x's dtype, with any strides.
         out: [num_tokens, num_heads, N + rest] in x's dtype, written; the last dimension is contiguous.
+        exact: use the same matrix instructions for any number of tokens. The bits of a row then depend on the row and
+            the weight alone.
     """
     num_tokens, num_heads, width = x.shape
     _, k, n = weight.shape
     rest = width - k
     assert out.shape == (num_tokens, num_heads, n + rest), "out has a column for each of the weight, and those copied"
     assert x.stride(2) == out.stride(2) == 1, "columns are contiguous"
-    most_tokens = _MOST_TOKENS // 2 if has_little(x.device) else _MOST_TOKENS
+    most_tokens = _FEWER_TOKENS if exact or has_little(x.device) else _MOST_TOKENS
     block_m, block_k = min(block_of(num_tokens), most_tokens), block_of(k)
     block_n = min(block_of(n), max(16, _TILE // block_k))
     dependent = is_dependent(x.device, num_tokens)

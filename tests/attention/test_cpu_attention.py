@@ -12,8 +12,10 @@ import torch
 
 from attention.cpu_backend import CpuBackend
 from attention.kv_pool import FP8, ReqToTokenPool, TokenToKVPool
+from attention.latent import exact_heads
 from attention.layer import AttentionLayer
 from tests.helpers.batches import batch_of
+from tests.helpers.latent_case import LatentCase, layer_of
 from tests.helpers.paged_case import NewTokens, PagedCase, both_ways, in_order, mask_of, tree
 
 CPU = torch.device("cpu")
@@ -175,6 +177,22 @@ def test_fp8_keys_and_values_have_the_same_bits_in_every_step(dtype: torch.dtype
     whole = rows.whole()
     _same(torch.cat([rows.answers([(0, start, start + 60)], 1) for start in range(0, LENGTH, 60)]), whole)
     _same(rows.answers([(1, 3, 4), (0, 599, 600)])[1:], whole[599:])
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, FP8)])
+def test_latents_have_the_same_bits_in_every_step_and_on_a_rank_with_one_head(
+    dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
+    scale = 1.0 if kv_dtype is None else 0.03
+    case = LatentCase(layer_of(3, k_scale=scale, v_scale=scale), 16, [(0, LENGTH)], dtype, kv_dtype=kv_dtype)
+    backend = CpuBackend([case.layer], case.pool)
+    made = (lambda layer, pool: CpuBackend([layer], pool)), exact_heads
+    backend.init_forward_metadata(case.batch)
+    case.check(case.run(backend))  # which fills the pool
+    whole = case.again(0, LENGTH, *made)
+    for first, end in ((0, 1), (255, 257), (LENGTH - 1, LENGTH), (100, 370)):
+        _same(case.again(first, end, *made), whole[first:end])
+        _same(case.again(first, end, *made, slice(1, 2)), whole[first:end, 1:2])
 
 
 def test_hidden_tokens_of_the_same_prompt_add_nothing(rows: Rows) -> None:

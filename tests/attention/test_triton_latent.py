@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -11,8 +12,8 @@ import torch
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from attention import triton_latent
-from attention.kernels import decode
-from attention.kv_pool import FP8
+from attention.kernels import decode, exact
+from attention.kv_pool import FP8, TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import LatentLayer
 from attention.step_shape import StepShape
@@ -115,6 +116,55 @@ def test_a_gpu_with_little_shared_memory_gets_smaller_tiles(
         monkeypatch.setattr(module, "shared_bytes", lambda device: 99 << 10)
     assert shared_memory.has_little(device)
     check(LatentCase(layer_of(20, **LITE), 16, rows, torch.float16, device))
+
+
+def exact_backend(layer: LatentLayer, pool: TokenToKVPool) -> TritonBackend:
+    return TritonBackend([layer], pool, exact=True)
+
+
+def check_exact(case: LatentCase, spans: list[tuple[int, int]], heads: slice) -> None:
+    """Checks a row, and that tokens of it have the same bits in steps of their own, among some heads too."""
+    backend, heads_of = exact_backend(case.layer, case.pool), functools.partial(LatentHeads, exact=True)
+    backend.init_forward_metadata(case.batch)
+    [whole] = case.run(backend, exact=True)
+    case.check([whole])
+    for first, end in spans:
+        assert torch.equal(case.again(first, end, exact_backend, heads_of), whole[first:end])
+        assert torch.equal(case.again(first, end, exact_backend, heads_of, heads), whole[first:end, heads])
+
+
+@pytest.mark.usefixtures("chains")
+@pytest.mark.parametrize(
+    ("num_heads", "kv_dtype", "spans"),
+    [
+        (3, None, [(0, 1), (41, 42), (31, 33), (20, 40)]),
+        (3, FP8, [(41, 42), (31, 33)]),
+        (37, None, [(41, 42)]),
+    ],
+)
+def test_exact_decodes_and_chunks_have_the_bits_of_the_prompt(
+    num_heads: int,
+    kv_dtype: torch.dtype | None,
+    spans: list[tuple[int, int]],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exact, "SPAN", 32)
+    monkeypatch.setattr(exact, "tile_of", lambda *_: 16)
+    scale = 1.0 if kv_dtype is None else 0.03
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    case = LatentCase(layer_of(num_heads, k_scale=scale, v_scale=scale), 16, [(0, 42)], dtype, device, kv_dtype)
+    check_exact(case, spans, slice(1, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_long_exact_rows_have_the_same_bits_however_they_come(num_heads: int, kv_dtype: torch.dtype | None) -> None:
+    case = LatentCase(layer_of(num_heads, **LITE), 64, [(0, 1900)], torch.bfloat16, GPU, kv_dtype)
+    spans = [(0, 1), (511, 512), (512, 513), (1899, 1900), (1890, 1900), (500, 600), (1000, 1900)]
+    for heads in (slice(3, 4), slice(5, 10)):
+        check_exact(case, spans, heads)
 
 
 @pytest.mark.gpu

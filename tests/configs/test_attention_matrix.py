@@ -67,7 +67,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "chunk": "takes chunks of whole pages, and has 32 tokens where kv_cache.page_size=64",
     },
     "triton": {},
-    "cpu": {"latent": r"has no latent attention \(MLA\); choose auto or torch_native"},
+    "cpu": {},
     "torch_native": {},
 }
 """What they refuse of the above and of latent attention."""

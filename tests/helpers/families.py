@@ -77,7 +77,6 @@ class Family:
     ranks: tuple[int, ...] = (1, 2, 3, 4)
     factor: float = 4.0
     """Of matrices, in multiples of their initial size."""
-    may_be_exact: bool = True
 
 
 def _dense(model_type: str, **changes: Any) -> Family:
@@ -94,7 +93,7 @@ def _experts(model_type: str, **changes: Any) -> Family:
 
 
 def _latents(model_type: str, **changes: Any) -> Family:
-    return Family(model_type, {**LATENTS, **changes}, (1, 2, 3, 4, 6), factor=6.0, may_be_exact=False)
+    return Family(model_type, {**LATENTS, **changes}, (1, 2, 3, 4, 6), factor=6.0)
 
 
 def _hybrid(model_type: str, **changes: Any) -> Family:
@@ -112,7 +111,7 @@ def _hybrid(model_type: str, **changes: Any) -> Family:
     return Family(model_type, {**sizes, **changes})
 
 
-def _kimi(layer_types: tuple[str, ...], *, may_be_exact: bool = False) -> Family:
+def _kimi(layer_types: tuple[str, ...]) -> Family:
     config = {
         **{key: it for key, it in LATENTS.items() if not key.startswith(("n_routed", "first_k", "rms"))},
         "rms_norm_eps": 1e-5,
@@ -125,7 +124,7 @@ def _kimi(layer_types: tuple[str, ...], *, may_be_exact: bool = False) -> Family
         "routed_scaling_factor": 1.5,
         "pad_token_id": 0,
     }
-    return Family("kimi_linear", config, (1, 2, 3, 4, 6), may_be_exact=may_be_exact)
+    return Family("kimi_linear", config, (1, 2, 3, 4, 6))
 
 
 def _convolutions(model_type: str, **changes: Any) -> Family:
@@ -244,7 +243,7 @@ FAMILIES: dict[str, Family] = {
     ),
     # Heads of both kinds of attention differ in number. A latent layer between two recurrent ones, and these alone.
     "kimi_linear": _kimi(("linear_attention", "full_attention", "linear_attention")),
-    "kimi_linear_recurrent": _kimi(("linear_attention",) * 3, may_be_exact=True),
+    "kimi_linear_recurrent": _kimi(("linear_attention",) * 3),
     # The ranks share one group of Mamba heads, whose states are wider than the heads.
     "granite_4": _granite(num_local_experts=0),
     # Two groups, and attention with positions.

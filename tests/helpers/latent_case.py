@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -90,20 +91,39 @@ class LatentCase:
         # With the poison behind each row's last page.
         self.batch = replace(batch, paged=replace(batch.paged, page_table=self.table.page_table[1:]))
 
-    def run(self, backend: AttentionBackend | None = None) -> list[torch.Tensor]:
+    def run(self, backend: AttentionBackend | None = None, *, exact: bool = False) -> list[torch.Tensor]:
         """[extend_len, tp_q_head_num, v_dim] of each row, by a backend, which stores the new tokens.
 
-        None: by torch_native.
+        Args:
+            backend: None: torch_native.
+            exact: whether the heads' products are a GPU's exact ones.
         """
         if backend is None:
             backend = create_backend("torch_native", "torch_native", self.pool)
             backend.init_forward_metadata(self.batch)
         new = torch.cat([kept[prefix:] for kept, (prefix, _) in zip(self.kept, self.rows, strict=True)])
-        heads = LatentHeads(self.layer, self.weight)
+        heads = LatentHeads(self.layer, self.weight, exact=exact)
         self.pool.set_kv(0, self.batch.out_cache_loc, new)
         out = backend.attend_latent(torch.cat(self.q), self.layer, heads)
         assert out.is_contiguous()
         return list(out.view(-1, self.layer.tp_q_head_num, self.layer.v_dim).split([extend for _, extend in self.rows]))
+
+    def again(
+        self,
+        first: int,
+        end: int,
+        backend_of: Callable[[LatentLayer, TokenToKVPool], AttentionBackend],
+        heads_of: Callable[[LatentLayer, torch.Tensor], LatentHeads],
+        heads: slice = slice(None),
+    ) -> torch.Tensor:
+        """[end - first, heads, v_dim]: the same for some tokens of the first row, which has no prefix, in a step of
+        their own on a rank that has some of the heads. The pool has to hold the row."""
+        weight = self.weight[heads]
+        layer = replace(self.layer, tp_q_head_num=len(weight))
+        backend = backend_of(layer, self.pool)
+        backend.init_forward_metadata(batch_of(self.table, [(1, first, end - first)], self.pool.page_size))
+        q = self.q[0][first:end, heads].contiguous()
+        return backend.attend_latent(q, layer, heads_of(layer, weight)).view(end - first, -1, layer.v_dim)
 
     def expected(self) -> list[torch.Tensor]:
         """In fp32, one head and one query at a time, each key and value made from its token's latent."""

@@ -39,6 +39,7 @@ from parallel.numerics.rank_sum import CudaExactSum
 from parallel.plan import ShardPlan, Span
 from parallel.tree import SumTree
 from tests.conftest import Logits
+from tests.helpers.families import case_of
 from tests.helpers.local_group import Limits, LocalGroup
 from tests.helpers.rank_threads import on_ranks
 from tests.whole.test_answers import Answer, assert_greedy, make_prompts
@@ -97,7 +98,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, Any]:
-    """What the first group gave, by the activations' type."""
+    """What the first group gave, by the activations' type or the family."""
     return {}
 
 
@@ -178,11 +179,36 @@ def test_every_logit_has_the_same_bits_and_greedy_tokens_are_those_of_transforme
         group.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("lite", 1), ("lite", 2), ("lite", 3), ("v3", 1), ("v3", 3), ("kimi_linear", 1), ("kimi_linear", 2)],
+)
+def test_every_logit_over_latents_has_the_same_bits(
+    name: str, size: int, watch: Watch, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of DeepSeek-V2-Lite, DeepSeek-V3 and Kimi-Linear, in the same ways."""
+    case = case_of(name, tmp_path)
+    group = LocalGroup(
+        case.path, size, Limits().num_pages, on_frame=lambda *step: watch.keys.extend(rows_of_logits(*step))
+    )
+    try:
+        for way in WAYS:
+            _, rows = _answers(group, watch, way)
+            expected = reference.setdefault(name, {})
+            assert [key for key, found in rows.items() if expected.setdefault(key, found) != found] == [], way
+    finally:
+        group.close()
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("planted", [False, True])
-def test_every_logit_of_gpus_has_the_same_bits_unless_sums_are_changed(planted: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "planted"), [("qwen3-8b", False), ("qwen3-8b", True), ("deepseek-v2-lite", False), ("gpt-oss-20b", False)]
+)
+def test_every_logit_of_gpus_has_the_same_bits_unless_sums_are_changed(
+    shape: str, planted: bool, tmp_path: Path
+) -> None:
     """At sizes 1 and 2, ranks sharing a GPU where there is one; the layers' shapes are the real ones."""
-    model = json.loads((ROOT / "benchmarks/models/qwen3-8b/config.json").read_text())
+    model = json.loads((ROOT / "benchmarks/models" / shape / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(model | {"num_hidden_layers": 2, "vocab_size": 32000}))
     command = [sys.executable, "-m", "benchmarks.exactness", "--config", "benchmarks/dummy.yaml", "--tokens", "24"]
     command += ["--set", f"model={tmp_path}", "--set", "numerics=exact", "--sizes", "1,2", "--graph-tokens", "64"]

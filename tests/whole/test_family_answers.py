@@ -25,6 +25,7 @@ from benchmarks.make_checkpoint import write_checkpoint
 from cluster.messages.engine import SamplingParams
 from configs.attention import LatentShape
 from configs.layers import MixtureOfExperts
+from configs.numerics import check_exact
 from configs.read_config import read_model_config
 from configs.resolve import attention_needs
 from configs.schema import EngineConfig, KVCacheConfig
@@ -46,12 +47,12 @@ def _is_there(name: str, tp_size: int, weights: str) -> bool:
 
 
 def _is_compared(name: str, tp_size: int, weights: str, way: str) -> bool:
-    serves = {"torch_native": True, "cpu": FAMILIES[name].may_be_exact, "runner": tp_size <= 5}
+    serves = {"torch_native": True, "cpu": True, "runner": tp_size <= 5}
     return _is_there(name, tp_size, weights) and serves[way]
 
 
 def _has_same_bits(name: str, tp_size: int, weights: str, _dtype: torch.dtype) -> bool:
-    return _is_there(name, tp_size, weights) and 1 < tp_size <= 4 and FAMILIES[name].may_be_exact
+    return _is_there(name, tp_size, weights) and 1 < tp_size <= 4
 
 
 def _params(cases: list[tuple[Any, ...]], usual: Callable[[str], tuple[int, ...]]) -> list[Any]:
@@ -135,6 +136,10 @@ def test_exact_logits_are_the_same_bits_on_any_number_of_ranks(
     """In FP8 the weights are those of the plain model, and so are the bits."""
     same = weights if weights == "MXFP4" else "plain"
     of_one_rank(name, same, dtype).check(made(name, weights), tp_size)
+
+
+def test_every_family_may_be_exact_on_gpus_too(case: Case) -> None:
+    check_exact(case.model, "cuda", min(4, case.model.num_attention_heads))
 
 
 def test_tensors_are_those_of_the_checkpoint_and_experts_those_of_transformers_layers(case: Case) -> None:

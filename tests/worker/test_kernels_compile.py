@@ -322,12 +322,16 @@ def _call_exact(
 def _call_latent(
     num_heads: int, page_size: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None
 ) -> None:
-    """Latent attention of DeepSeek-V2: decodes of 16 rows and of 200, whose keys are split and not, and prompts."""
+    """Latent attention of DeepSeek-V2, fast and exact: prompts, decodes of few rows, whose keys are split, and of
+    200."""
     layer = replace(_layer(576), tp_q_head_num=num_heads, tp_k_head_num=1)
     for num_rows in (16, 200):
         q, pages, _, paged = _attention_inputs(layer, num_rows, num_rows, page_size, dtype, kv_dtype)
         latents = torch.empty(num_rows, num_heads, 512, dtype=dtype)
         decode.paged_decode(q, pages, None, paged, layer, out=latents)
+    for num_rows in (4, 200, 3):
+        heads, _, _, rows = _attention_inputs(layer, 200 if num_rows == 3 else num_rows, num_rows, page_size, dtype)
+        exact.paged_exact(heads, pages, None, rows, layer, out=torch.empty(len(heads), num_heads, 512, dtype=dtype))
     lse, part = torch.empty(200, num_heads), torch.empty(200, num_heads, 128)
     paged_extend(q, pages, None, paged, layer, out=latents, lse=lse, prefix_only=True)
     q, k, v = (torch.empty(200, num_heads, width, dtype=dtype) for width in (192, 192, 128))
@@ -338,7 +342,9 @@ def _call_latent(
         merge_states(part, lse, other, lse, out=part, lse=lse)
     weights = torch.empty(q.shape[1], 128, 512, dtype=dtype)
     head_products(q[..., : 128 + 64], weights, torch.empty(len(q), q.shape[1], 512 + 64, dtype=dtype))
-    head_products(latents, weights.transpose(1, 2), torch.empty(len(q), q.shape[1], 128, dtype=dtype))
+    values = torch.empty(len(q), q.shape[1], 128, dtype=dtype)
+    for is_exact in (False, True):
+        head_products(latents, weights.transpose(1, 2), values, exact=is_exact)
     latent_norm_rope_store(
         q,
         torch.empty(200, 576, dtype=dtype),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attention.latent import LatentHeads
+from attention.latent import LatentHeads, exact_heads
 from attention.layer import LatentLayer
 from attention.rotation import LatentNorm
 from configs.latent_attention import LatentAttention
@@ -47,8 +47,7 @@ class MLA:
         self._q_norm = None if spec.q_norm is None else self._norm(spec.q_norm)
         self._kv_norm = self._norm(spec.kv_norm)
         self._o = RowParallelLinear(spec.o, context)
-        self._kv_b = context.empty(num_heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
-        self._heads = LatentHeads(self.layer, self._kv_b)
+        self._heads: LatentHeads | None = None
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors. Their names begin with `prefix`."""
@@ -64,8 +63,10 @@ class MLA:
         for norm, tensor in ((self._q_norm, spec.q_norm), (self._kv_norm, spec.kv_norm)):
             if norm is not None and tensor is not None:
                 norm.load(source, prefix + tensor.name)
-        rows = self._context.shard.span_of(spec.kv_b.cut)
-        source.read(f"{prefix}{spec.kv_b.name}.weight", self._kv_b.flatten(0, 1), rows=rows)
+        rows, made = self._context.shard.span_of(spec.kv_b.cut), spec.qk_nope_head_dim + spec.v_head_dim
+        kv_b = self._context.empty(self.layer.tp_q_head_num, made, spec.kv_lora_rank)
+        source.read(f"{prefix}{spec.kv_b.name}.weight", kv_b.flatten(0, 1), rows=rows)
+        self._heads = self._context.arithmetic.choose(fast=LatentHeads, exact=exact_heads)(self.layer, kv_b)
         self._o.load(source, prefix)
 
     def row_groups(self) -> None:
@@ -74,6 +75,7 @@ class MLA:
     def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, tp_q_head_num * v_head_dim]. Stores latents in the pool."""
         layer, spec = self.layer, self._spec
+        assert self._heads is not None, "forward before load"
         into = self._into(x)
         q, latents = torch.split(into, [into.shape[1] - layer.head_dim, layer.head_dim], dim=1)
         if self._q_b is not None and self._q_norm is not None:
