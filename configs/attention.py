@@ -141,8 +141,9 @@ class BackendSpec:
             return f"serves {' and '.join(sorted(self.dtypes))}, and dtype is {needs.dtype}"
         if self.max_page_size is not None and needs.page_size > self.max_page_size:
             return f"takes pages of at most {self.max_page_size} tokens, and kv_cache.page_size is {needs.page_size}"
-        if self.max_head_dim is not None and max(needs.head_dims) > self.max_head_dim:
-            return f"takes heads of at most {self.max_head_dim} elements, and the model's have {max(needs.head_dims)}"
+        widest = max(needs.head_dims, default=0)
+        if self.max_head_dim is not None and widest > self.max_head_dim:
+            return f"takes heads of at most {self.max_head_dim} elements, and the model's have {widest}"
         # The kernels of latent layers have size limits of their own.
         of_heads = None if Feature.LATENT in needs.features else self.head_dims
         if of_heads is not None and not needs.head_dims <= of_heads:

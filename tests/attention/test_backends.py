@@ -82,6 +82,7 @@ def latent(num_heads: int) -> AttentionNeeds:
         (needs(features=frozenset({Feature.SINKS, Feature.SOFTCAP})), "triton", "triton"),
         (needs(features=frozenset({Feature.MASK})), "flashinfer or triton", "triton"),
         (needs(head_dims=frozenset({64, 512})), "torch_native", "torch_native"),
+        (needs(head_dims=frozenset()), "fa3", "triton"),  # no layer has attention
         (latent(8), "triton", "triton"),
         (latent(32), "triton", "triton"),
         (latent(64), "triton", "flashinfer or triton"),

@@ -23,6 +23,9 @@ from worker.kernels.cpu_delta import DeltaArgs
 _BLOCK = 16
 _CHUNK = 64  # configs/recurrent.py: STATE_CHUNK
 _COLUMNS = 32
+# The most registers of a thread, in a decode and in a prompt: the fastest of 128, 168 and 255 on an H200
+# (benchmarks/results/recurrent_h200_2026-11-28.txt).
+_DECODE_REGISTERS, _PROMPT_REGISTERS = 168, 128
 _HEADS = 4
 
 
@@ -292,7 +295,8 @@ def delta_net(
     )  # fmt: skip
     _delta_kernel[(num_rows, heads, layer.value_dim // columns)](
         out, by, left, qkv, a, b, *decay, slots, *recent, *rows, states.before, states.after, a.stride(0), b.stride(0),
-        **sizes, **chunks, VALUE_DIM=layer.value_dim, COLUMNS=columns, maxnreg=128,
+        **sizes, **chunks, VALUE_DIM=layer.value_dim, COLUMNS=columns,
+        maxnreg=_DECODE_REGISTERS if is_decode else _PROMPT_REGISTERS,
     )  # fmt: skip
     if not is_decode:
         _store_kernel[(num_rows, heads)](
