@@ -84,34 +84,29 @@ def num_differing(cuts: list[int]) -> int:
     return int((found[0] != found[1]).sum())
 
 
-def peers_us(num_rows: int, length: int) -> dict[str, float]:
-    """Microseconds of fla-core's kernels for `num_rows` rows of `length` tokens. Empty if it is not installed."""
+def peer_us(num_rows: int, length: int) -> str:
+    """Microseconds of fla-core's kernel for `num_rows` rows of `length` tokens, with its name. Empty if fla-core is not
+    installed."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
     except ImportError:
-        return {}
+        return ""
+    name, kernel, keys = "fused_recurrent", fused_recurrent_gated_delta_rule, KEYS
+    if length > 1:
+        name, kernel, keys = "chunk", chunk_gated_delta_rule, VALUES  # for as many key heads as value heads
     random = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-    q, k = random(num_rows, length, KEYS, SIZE), random(num_rows, length, KEYS, SIZE)
+    q, k = random(num_rows, length, keys, SIZE), random(num_rows, length, keys, SIZE)
     v, b = random(num_rows, length, VALUES, SIZE), random(num_rows, length, VALUES).sigmoid()
     g, h = (
         -torch.rand(num_rows, length, VALUES, device="cuda"),
         torch.zeros(num_rows, VALUES, SIZE, SIZE, device="cuda"),
     )
-    options = {"initial_state": h, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    kernels = (
-        {"fused_recurrent": fused_recurrent_gated_delta_rule} if length == 1 else {"chunk": chunk_gated_delta_rule}
-    )
-    found = {}
-    for name, kernel in kernels.items():
-        if name == "chunk":  # for as many key heads as value heads
-            q, k = (it.repeat_interleave(VALUES // KEYS, 2) for it in (q, k))
 
-        def run(kernel: Callable[..., object] = kernel, q: torch.Tensor = q, k: torch.Tensor = k) -> None:
-            with torch.no_grad():
-                kernel(q, k, v, g=g, beta=b, **options)
+    @torch.no_grad()
+    def run() -> None:
+        kernel(q, k, v, g=g, beta=b, initial_state=h, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
-        found[name] = graph_us(run, 1)
-    return found
+    return f", {name} {graph_us(run, 1):.1f}"
 
 
 def report(num_rows: int, length: int, peak: float) -> None:
@@ -122,11 +117,21 @@ def report(num_rows: int, length: int, peak: float) -> None:
     states = layer.states([length] * num_rows, [length if length > 1 else 64 + _MIDDLE + 1] * num_rows)
     x, gates = inputs(num_rows * length)
     qkv = layer.convolve(x, states)
-    of_conv = graph_us(lambda: [layer.convolve(x, states) for _ in range(8)], 8)  # type: ignore[arg-type,return-value]
-    us = graph_us(lambda: [layer.run(qkv, gates, states) for _ in range(8)], 8)  # type: ignore[arg-type,return-value]
+
+    def each_us(run: Callable[[], object]) -> float:
+        def repeat() -> None:
+            for _ in range(8):
+                run()
+
+        return graph_us(repeat, 8)
+
+    of_conv = each_us(lambda: layer.convolve(x, states))
+    us = each_us(lambda: layer.run(qkv, gates, states))
     floor = num_rows * (_STATE_BYTES + (_MIDDLE * _ENTRY_BYTES if length == 1 else 0)) / peak * 1e6
-    beside = "".join(f", {name} {it:.1f}" for name, it in peers_us(num_rows, length).items())
-    print(f"{num_rows} x {length}: {us:.1f} us, convolution {of_conv:.1f}, floor {floor:.1f}{beside}", flush=True)
+    print(
+        f"{num_rows} x {length}: {us:.1f} us, convolution {of_conv:.1f}, floor {floor:.1f}{peer_us(num_rows, length)}",
+        flush=True,
+    )
 
 
 def main() -> None:

@@ -103,7 +103,8 @@ def check_steps(
             if num_rows * rank_sum.out_features * sum(rank_sum.tree_for(num_rows).counts) <= _MOST_ELEMENTS:
                 _check_rank_sum(rank_sum, group, num_rows, decoder.dtype)
     num_tokens, max_rows = min(num_tokens, _MOST_TOKENS), min(max_rows, num_tokens, _MOST_ROWS)
-    num_tokens -= num_tokens > 1 and num_tokens % STATE_CHUNK == 0  # the last token must come after the stored state
+    if runner.state_pool is not None and num_tokens % STATE_CHUNK == 0:
+        num_tokens -= 1  # the last token, which is computed again, must come after the stored state
     tokens = np.random.default_rng(0).integers(0, vocab_size, num_tokens)
     whole = runner.hidden_of(_step(tokens, [0], page_size))
     sizes.append(num_tokens)

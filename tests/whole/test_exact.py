@@ -186,7 +186,7 @@ def test_every_logit_has_the_same_bits_and_greedy_tokens_are_those_of_transforme
 def test_every_logit_over_latents_has_the_same_bits(
     name: str, size: int, watch: Watch, reference: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Of DeepSeek-V2-Lite, DeepSeek-V3 and Kimi-Linear, in the same ways."""
+    """The ways are those of the test before. The models are like DeepSeek-V2-Lite, DeepSeek-V3 and Kimi-Linear."""
     case = case_of(name, tmp_path)
     group = LocalGroup(
         case.path, size, Limits().num_pages, on_frame=lambda *step: watch.keys.extend(rows_of_logits(*step))

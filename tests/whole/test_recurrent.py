@@ -185,7 +185,7 @@ def test_a_prompt_that_parts_from_a_cached_one_continues_from_its_state(case: Ca
 
 @pytest.mark.parametrize("case", ["qwen3_5", "granite_4", "lfm2"], indirect=True)
 def test_a_long_prompt_leaves_states_inside_it_but_takes_no_others_place(case: Case) -> None:
-    """Of the states at the ends of its 15 chunks, one for each 1,024 tokens stays when there is no room for all."""
+    """The prompt has 15 chunks. When there is no room for the states of all, one for each 1,024 tokens stays."""
     short, long = tokens_of(10, 130), tokens_of(11, 1900)
     prompts = [short, long, short, long[:1500] + tokens_of(12, 90)]
     with running(case) as group:
@@ -310,14 +310,14 @@ def test_states_take_the_bytes_that_the_plan_counts(case: Case) -> None:
 def test_a_request_continues_from_its_state_with_more_and_with_fewer_ranks(
     ray_cluster: None, made: Callable[[str], Case], name: str
 ) -> None:
-    """Of the prompt and the answer so far, only the tokens after the last stored state are computed again."""
+    """Only the tokens after the last stored state are computed again."""
     case, sampling = made(name), msgspec.structs.replace(DRAWN, num_logprobs=0)
     with running(case) as group:
         prompt = np.frombuffer(PROMPT, np.int32).tolist()
         [expected] = said(group.generate([(prompt, sampling)], Limits(NUM_PAGES), at_once=True))
 
     async def said_by(engine: RunningEngine) -> tuple[list[float], int]:
-        """An answer as `said` has it, and how often its request was admitted again."""
+        """Returns an answer in the form of `said`, and how often its request was admitted again."""
         [stream] = engine.client.submit([PROMPT], [[sampling]])
         chunks = [chunk async for chunk in chunks_of(stream)]
         assert chunks[-1].finished is not None

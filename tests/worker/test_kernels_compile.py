@@ -322,8 +322,8 @@ def _call_exact(
 def _call_latent(
     num_heads: int, page_size: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None
 ) -> None:
-    """Latent attention of DeepSeek-V2, fast and exact: prompts, decodes of few rows, whose keys are split, and of
-    200."""
+    """Calls latent attention of DeepSeek-V2, fast and exact: prompts, decodes of 200 rows, and decodes of few rows,
+    which split the keys."""
     layer = replace(_layer(576), tp_q_head_num=num_heads, tp_k_head_num=1)
     for num_rows in (16, 200):
         q, pages, _, paged = _attention_inputs(layer, num_rows, num_rows, page_size, dtype, kv_dtype)
@@ -534,7 +534,7 @@ def _call_exact_mixture(
 
 
 def _row_states(num_tokens: int) -> RowStates:
-    """Of four rows: a decode if they have as many tokens."""
+    """Returns the states of four rows. With four tokens the step is a decode."""
     pool, num_rows = StatePool([], 8, 8, torch.device("cpu")), 4
     return RowStates(pool, num_tokens, num_tokens == num_rows, *(_int32(num_rows + (i == 1)) for i in range(5)))
 

@@ -128,7 +128,7 @@ def causal_conv(
     """Like `worker.kernels.cpu_conv.causal_conv`.
 
     Args:
-        normed: number of heads, which come first, whose outputs are scaled to length 1, and their size.
+        normed: the number of the first heads, and their size. The outputs of each of them are scaled to length 1.
     """
     (width, channels), num_tokens = weight.shape, len(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -136,9 +136,8 @@ def causal_conv(
     size = normed[1] or min(_CHANNELS, triton.next_power_of_2(channels))
     blocks = triton.cdiv(channels, size)
     rows = states.rows, states.cu_seqlens_q, states.ends, states.before, states.after
-    sizes, row_of_token = {"WIDTH": width, "RECENT": recent.shape[1], "CHANNELS": size}, None
-    if not states.is_decode:
-        row_of_token = states.row_of_token
+    sizes = {"WIDTH": width, "RECENT": recent.shape[1], "CHANNELS": size}
+    row_of_token = None if states.is_decode else states.row_of_token
     _conv_kernel[(triton.cdiv(num_tokens, _TOKENS), blocks)](
         out, x, weight, bias, slots, recent, *rows, row_of_token, num_tokens, channels, x.stride(0), normed[0],
         **sizes, HAS_BIAS=bias is not None, SILU=silu, TOKENS=_TOKENS, IS_DECODE=states.is_decode,

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from attention.state_pool import RowStates
 from worker.kernels.cpu_delta import DeltaArgs
+from worker.kernels.recurrent import softplus
 
 _BLOCK = 16
 _CHUNK = 64  # configs/recurrent.py: STATE_CHUNK
@@ -33,7 +34,7 @@ _HEADS = 4
 def _log_decay(a_ptr, a_log_ptr, dt_bias_ptr, token, is_new, a_stride, head):
     """The logarithms of the decays at new tokens; 0 for others."""
     step = tl.load(a_ptr + token * a_stride + head, is_new, 0.0).to(tl.float32) + tl.load(dt_bias_ptr + head)
-    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(step)))
+    step = softplus(step)
     return tl.where(is_new, -tl.exp(tl.load(a_log_ptr + head)) * step, 0.0)
 
 
@@ -54,7 +55,8 @@ def _advanced(
     STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state after the chunk at `base`, whose values are all stored. `decays` [CHUNK] are sums from its start."""
+    """Returns the state after the chunk at `base`. All values of the chunk must be stored. `decays` [CHUNK] are sums
+    from the chunk's start."""
     entry, line = tl.arange(0, CHUNK), tl.arange(0, BLOCK)
     all_left = tl.sum(tl.where(entry == CHUNK - 1, decays, 0.0))
     state = state * tl.exp(all_left)

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from attention.state_pool import RowStates
 from worker.kernels.cpu_delta import DeltaArgs
-from worker.kernels.mamba import product
+from worker.kernels.recurrent import product, softplus
 
 _BLOCK = 16
 _CHUNK = 64  # configs/recurrent.py: STATE_CHUNK
@@ -39,7 +39,7 @@ def _normalise(ptrs, mask, length):
 @triton.jit
 def _prepare_kernel(
     qkv_ptr, new_decays_ptr, a_ptr, a_log_ptr, dt_bias_ptr, a_stride, KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, OF_TOKEN: tl.constexpr, DECAYS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, OF_TOKEN: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -47,15 +47,15 @@ def _prepare_kernel(
     mask = (head < KEY_HEADS)[:, None]
     _normalise(ptrs, mask, KEY_DIM**-0.5)
     _normalise(ptrs + KEY_HEADS * KEY_DIM, mask, 1.0)
-    OF_PROGRAM: tl.constexpr = HEADS * (VALUE_HEADS // KEY_HEADS) * DECAYS
+    OF_PROGRAM: tl.constexpr = HEADS * (VALUE_HEADS // KEY_HEADS) * KEY_DIM
     i = tl.arange(0, BLOCK)
     channel = tl.program_id(1) * OF_PROGRAM + i
-    mask = (i < OF_PROGRAM) & (channel < VALUE_HEADS * DECAYS)
+    mask = (i < OF_PROGRAM) & (channel < VALUE_HEADS * KEY_DIM)
     step = tl.load(a_ptr + token * a_stride + channel, mask, 0.0).to(tl.float32)
     step += tl.load(dt_bias_ptr + channel, mask, 0.0)
-    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(step)))
-    decay = -tl.exp(tl.load(a_log_ptr + channel // DECAYS, mask, 0.0)) * step
-    tl.store(new_decays_ptr + token * (VALUE_HEADS * DECAYS) + channel, decay, mask)
+    step = softplus(step)
+    decay = -tl.exp(tl.load(a_log_ptr + channel // KEY_DIM, mask, 0.0)) * step
+    tl.store(new_decays_ptr + token * (VALUE_HEADS * KEY_DIM) + channel, decay, mask)
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def _solved(own_values, by, given, beta, is_new, num_new):
 def _delta_kernel(
     out_ptr, qkv_ptr, new_decays_ptr, b_ptr, slots_ptr, keys_ptr, values_ptr, decays_ptr, rows_ptr, cu_ptr, ends_ptr,
     before_ptr, after_ptr, b_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, DECAYS: tl.constexpr, RECENT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr, RECENT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = VALUE_DIM // COLUMNS
@@ -117,12 +117,12 @@ def _delta_kernel(
         return
     OF_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     OF_VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
-    OF_DECAYS: tl.constexpr = VALUE_HEADS * DECAYS
+    OF_DECAYS: tl.constexpr = VALUE_HEADS * KEY_DIM
     OF_TOKEN: tl.constexpr = 2 * OF_KEYS + OF_VALUES
     entry, line, key = tl.arange(0, CHUNK), tl.arange(0, BLOCK), tl.arange(0, KEY_DIM)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     of_key = (head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key)[None, :]
-    of_value, of_decay = (head * VALUE_DIM + column)[None, :], (head * DECAYS + tl.arange(0, DECAYS))[None, :]
+    of_value, of_decay = (head * VALUE_DIM + column)[None, :], (head * KEY_DIM + key)[None, :]
     state_ptrs = slots_ptr + (row * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
     state_ptrs += key[:, None] * VALUE_DIM + column[None, :]
     state = tl.load(state_ptrs, before > 0, 0.0)
@@ -236,9 +236,8 @@ def delta_net(
     out, new_decays = qkv.new_zeros(num_tokens, values), recent_decays.new_empty(num_tokens, decays)
     columns, rows = min(_COLUMNS, layer.value_dim), (states.rows, states.cu_seqlens_q, states.ends)
     sizes = {"KEY_HEADS": layer.key_heads, "VALUE_HEADS": layer.value_heads, "KEY_DIM": layer.key_dim}
-    sizes |= {"DECAYS": layer.decay_dim}
     heads = min(_HEADS, triton.next_power_of_2(layer.key_heads))
-    num_decays = heads * (layer.value_heads // layer.key_heads) * layer.decay_dim
+    num_decays = heads * (layer.value_heads // layer.key_heads) * layer.key_dim
     _prepare_kernel[(num_tokens, triton.cdiv(layer.key_heads, heads))](
         qkv, new_decays, a, layer.a_log, layer.dt_bias, a.stride(0), **sizes, OF_TOKEN=qkv.shape[1], HEADS=heads,
         BLOCK=triton.next_power_of_2(num_decays),

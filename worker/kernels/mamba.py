@@ -17,6 +17,7 @@ import triton.language as tl
 
 from attention.state_pool import RowStates
 from worker.kernels.cpu_mamba import MambaArgs
+from worker.kernels.recurrent import product, softplus
 
 _BLOCK = 16
 _CHUNK = 64  # configs/recurrent.py: STATE_CHUNK
@@ -24,21 +25,6 @@ _COLUMNS = 32
 _STATE_BYTES = 16384  # A program's columns have at most these bytes, which fit in the shared memory of all GPUs.
 _COPIED = 1024
 _NORMED = 1024
-
-
-@triton.jit
-def product(x, y):
-    """x @ y in fp32. One of them is fp32, the other has the activations' dtype. With bf16, the fp32 numbers are sums of
-    two numbers in bf16, which have more bits than tf32 at the same cost."""
-    if x.dtype == tl.bfloat16:
-        rounded = y.to(tl.bfloat16)
-        return tl.dot(x, rounded, tl.dot(x, (y - rounded.to(tl.float32)).to(tl.bfloat16)))
-    elif y.dtype == tl.bfloat16:
-        rounded = x.to(tl.bfloat16)
-        return tl.dot(rounded, y, tl.dot((x - rounded.to(tl.float32)).to(tl.bfloat16), y))
-    else:
-        PRECISION: tl.constexpr = "ieee" if x.dtype == y.dtype else "tf32"
-        return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision=PRECISION)
 
 
 @triton.jit
@@ -79,8 +65,7 @@ def _mamba_kernel(
         keys = tl.load(entries + of_key, is_entry[:, None], 0.0)
         x = tl.load(entries + of_x, is_entry[:, None] & is_column, 0.0)
         step = tl.load(dt_ptr + new * in_stride + entry * in_stride + head, is_new, 0.0).to(tl.float32)
-        step = step * dt_factor + bias
-        step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(step)))
+        step = softplus(step * dt_factor + bias)
         step = tl.where(is_new, tl.minimum(tl.maximum(step, least), most), 0.0)
         tl.store(new_steps_ptr + new * HEADS + entry * HEADS + head, step, is_new & (part == 0))
         step += tl.load(steps_ptr + old * HEADS + entry * HEADS + head, is_entry & ~is_new, 0.0)

@@ -23,8 +23,8 @@ class CausalConv:
         tensors: the parts of the weight [channels, 1, width] in the order of the checkpoint's rows, and those of the
             bias [channels].
         silu: whether silu is applied to the result.
-        normed: number of heads, which come first, whose outputs are scaled to length 1, and their size. On CPUs the
-            kernel that reads them does this.
+        normed: the number of the first heads, and their size. On GPUs the outputs of each of these heads are scaled to
+            length 1. On CPUs the kernel that reads the outputs scales them.
         factors: factors of the inputs of each part of the weight, which are applied to the weight. Ones if empty.
     """
 
