@@ -338,11 +338,15 @@ def test_rows_that_yield_change_no_bit_of_their_answers(tmp_path: Path) -> None:
     }
     with tiny_engine(tmp_path / "model", keys=KeyRing(keys.path), max_model_len=500, **sizes) as engine:
         alone = engine.send("/v1/completions", body, keys.bearer("mallory")).result(60)
-        beside = engine.send("/v1/completions", body, keys.bearer("mallory"))
-        while not beside.done():
-            short = {"model": MODEL, "prompt": "the", "max_tokens": 2, "n": 3}
-            assert engine.send("/v1/completions", short, keys.bearer("bob")).result(60).status_code == 200
         assert alone.status_code == 200, alone.text
-        assert alone.json()["choices"] == beside.result(60).json()["choices"]
-        assert engine.coordinator.inspect(lambda scheduler: scheduler.stats().total_preemptions) > 3
+        for _ in range(20):  # on a busy machine few of the short requests come while the long one runs
+            beside = engine.send("/v1/completions", body, keys.bearer("mallory"))
+            while not beside.done():
+                short = {"model": MODEL, "prompt": "the", "max_tokens": 2, "n": 3}
+                assert engine.send("/v1/completions", short, keys.bearer("bob")).result(60).status_code == 200
+            assert alone.json()["choices"] == beside.result(60).json()["choices"]
+            if engine.coordinator.inspect(lambda scheduler: scheduler.stats().total_preemptions) > 3:
+                break
+        else:
+            raise AssertionError("the long request yielded at most three times in twenty runs")
         engine.check()
