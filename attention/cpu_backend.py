@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from attention.backend import AttentionBackend, register
-from attention.forward_batch import ForwardBatch, Int64Array
+from attention.forward_batch import ForwardBatch, Int64Array, PagedMetadata
 from attention.kernels.cpu_attention import TYPES, LayerArgs, StepArgs, library
 from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer, VisibleRange
+from attention.sparse import IndexInputs
 
 _LINES = 64
 """Number of (token, query head) pairs that share one read of a KV head's keys, unless one token alone has more."""
@@ -53,8 +54,14 @@ class CpuBackend(AttentionBackend):
         self._kinds = {
             layer.layer_id: (layer.visible_range, layer.tp_q_head_num // layer.tp_k_head_num) for layer in layers
         }
-        self._most_lines = max((max(_LINES, group) for _, group in self._kinds.values()), default=0)
-        widest = max((layer.head_dim for layer in layers), default=0)
+        sparse = [layer for layer in layers if isinstance(layer, LatentLayer) and layer.top_k is not None]
+        self._chosen_args = {layer.layer_id: _args_of(layer, token_to_kv_pool, page_size=1) for layer in sparse}
+        self._index_args = {
+            layer.layer_id: _index_args_of(layer, token_to_kv_pool) for layer in sparse if layer.index_heads
+        }
+        groups = [group for _, group in self._kinds.values()] + [layer.index_heads for layer in sparse]
+        self._most_lines = max((_LINES, *groups)) if groups else 0
+        widest = max((*(layer.head_dim for layer in layers), *(layer.index_dim for layer in sparse)), default=0)
         self._scratch_floats = self._library.scratch_floats(self._most_lines, widest)
         self._scratch = torch.empty(0)
         self._plans: dict[int, _Plan] = {}
@@ -79,15 +86,44 @@ class CpuBackend(AttentionBackend):
     def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
         return heads.values(self.attend(heads.absorb(q), layer))
 
+    def index_scores(self, index: IndexInputs, layer: LatentLayer, tokens: slice, most_keys: int) -> torch.Tensor:
+        batch = self.batch_of(layer)
+        ranges, blocks = _visible_ranges(batch, layer.visible_range)[tokens], _blocks(batch, 1)
+        blocks = blocks[tokens] - (0, tokens.start, tokens.start)
+        step = self._step(batch.paged.page_table, ranges, None, blocks)
+        assert index.q[0].is_contiguous(), "the elements of a token lie side by side"
+        out = torch.empty(len(index.q), most_keys)
+        args, q, weights = self._index_args[layer.layer_id], index.q, index.weights
+        self._library.index_scores(
+            ctypes.addressof(args),
+            step.address,
+            q.data_ptr(),
+            q.stride(0),
+            weights.data_ptr(),
+            out.data_ptr(),
+            most_keys,
+        )
+        return out
+
+    def attend_chosen(self, q: torch.Tensor, layer: LatentLayer, chosen: PagedMetadata) -> torch.Tensor:
+        index, out = np.arange(len(q)), torch.empty(q.shape, dtype=q.dtype)
+        ranges = np.zeros((len(q), 4), np.int64)
+        ranges[:, 1] = ranges[:, 2] = chosen.cache_seqlens.numpy()
+        step = self._step(chosen.page_table, ranges, None, np.stack((index, index, index + 1), axis=1))
+        args = self._chosen_args[layer.layer_id]
+        self._attend(ctypes.addressof(args), step.address, q.data_ptr(), q.stride(0), out.data_ptr())
+        return out
+
     def _plan(self, batch: ForwardBatch, whole: ForwardBatch, visible: VisibleRange, group: int) -> _Plan:
         """Args for one visible range. `batch` has the pages of these layers' pool, and `whole` has the step's mask."""
         ranges, mask = _visible_ranges(batch, visible), whole.mask
         marks = None if mask is None else mask.visible
         if mask is not None:
             _mask(ranges, whole, visible)
-        blocks = _blocks(batch, max(1, _LINES // group))
         batch.paged.check()
-        table = batch.paged.page_table
+        return self._step(batch.paged.page_table, ranges, marks, _blocks(batch, max(1, _LINES // group)))
+
+    def _step(self, table: torch.Tensor, ranges: Int64Array, marks: torch.Tensor | None, blocks: Int64Array) -> _Plan:
         args = StepArgs(
             page_table=table.data_ptr(),
             ranges=ranges.ctypes.data,
@@ -103,9 +139,18 @@ class CpuBackend(AttentionBackend):
         return _Plan(args, ctypes.addressof(args), (ranges, marks, blocks, table, self._scratch))
 
 
-def _args_of(layer: AttentionLayer, pool: TokenToKVPool) -> LayerArgs:
+def _index_args_of(layer: LatentLayer, pool: TokenToKVPool) -> LayerArgs:
+    """The arguments of attention whose queries are index heads, and whose only KV head are the index keys."""
+    _, keys = pool.pages(layer.layer_id)
+    args = LayerArgs.from_buffer_copy(_args_of(layer, pool))
+    args.keys = args.values = keys.data_ptr()
+    args.group, args.head_dim = layer.index_heads, layer.index_dim
+    return args
+
+
+def _args_of(layer: AttentionLayer, pool: TokenToKVPool, page_size: int | None = None) -> LayerArgs:
     pages = pool.pages(layer.layer_id)
-    keys, values = pages[0], pages[-1]  # a latent is both
+    keys, values = pages[0], pages[0 if isinstance(layer, LatentLayer) else 1]
     assert all(it.is_contiguous() for it in (keys, values)), "the kernel reads pages that are contiguous"
     assert layer.sinks is None or layer.sinks.is_contiguous(), "the kernel reads sinks that are contiguous"
     return LayerArgs(
@@ -117,7 +162,7 @@ def _args_of(layer: AttentionLayer, pool: TokenToKVPool) -> LayerArgs:
         kv_heads=layer.tp_k_head_num,
         group=layer.tp_q_head_num // layer.tp_k_head_num,
         head_dim=layer.head_dim,
-        page_size=pool.page_size,
+        page_size=page_size or pool.page_size,
         scale=layer.scale * layer.k_scale,
         softcap=layer.softcap or 0.0,
         v_scale=layer.v_scale,

@@ -88,8 +88,8 @@ def parts_of(sizes: Sequence[int], allocate: Callable[[int], torch.Tensor]) -> l
 class TokenToKVPool:
     """The KV pool: for every layer, one tensor [num_pages + 1, page_size, *shape] for each of its `token_shapes`.
 
-    Most layers store keys and values, [tp_k_head_num, head_dim] each; latent layers store one vector per token. Page 0
-    is padding. Slot s is page s // page_size, offset s % page_size.
+    Most layers store keys and values, [tp_k_head_num, head_dim] each. Latent layers store one vector per token, and
+    some of them an index key as well. Page 0 is padding. Slot s is page s // page_size, offset s % page_size.
 
     Args:
         dtype: dtype of the stored values. FP8 (e4m3) values are divided by the layer's `k_scale` or `v_scale`, rounded
@@ -156,7 +156,7 @@ class TokenToKVPool:
         return self._slots[layer_id]
 
     def set_kv(self, layer_id: int, out_cache_loc: torch.Tensor, *tensors: torch.Tensor) -> None:
-        """Writes values (k and v, or what the layer stores instead) to the slots `out_cache_loc` [num_tokens] int64.
+        """Writes k and v, or latents, to the slots `out_cache_loc` [num_tokens] int64. `set_index` writes index keys.
 
         Args:
             tensors: [num_tokens, elements of a token] each in `compute_dtype`, in the order in which the method `slots`
@@ -166,8 +166,14 @@ class TokenToKVPool:
         if self.dtype is FP8:
             tensors = tuple(_bytes(*it) for it in zip(tensors, (layer.k_scale, layer.v_scale), strict=False))
             of_layer = tuple(slots.view(torch.uint8) for slots in of_layer)
-        for slots, values in zip(of_layer, tensors, strict=True):
+        for slots, values in zip(of_layer, tensors, strict=False):
             slots.index_copy_(0, out_cache_loc, values)
+
+    def set_index(self, layer_id: int, out_cache_loc: torch.Tensor, keys: torch.Tensor) -> None:
+        """Writes index keys [num_tokens, index_dim] in `compute_dtype` to the slots `out_cache_loc` [num_tokens]
+        int64."""
+        _, slots = self._slots[layer_id]
+        slots.index_copy_(0, out_cache_loc, keys)
 
     def read(self, layer_id: int, slots: torch.Tensor | slice) -> list[torch.Tensor]:
         """Reads the values in `slots`: [num_tokens, elements of a token] each, in `compute_dtype`. FP8 values are still

@@ -86,6 +86,13 @@ class LatentLayer(AttentionLayer):
     with the rotated key."""
     v_dim: int
     """Columns of a head's value."""
+    top_k: int | None = None
+    """If set, a query sees only this many tokens, those with the largest index scores (attention/sparse.py). If None,
+    it sees all tokens before it."""
+    index_heads: int = 0
+    """Number of index heads. All ranks have all of them. 0 if the layer computes no index scores."""
+    index_dim: int = 0
+    """Elements of an index head, and of the index key that the KV pool stores for a token."""
 
     @property
     def rope_dim(self) -> int:
@@ -99,8 +106,9 @@ class LatentLayer(AttentionLayer):
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of the one vector that the KV pool stores for a token: the latent, then the rotated key."""
-        return ((self.head_dim,),)
+        """Shapes of the vectors that the KV pool stores for a token. The first is the latent, then the rotated key. The
+        second is the index key, if the layer computes index scores."""
+        return ((self.head_dim,), (self.index_dim,)) if self.index_dim else ((self.head_dim,),)
 
     def absorbs(self, num_queries: _Counts, num_keys: _Counts) -> Any:
         """Whether the absorbed form takes fewer operations for this number of queries, if each sees about `num_keys`

@@ -71,5 +71,6 @@ def _features(layer: AttentionLayer) -> list[Feature]:
         Feature.SINKS: layer.sinks,
         Feature.CHUNK: layer.chunk,
         Feature.LATENT: layer if isinstance(layer, LatentLayer) else None,
+        Feature.SPARSE: layer.top_k if isinstance(layer, LatentLayer) else None,
     }
     return [feature for feature, value in needed.items() if value is not None]

@@ -70,3 +70,6 @@ class Rotation(Protocol):
             pool: its `compute_dtype` must be the dtype of `latents`. It converts what it stores to its own dtype.
             out_cache_loc: [num_tokens] int64: the slot of each token.
         """
+
+    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        """Heads [num_tokens, num_heads, head_dim] with the first rotary_dim columns rotated, as a new tensor."""

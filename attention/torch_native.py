@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 
 from attention.backend import AttentionBackend, register
-from attention.forward_batch import ForwardBatch, ForwardMode
+from attention.forward_batch import ForwardBatch, ForwardMode, PagedMetadata
 from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer, VisibleRange
+from attention.sparse import IndexInputs
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -123,6 +124,24 @@ class TorchNativeBackend(AttentionBackend):
             out[extend.start : extend.stop] = self._extend_latent(q[extend.start : extend.stop], extend, layer, heads)
         return out
 
+    def index_scores(self, index: IndexInputs, layer: LatentLayer, tokens: slice, most_keys: int) -> torch.Tensor:
+        assert self._sparse is not None, "before init_forward_metadata"
+        keys, page_size = torch.arange(most_keys, device=self._device), self.token_to_kv_pool.page_size
+        pages = self._sparse.page_table[self._sparse.rows[tokens]][:, keys // page_size]
+        seen = keys <= self._sparse.positions[tokens, None]
+        slots = (pages.long() * page_size + keys % page_size).masked_fill_(~seen, 0)
+        _, kept = self.token_to_kv_pool.slots(layer.layer_id)
+        scores = torch.einsum("thd,tkd->thk", index.q.float(), kept[slots].float()).relu_()
+        return torch.einsum("th,thk->tk", index.weights, scores).masked_fill_(~seen, float("-inf"))
+
+    def attend_chosen(self, q: torch.Tensor, layer: LatentLayer, chosen: PagedMetadata) -> torch.Tensor:
+        slots, lens = chosen.page_table.long(), chosen.cache_seqlens
+        hidden = torch.arange(slots.shape[1], device=self._device) >= lens[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(hidden, float("-inf"))
+        group = _DecodeGroup(tokens=None, num_rows=len(q), slots=slots.flatten(), mask=mask[:, None, None])
+        return self._decode(q, group, layer)
+
     def _decode(self, q: torch.Tensor, group: _DecodeGroup, layer: AttentionLayer) -> torch.Tensor:
         """q [num_rows, tp_q_head_num * head_dim] -> the same shape."""
         k, v = self._keys_values(layer, group.slots)
@@ -181,10 +200,9 @@ class TorchNativeBackend(AttentionBackend):
         return out.flatten(1)
 
     def _keys_values(self, layer: AttentionLayer, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """[num_slots, tp_k_head_num * head_dim] each, in the pool's compute_dtype. Both are one tensor if the pool
-        stores one."""
+        """[num_slots, tp_k_head_num * head_dim] each, in the pool's compute_dtype. Latents are both."""
         kept = self.token_to_kv_pool.read(layer.layer_id, slots)
-        return kept[0], kept[-1]
+        return kept[0], kept[0 if isinstance(layer, LatentLayer) else 1]
 
     def _plan(self, batch: ForwardBatch, visible: VisibleRange, masked: dict[int, _Masked]) -> _Metadata:
         first_keys = visible.first_keys(batch.prefix_lens)

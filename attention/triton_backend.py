@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from attention.backend import AttentionBackend, register
-from attention.forward_batch import ForwardBatch
+from attention.forward_batch import ForwardBatch, PagedMetadata
 from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
+from attention.sparse import IndexInputs
 from attention.step_shape import StepShape
 from attention.triton_latent import LatentPlan, TritonLatent, plan_of, plan_of_any
 
@@ -68,6 +70,9 @@ class TritonBackend(AttentionBackend):
 
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
         super().init_forward_metadata(batch)
+        if self._sparse is not None:
+            most_keys = batch.paged.page_table.shape[1] * self.token_to_kv_pool.page_size
+            self._sparse = replace(self._sparse, most_keys=most_keys)
         if self._planned is not None and not shape.is_decode:
             self._latent_plan = plan_of_any(batch)
 
@@ -93,3 +98,13 @@ class TritonBackend(AttentionBackend):
             return self._latent.decode(q, layer, heads, paged)
         assert self._latent_plan is not None, "before init_forward_metadata"
         return self._latent.extend(q, layer, heads, self._latent_plan)
+
+    def index_scores(self, index: IndexInputs, layer: LatentLayer, tokens: slice, most_keys: int) -> torch.Tensor:
+        from attention.kernels.index_scores import index_scores
+
+        assert self._sparse is not None, "before init_forward_metadata"
+        _, keys = self.token_to_kv_pool.pages(layer.layer_id)
+        return index_scores(index, keys, self._sparse, tokens, most_keys)
+
+    def attend_chosen(self, q: torch.Tensor, layer: LatentLayer, chosen: PagedMetadata) -> torch.Tensor:
+        return self._latent.chosen(self._paged_exact or self._paged_decode, q, layer, chosen)

@@ -133,9 +133,11 @@ class TritonLatent:
         self, kernel: _Attention, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, paged: PagedMetadata
     ) -> torch.Tensor:
         """Implements `AttentionBackend.attend_latent` in the absorbed form, by `kernel`, for steps that it serves."""
-        latents = q.new_empty(len(q), layer.tp_q_head_num, layer.latent_dim)
-        kernel(self._absorbed(q, layer, heads), self._pages(layer), None, paged, layer, out=latents)
-        return heads.values(latents.flatten(1))
+        return heads.values(self._attend(kernel, heads.absorb(q), layer, self._pages(layer), paged))
+
+    def chosen(self, kernel: _Attention, q: torch.Tensor, layer: LatentLayer, paged: PagedMetadata) -> torch.Tensor:
+        """Implements `AttentionBackend.attend_chosen` by `kernel`."""
+        return self._attend(kernel, q, layer, self._pages(layer).view(-1, 1, 1, layer.head_dim), paged)
 
     def extend(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, plan: LatentPlan) -> torch.Tensor:
         """Implements `AttentionBackend.attend_latent` for all other steps."""
@@ -151,6 +153,15 @@ class TritonLatent:
             part = self._attend_cached(q[cached.tokens], layer, heads, cached)
             self._merge_states(*whole, *part, out=whole[0], lse=whole[1])
         return out.to(q.dtype).flatten(1)
+
+    def _attend(
+        self, kernel: _Attention, q: torch.Tensor, layer: LatentLayer, pages: torch.Tensor, paged: PagedMetadata
+    ) -> torch.Tensor:
+        """Attention of absorbed queries q [num_tokens, tp_q_head_num * head_dim] over `pages`: [num_tokens,
+        tp_q_head_num * latent_dim]."""
+        latents = q.new_empty(len(q), layer.tp_q_head_num, layer.latent_dim)
+        kernel(q.view(len(q), layer.tp_q_head_num, -1), pages, None, paged, layer, out=latents)
+        return latents.flatten(1)
 
     def _attend_cached(
         self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, cached: _Cached
@@ -170,7 +181,7 @@ class TritonLatent:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Expanded keys and values of the tokens in `slots` [num_keys] int64. If the pool is FP8, they are still
         divided by the layer's factor."""
-        [latents] = self._pool.read(layer.layer_id, slots)
+        latents, *_ = self._pool.read(layer.layer_id, slots)
         k, v = heads.keys_values(latents)
         return k, v.contiguous()
 
@@ -179,7 +190,7 @@ class TritonLatent:
 
     def _pages(self, layer: LatentLayer) -> torch.Tensor:
         """The layer's pages, [num_pages, page_size, 1, head_dim]: all heads share one key head."""
-        [pages] = self._pool.pages(layer.layer_id)
+        pages, *_ = self._pool.pages(layer.layer_id)
         return pages.unsqueeze(2)
 
 

@@ -30,6 +30,7 @@ class Feature(StrEnum):
     SINKS = "sinks"
     CHUNK = "chunked local attention"
     LATENT = "latent attention (MLA)"
+    SPARSE = "sparse attention (DSA)"
     MASK = "masks over new tokens"
     """Requested by a step (`ForwardBatch.mask`), not by a layer: trees of drafts, images, scored items."""
     FP8_KV = "FP8 KV cache"
@@ -168,6 +169,7 @@ class BackendSpec:
 
 _HALVES = frozenset({"bfloat16", "float16"})
 _BY_BATCH = "its splits follow the batch"
+_DENSE_ONLY = ((Feature.SPARSE, Feature.FP8_KV), (Feature.SPARSE, Feature.MASK))
 _SPECS = (
     BackendSpec(
         name="fa3",
@@ -178,7 +180,7 @@ _SPECS = (
         dtypes=_HALVES,
         max_page_size=256,
         max_head_dim=256,
-        features=frozenset(Feature) - {Feature.MASK, Feature.FP8_KV, Feature.EXACT},
+        features=frozenset(Feature) - {Feature.MASK, Feature.FP8_KV, Feature.EXACT, Feature.SPARSE},
         by_build=frozenset({Feature.SOFTCAP, Feature.LATENT}),
         lacks={Feature.FP8_KV: "it would round queries to FP8 as well", Feature.EXACT: _BY_BATCH},
     ),
@@ -190,7 +192,7 @@ _SPECS = (
         dtypes=_HALVES | {"float32"},
         max_head_dim=256,
         features=frozenset(Feature),
-        apart=((Feature.EXACT, Feature.MASK),),
+        apart=((Feature.EXACT, Feature.MASK), *_DENSE_ONLY),
         first_capability={Feature.FP8_KV: FP8_FROM},
     ),
     BackendSpec(
@@ -203,7 +205,7 @@ _SPECS = (
         min_compute_capability=LEAST,
         dtypes=_HALVES,
         head_dims=frozenset({64, 128, 256}),
-        features=frozenset(Feature) - {Feature.SINKS, Feature.EXACT},
+        features=frozenset(Feature) - {Feature.SINKS, Feature.EXACT, Feature.SPARSE},
         lacks={Feature.EXACT: _BY_BATCH},
         apart=((Feature.FP8_KV, Feature.LATENT), (Feature.MASK, Feature.LATENT)),
         whole_chunks=True,
@@ -217,6 +219,7 @@ _SPECS = (
         device="cpu",
         dtypes=_HALVES | {"float32"},
         features=frozenset(Feature),
+        apart=_DENSE_ONLY,
     ),
     BackendSpec(
         name="torch_native",
@@ -225,6 +228,7 @@ _SPECS = (
         dtypes=_HALVES | {"float32"},
         features=frozenset(Feature) - {Feature.EXACT},
         lacks={Feature.EXACT: "its products' order follows their sizes"},
+        apart=_DENSE_ONLY,
     ),
 )
 BACKENDS: Mapping[str, BackendSpec] = {spec.name: spec for spec in _SPECS}

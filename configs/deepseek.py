@@ -1,17 +1,21 @@
-"""The layers of DeepSeek-V2 and V3, from config.json: latent attention, and experts after the first dense layers."""
+"""The layers of DeepSeek-V2, V3 and V3.2 and of GLM-5, from config.json: latent attention, which is sparse (DSA) in
+V3.2 and GLM-5, and experts after the first dense layers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from configs.errors import CheckpointError
-from configs.fields import MOST_PARTS, Fields
-from configs.latent_attention import LatentAttention
+from configs.fields import MOST_PARTS, Fields, layer_types
+from configs.latent_attention import Indexer, LatentAttention
 from configs.layers import DenseMLP, FeedForward, LayerSpec, MixtureOfExperts
 from configs.model_config import layers_of
 from configs.rope import RopeConfig, yarn_mscale
 
 _GREEDY, _GROUP_LIMITED, _NOAUX_TC = "greedy", "group_limited_greedy", "noaux_tc"
+_DENSE, _SPARSE = "dense", "sparse"
+_FULL, _SHARED = "full", "shared"
+_SPARSE_DEFAULTS = {"index_topk": 2048, "index_head_dim": 128}
 
 
 def deepseek_v2_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
@@ -23,6 +27,61 @@ def deepseek_v3_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...
     """All layers of a DeepSeek-V3 or R1 model. Raises CheckpointError if a field is missing or not supported."""
     rope = replace(rope, interleaved=fields.flag("rope_interleave", True))
     return _layers(fields, rope, deepseek_v3_feed_forwards(fields))
+
+
+def deepseek_v32_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
+    """All layers of a DeepSeek-V3.2 model. Raises CheckpointError if a field is missing or not supported."""
+    return _sparse_layers(fields, rope, interleaved_index=False)
+
+
+def glm_dsa_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
+    """All layers of a GLM-5 model. Raises CheckpointError if a field is missing or not supported."""
+    fields = Fields({"n_group": 1, "topk_group": 1, **fields.values}, fields.where)
+    return _sparse_layers(fields, rope, interleaved_index=True)
+
+
+def _sparse_layers(fields: Fields, rope: RopeConfig, *, interleaved_index: bool) -> tuple[LayerSpec, ...]:
+    fields = Fields({**_SPARSE_DEFAULTS, **fields.values}, fields.where)
+    fields.check("attention_bias", False)
+    feed_forwards = deepseek_v3_feed_forwards(fields)
+    usual = [_SPARSE if isinstance(it, MixtureOfExperts) else _DENSE for it in feed_forwards]
+    if layer_types(fields, (_DENSE, _SPARSE), usual, "mlp_layer_types") != usual:
+        raise CheckpointError(
+            f"{fields.where}: mlp_layer_types must be dense for the first first_k_dense_replace layers"
+        )
+    dense = latent_attention(fields, replace(rope, interleaved=True))
+    if dense.q_lora_rank is None:
+        raise CheckpointError(
+            f"{fields.where}: q_lora_rank=null is not supported with an indexer, which reads that latent"
+        )
+    indexer = Indexer(
+        num_heads=fields.count("index_n_heads"),
+        head_dim=fields.count("index_head_dim"),
+        interleaved=interleaved_index,
+        hidden_size=dense.hidden_size,
+        q_lora_rank=dense.q_lora_rank,
+    )
+    if indexer.head_dim < dense.qk_rope_head_dim:
+        raise CheckpointError(
+            f"{fields.where}: index_head_dim={indexer.head_dim} is less than qk_rope_head_dim={dense.qk_rope_head_dim}"
+        )
+    full = replace(dense, top_k=fields.count("index_topk"), indexer=indexer)
+    mixers = {_FULL: full, _SHARED: replace(full, indexer=None)}
+    types = layer_types(fields, (_FULL, _SHARED), _index_types(fields, len(feed_forwards)), "indexer_types")
+    if len(types) != len(feed_forwards) or types[0] != _FULL:
+        raise CheckpointError(
+            f"{fields.where}: each of {len(feed_forwards)} layers must have an indexer or share that of one before it"
+        )
+    return layers_of([mixers[it] for it in types], feed_forwards, dense.hidden_size)
+
+
+def _index_types(fields: Fields, num_layers: int) -> list[str]:
+    """Whether each layer has an indexer of its own or shares that of a layer before it, in a file without
+    `indexer_types`."""
+    if pattern := fields.text("index_topk_pattern", ""):
+        return [_FULL if it == "F" else _SHARED for it in pattern]
+    step, offset = fields.count("index_topk_freq", 1), fields.integer("index_skip_topk_offset", 2)
+    return [_SHARED if max(i - offset + 1, 0) % step else _FULL for i in range(num_layers)]
 
 
 def deepseek_v3_feed_forwards(fields: Fields) -> list[FeedForward]:

@@ -9,7 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from configs.deepseek import deepseek_v2_layers, deepseek_v3_feed_forwards, deepseek_v3_layers
+from configs.deepseek import (
+    deepseek_v2_layers,
+    deepseek_v3_feed_forwards,
+    deepseek_v3_layers,
+    deepseek_v32_layers,
+    glm_dsa_layers,
+)
 from configs.falcon_h1 import falcon_h1_layers
 from configs.fields import Fields
 from configs.granite import granite_layers
@@ -311,6 +317,8 @@ FAMILIES = {
     ),
     "deepseek_v2": Family(max_position_embeddings=2048, interleaved_rope=True, layers=deepseek_v2_layers),
     "deepseek_v3": Family(max_position_embeddings=4096, layers=deepseek_v3_layers),
+    "deepseek_v32": Family(max_position_embeddings=163840, layers=deepseek_v32_layers),
+    "glm_moe_dsa": Family(max_position_embeddings=202752, rms_norm_eps=1e-5, layers=glm_dsa_layers),
     "kimi_linear": Family(
         max_position_embeddings=1048576,
         rms_norm_eps=1e-5,

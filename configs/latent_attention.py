@@ -1,4 +1,4 @@
-"""The spec of latent attention (MLA), a mixer of configs/layers.py."""
+"""The specs of latent attention (MLA), a mixer of configs/layers.py, and of the indexer of sparse attention (DSA)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,53 @@ from typing import ClassVar
 from configs.attention import Feature, LatentShape
 from configs.layers import Amounts, Axis, Cut, HeadGroups, Linear, Role, TensorSpec, tensors_of
 from configs.rope import RopeConfig
+
+_INDEXER = "self_attn.indexer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """Scores every token that a query may see, for sparse attention (DSA).
+
+    The score of a key is the sum over index heads of weight[head] * relu(query[head] @ key). Queries are wq_b(latent of
+    MLA's queries), keys are layer_norm(wk(x)), and weights are weights_proj(x). The first columns of queries and keys
+    are rotated. Every rank computes all index heads, so that all ranks choose the same keys.
+    """
+
+    num_heads: int
+    head_dim: int
+    interleaved: bool
+    """Whether the checkpoint rotates pairs of neighbours, see RopeConfig."""
+    hidden_size: int
+    q_lora_rank: int
+
+    @property
+    def q(self) -> Linear:
+        """The projection of the queries' latent into index heads."""
+        return self._linear("wq_b", self.num_heads * self.head_dim, self.q_lora_rank)
+
+    @property
+    def k(self) -> Linear:
+        """The projection into the index key."""
+        return self._linear("wk", self.head_dim, self.hidden_size)
+
+    @property
+    def weights(self) -> Linear:
+        """The projection into the weights of index heads."""
+        return self._linear("weights_proj", self.num_heads, self.hidden_size)
+
+    @property
+    def k_norm(self) -> tuple[TensorSpec, TensorSpec]:
+        """Weight and bias of the index key's norm."""
+        name, shape = f"{_INDEXER}.k_norm", (self.head_dim,)
+        return TensorSpec(f"{name}.weight", shape, Role.NORM), TensorSpec(f"{name}.bias", shape, Role.BIAS)
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return (*tensors_of(self.q, self.k, self.weights), *self.k_norm)
+
+    def _linear(self, name: str, width: int, in_features: int) -> Linear:
+        return Linear(f"{_INDEXER}.{name}", width, in_features, Cut(Axis.LATENT, 0, width))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +80,21 @@ class LatentAttention:
     rope: RopeConfig
     scale: float
     """Factor of the scores before the softmax."""
+    top_k: int | None = None
+    """A query sees only this many tokens, those with the largest index scores (DSA). If None, it sees all tokens before
+    it."""
+    indexer: Indexer | None = None
+    """Computes the index scores. None if `top_k` is None, or if the layer sees the tokens of the last layer with an
+    indexer."""
 
     state: ClassVar = ()
     window: ClassVar = None
     chunk: ClassVar = None
-    features: ClassVar = frozenset({Feature.LATENT})
     kv_scales: ClassVar = (("self_attn.k_scale",),)
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        return frozenset({Feature.LATENT} if self.top_k is None else {Feature.LATENT, Feature.SPARSE})
 
     @property
     def head_dim(self) -> int:
@@ -89,8 +145,9 @@ class LatentAttention:
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         linears = (self.q, self.q_a, self.kv_a, self.kv_b, self.o)
-        norms = (self.q_norm, self.kv_norm)
-        return tensors_of(*(it for it in linears if it is not None)) + tuple(it for it in norms if it is not None)
+        norms = tuple(it for it in (self.q_norm, self.kv_norm) if it is not None)
+        of_indexer = () if self.indexer is None else self.indexer.tensors
+        return tensors_of(*(it for it in linears if it is not None)) + norms + of_indexer
 
     @property
     def axes(self) -> tuple[HeadGroups, ...]:
@@ -103,7 +160,7 @@ class LatentAttention:
 
     @property
     def token_elements(self) -> Amounts:
-        return {Axis.LATENT: self.kept_dim}
+        return {Axis.LATENT: self.kept_dim + (0 if self.indexer is None else self.indexer.head_dim)}
 
     @property
     def pair_flops(self) -> Amounts:
@@ -116,7 +173,7 @@ class LatentAttention:
 
     @property
     def kept_dim(self) -> int:
-        """Columns per token in the KV pool."""
+        """Columns of the latent of keys and values and the rotated key, which the KV pool stores for each token."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def _into_latent(self, name: str, width: int) -> Linear:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from configs.attention import Feature
 from configs.checkpoint import resolve_model_path
 from configs.draft_head import Eagle3Head, MTPHead, QwenMTPHead
 from configs.errors import CheckpointError, ConfigError
@@ -58,6 +59,10 @@ def _mtp_head(model: ModelConfig, name: str) -> MTPHead:
         # The MTP layer has attention, and the feed-forward of the last layer.
         attention = next(layer.mixer for layer in reversed(model.layers) if not layer.mixer.state)
         return QwenMTPHead(layer=replace(model.layers[-1], mixer=attention), rms_norm_eps=model.rms_norm_eps)
+    if Feature.SPARSE in model.layers[-1].mixer.features:
+        raise ConfigError(
+            f"speculation.method=mtp does not support sparse attention, which model={name} has; choose ngram or none"
+        )
     # The MTP layer has the same shape as the last layer with experts.
     prefix = model.layer_prefix(model.num_hidden_layers)
     return MTPHead(layer=model.layers[-1], rms_norm_eps=model.rms_norm_eps, layer_prefix=prefix)

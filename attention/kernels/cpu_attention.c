@@ -431,10 +431,37 @@ static int64_t heads_of(const Layer *l, const Step *step) {
     return most(1, least(least(room, l->kv_heads), step->num_blocks * l->kv_heads / step->threads));
 }
 
-/* q [tokens, heads, head_dim], its tokens `stride` elements apart; out the same, contiguous. */
-void attend(const Layer *l, const Step *step, const void *q, int64_t stride, void *out) {
+/* Index scores of sparse attention: out [tokens, width] of the block's first token has, for each key, the sum over
+   heads, in order, of weight * relu(query . key), and -inf for keys not seen. The layer has one KV head, that of the index
+   keys; weights [tokens, group]. */
+static void score_item(const Work *w, const void *q, int64_t stride, const float *weights, float *out, int64_t width) {
+    int64_t group = w->layer->group, to = 0;
+    for (int64_t i = 0; i < w->tokens; i++) to = most(to, w->ranges[i].stop);
+    load_queries(w, q, stride);
+    for (int64_t base = 0; base < to; base += CHUNK) {
+        int64_t stop = least(to, base + CHUNK);
+        find(w, base, base, stop);
+        score_chunk(w, base, base, stop);
+        for (int64_t line = 0; line < w->lines; line += group) {
+            int64_t end = least(stop, w->ranges[line / group].stop);
+            for (int64_t t = base; t < end; t += LANES) {
+                v16 sum = {0};
+                for (int64_t head = 0; head < group; head++) {
+                    v16 x = load16(w->scores + (line + head) * CHUNK, (size_t)(t - base), FP32);
+                    sum = weights[line + head] * (v16)((x > 0) & (i16)x) + sum;
+                }
+                store_some(out, (size_t)(line / group * width + t), FP32, sum, (size_t)least(LANES, end - t));
+            }
+        }
+    }
+    for (int64_t i = 0; i < w->tokens; i++)
+        for (int64_t t = w->ranges[i].stop; t < width; t++) out[i * width + t] = -INFINITY;
+}
+
+/* Attention, or with `weights` the index scores of tokens [tokens, heads, head_dim]. */
+static void for_blocks(const Layer *l, const Step *step, const void *q, int64_t stride, const float *weights, void *out,
+                       int64_t width) {
     int64_t heads = heads_of(l, step), parts = (l->kv_heads + heads - 1) / heads, items = step->num_blocks * parts;
-    int64_t width = l->kv_heads * l->group * l->head_dim;
     size_t size = size_of((int)l->type);
 #pragma omp parallel num_threads((int)least(step->threads, items))
     {
@@ -452,8 +479,20 @@ void attend(const Layer *l, const Step *step, const void *q, int64_t stride, voi
             w.lines = w.heads * w.of_head;
             w.ranges = step->ranges + b->first;
             w.pages = step->page_table + b->row * step->table_stride;
-            attend_item(&w, (const char *)q + (size_t)(b->first * stride) * size, stride,
-                        (char *)out + (size_t)(b->first * width) * size);
+            const char *own = (const char *)q + (size_t)(b->first * stride) * size;
+            if (weights) score_item(&w, own, stride, weights + b->first * l->group, (float *)out + b->first * width, width);
+            else attend_item(&w, own, stride, (char *)out + (size_t)(b->first * width) * size);
         }
     }
+}
+
+/* q [tokens, heads, head_dim], its tokens `stride` elements apart; out the same, contiguous. */
+void attend(const Layer *l, const Step *step, const void *q, int64_t stride, void *out) {
+    for_blocks(l, step, q, stride, 0, out, l->kv_heads * l->group * l->head_dim);
+}
+
+/* q [tokens, group, head_dim], its tokens `stride` elements apart; weights [tokens, group]; out [tokens, width]. */
+void index_scores(const Layer *l, const Step *step, const void *q, int64_t stride, const float *weights, float *out,
+                  int64_t width) {
+    for_blocks(l, step, q, stride, weights, out, width);
 }

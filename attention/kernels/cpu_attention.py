@@ -56,6 +56,8 @@ def library() -> ctypes.CDLL:
     lib = c_library.load(Path(__file__).with_suffix(".c"))
     lib.attend.argtypes = (*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p)
     lib.attend.restype = None
+    lib.index_scores.argtypes = (*[ctypes.c_void_p] * 3, ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int64)
+    lib.index_scores.restype = None
     lib.scratch_floats.argtypes = (ctypes.c_int64,) * 2
     lib.scratch_floats.restype = ctypes.c_int64
     return lib

@@ -261,14 +261,16 @@ def test_a_rank_asks_for_what_its_layers_and_its_device_need(monkeypatch: pytest
         create_backend("fa3", "torch_native", pool_of(LAYER))
     with pytest.raises(ConfigError, match=r"attention\.decode_backend=triton needs GPUs"):
         create_backend("torch_native", "triton", pool_of(LAYER))
+    latent = LatentLayer(
+        layer_id=1, tp_q_head_num=2, tp_k_head_num=1, head_dim=24, scale=0.25, latent_dim=16, nope_dim=8, v_dim=8
+    )
     asking = {
         Feature.WINDOW: dataclasses.replace(LAYER, window=4),
         Feature.SOFTCAP: dataclasses.replace(LAYER, softcap=5.0),
         Feature.SINKS: dataclasses.replace(LAYER, sinks=torch.zeros(2)),
         Feature.CHUNK: dataclasses.replace(LAYER, chunk=4),
-        Feature.LATENT: LatentLayer(
-            layer_id=1, tp_q_head_num=2, tp_k_head_num=1, head_dim=24, scale=0.25, latent_dim=16, nope_dim=8, v_dim=8
-        ),
+        Feature.LATENT: latent,
+        Feature.SPARSE: dataclasses.replace(latent, top_k=4),
     }
     assert {*asking, Feature.FP8_KV} == set(Feature) - {Feature.MASK, Feature.EXACT}, "which steps and settings ask for"
     in_fp8 = TokenToKVPool(

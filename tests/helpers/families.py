@@ -96,6 +96,12 @@ def _latents(model_type: str, **changes: Any) -> Family:
     return Family(model_type, {**LATENTS, **changes}, (1, 2, 3, 4, 6), factor=6.0)
 
 
+def _sparse(model_type: str, **changes: Any) -> Family:
+    # With fewer index heads many scores are zero, and transformers chooses any of them.
+    index = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 24}
+    return _latents(model_type, q_lora_rank=40, routed_scaling_factor=2.5, **index, **changes)
+
+
 def _hybrid(model_type: str, **changes: Any) -> Family:
     sizes = {
         **GROUPED,
@@ -356,6 +362,9 @@ FAMILIES: dict[str, Family] = {
         routed_scaling_factor=2.5,
         num_nextn_predict_layers=1,
     ),
+    "v32": _sparse("deepseek_v32", n_group=4, topk_group=2, rope_parameters=_LATENT_YARN),
+    # The second layer sees the tokens that the first one chose.
+    "glm_5": _sparse("glm_moe_dsa", indexer_types=["full", "shared", "full"], pad_token_id=0),
 }
 
 _ROWS = {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True, "dynamic": False}

@@ -62,8 +62,8 @@ class LatentCase:
             compute_dtype=dtype,
             device=device,
         )
-        [pages] = self.pool.pages(0)
-        pages.copy_(torch.tensor(math.nan))
+        for pages in self.pool.pages(0):
+            pages.copy_(torch.tensor(math.nan))
         shuffled = np.random.default_rng(0).permutation(np.arange(1, num_pages + 1, dtype=np.int32))
         generator = torch.Generator().manual_seed(1)
 

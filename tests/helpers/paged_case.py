@@ -219,7 +219,7 @@ class PagedCase:
         exact = self.expected(torch.float32, masks)[0][..., : out.shape[-1]]
         if self.dtype is torch.float32:
             # A GPU's exponential is not the nearest fp32.
-            torch.testing.assert_close(out, exact, atol=2e-6 if self.device.type == "cpu" else 1e-5, rtol=2e-5)
+            torch.testing.assert_close(out, exact, atol=4e-6 if self.device.type == "cpu" else 1e-5, rtol=2e-5)
             return
         # torch's max, unlike Python's, never passes over a NaN.
         same_dtype = self.expected(self.dtype, masks)[0][..., : out.shape[-1]]

@@ -44,6 +44,7 @@ def _family(model_type: str, **changes: Any) -> Cell:
 
 
 LATENT = Cell("deepseek_v2", FAMILIES["lite"].config)
+LATENTS = (LATENT.model_type, "glm_moe_dsa")
 # Windows, chunks and scores' caps that prompts of 37 tokens reach.
 CELLS: dict[Feature | None, dict[str, Cell]] = {
     None: {"pages of 1": Cell(page_size=1), "pages of 64": Cell(page_size=64)},
@@ -52,6 +53,7 @@ CELLS: dict[Feature | None, dict[str, Cell]] = {
     Feature.SINKS: {"sinks": _family("gpt_oss")},
     Feature.CHUNK: {"chunk": _family("llama4_text", attention_chunk_size=PAGE_SIZE)},
     Feature.LATENT: {"latent": LATENT},
+    Feature.SPARSE: {"sparse": Cell("glm_moe_dsa", {**FAMILIES["glm_5"].config, "indexer_types": ["full", "shared"]})},
     Feature.MASK: {"tree": Cell(mask=tree), "both ways": Cell(mask=both_ways)},
     Feature.FP8_KV: {"FP8": Cell(kv_dtype=FP8), "latent in FP8": LATENT._replace(kv_dtype=FP8)},
 }
@@ -72,7 +74,7 @@ def _params() -> Iterator[Any]:
         # KeyError: a feature of which no model is here.
         for feature in (None, *sorted(spec.features - {Feature.EXACT})):
             for cell, what in CELLS[feature].items():
-                needed = {feature} | ({Feature.LATENT} if what.model_type == LATENT.model_type else set())
+                needed = {feature} | ({Feature.LATENT} if what.model_type in LATENTS else set())
                 if not needed <= {None, *spec.features} or any({*pair} <= needed for pair in spec.apart):
                     continue
                 if spec.device != "cuda" or name == "triton":
@@ -89,7 +91,7 @@ def cases() -> dict[tuple[str, str], Case]:
 
 def _case(cell: Cell, device: str, path: Path, cases: dict[tuple[str, str], Case]) -> Case:
     if (key := (device, cell.model_type)) not in cases:
-        on_gpu = {"cpu": {}, "cuda": LATENT_ON_GPU if cell.model_type == "deepseek_v2" else ON_GPU}[device]
+        on_gpu = {"cpu": {}, "cuda": LATENT_ON_GPU if cell.model_type in LATENTS else ON_GPU}[device]
         sizes = {**GROUPED, **cell.config, "num_hidden_layers": 2, **on_gpu}
         cases[key] = random_case(cell.model_type, sizes, path)
     return cases[key]

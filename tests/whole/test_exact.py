@@ -181,12 +181,18 @@ def test_every_logit_has_the_same_bits_and_greedy_tokens_are_those_of_transforme
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("lite", 1), ("lite", 2), ("lite", 3), ("v3", 1), ("v3", 3), ("kimi_linear", 1), ("kimi_linear", 2)],
+    [
+        *(("lite", size) for size in (1, 2, 3)),
+        *(("v3", size) for size in (1, 3)),
+        *(("v32", size) for size in (1, 2, 3)),
+        *((name, size) for name in ("kimi_linear", "glm_5") for size in (1, 2)),
+    ],
 )
 def test_every_logit_over_latents_has_the_same_bits(
     name: str, size: int, watch: Watch, reference: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The ways are those of the test before. The models are like DeepSeek-V2-Lite, DeepSeek-V3 and Kimi-Linear."""
+    """The ways are those of the test before. The models are like DeepSeek-V2-Lite, DeepSeek-V3, Kimi-Linear,
+    DeepSeek-V3.2 and GLM-5."""
     case = case_of(name, tmp_path)
     group = LocalGroup(
         case.path, size, Limits().num_pages, on_frame=lambda *step: watch.keys.extend(rows_of_logits(*step))

@@ -50,6 +50,8 @@ BASES: dict[str, Mapping[str, Any]] = {
     **{name: {**EXPERTS, **own} for name, own in WITH_EXPERTS.items()},
     "deepseek_v2": LATENTS,
     "deepseek_v3": FAMILIES["v3"].config,
+    "deepseek_v32": FAMILIES["v32"].config,
+    "glm_moe_dsa": FAMILIES["glm_5"].config,
     "granitemoehybrid": {**GROUPED, "mamba_n_heads": 8},
 }
 """Numbers of families that do not have those of GROUPED."""
@@ -307,6 +309,29 @@ def test_what_a_config_of_latents_leaves_out_is_as_transformers_has_it(tmp_path:
     without = _read(tmp_path, "deepseek_v2", q_lora_rank=None).layers[-1].mixer
     assert isinstance(without, LatentAttention)
     assert without.q_lora_rank is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"indexer_types": ["full", "shared", "shared", "full", "shared", "full"]},
+        {"index_topk_pattern": "FSSFSF"},
+        {"index_topk_freq": 3},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 3},
+        {},
+    ],
+    ids=str,
+)
+def test_layers_share_an_index_as_in_transformers(tmp_path: Path, said: dict[str, Any]) -> None:
+    left_out = dict.fromkeys(("indexer_types", "index_topk", "index_head_dim"), ...)
+    model = _read(tmp_path, "glm_moe_dsa", num_hidden_layers=6, **{**left_out, **said})
+    theirs, indexers = transformers.AutoConfig.from_pretrained(tmp_path), []
+    for layer in model.layers:
+        assert isinstance(layer.mixer, LatentAttention)
+        indexers.append(layer.mixer.indexer)
+        assert layer.mixer.top_k == theirs.index_topk
+    assert ["shared" if it is None else "full" for it in indexers] == theirs.indexer_types
+    assert {it.head_dim for it in indexers if it is not None} == {theirs.index_head_dim}
 
 
 @pytest.mark.parametrize("model_type", HYBRIDS)
@@ -622,6 +647,13 @@ def test_published_models_have_so_many_parameters(
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method=greedy is not .* only noaux_tc is"),
         ("deepseek_v3", {"n_group": 8, "topk_group": 3}, "n_group=8 leaves a group fewer than two"),
         ("deepseek_v3", {"routed_scaling_factor": ...}, "has no routed_scaling_factor"),
+        ("deepseek_v32", {"attention_bias": True}, "attention_bias=True is not supported; only False is"),
+        ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank=null is not supported with an indexer"),
+        ("deepseek_v32", {"index_n_heads": ...}, "has no index_n_heads"),
+        ("deepseek_v32", {"index_head_dim": 4}, "index_head_dim=4 is less than qk_rope_head_dim=8"),
+        ("deepseek_v32", {"mlp_layer_types": ["sparse"] * 3}, "dense for the first first_k_dense_replace layers"),
+        ("glm_moe_dsa", {"indexer_types": ["shared"] * 3}, "each of 3 layers must have an indexer or share that"),
+        ("glm_moe_dsa", {"indexer_types": ..., "index_topk_pattern": "FS"}, "each of 3 layers must have an indexer"),
         ("qwen3_next", {"num_key_value_heads": ...}, "has no num_key_value_heads"),
         ("qwen3_5_text", {"num_key_value_heads": 2, "layer_types": ["conv"] * 9}, "linear_attention or full_attention"),
         ("qwen3_5_text", {"linear_num_key_heads": 3}, "linear_num_value_heads=32 is not a multiple of .*heads=3"),

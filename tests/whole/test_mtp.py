@@ -132,6 +132,14 @@ def test_a_model_without_such_a_layer_is_refused(small_path: Path) -> None:
         model_of(small_path)
 
 
+def test_a_model_with_sparse_attention_is_refused(tmp_path: Path) -> None:
+    case_of("v32", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"method=mtp does not support sparse attention, .*; choose ngram or none"):
+        model_of(tmp_path)
+
+
 def test_a_checkpoint_that_lacks_its_layer_or_has_more_than_is_known_is_refused(tmp_path: Path) -> None:
     case = case_of("glm4_moe", tmp_path)
     with pytest.raises(CheckpointError, match=r"missing tensors: model\.layers\.3\.eh_proj\.weight"):

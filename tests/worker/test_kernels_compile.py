@@ -40,12 +40,14 @@ from attention.forward_batch import NewTokenMask, PagedMetadata
 from attention.kernels import decode, exact
 from attention.kernels.extend import paged_extend
 from attention.kernels.flat_pages import flatten_pages
+from attention.kernels.index_scores import index_scores
 from attention.kernels.latent_heads import head_products
 from attention.kernels.merge import merge_states
 from attention.kernels.packed_mask import pack_mask
 from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadata
 from attention.kv_pool import FP8
 from attention.layer import AttentionLayer
+from attention.sparse import IndexInputs, SparseStep
 from attention.state_pool import RowStates, StatePool
 from attention.step_metadata import StepTensors
 from configs.cards import COMPILED, FP8_FROM, Capability
@@ -317,6 +319,16 @@ def _call_exact(
     for num_rows in (num_tokens, 3):
         q, k, v, paged = _attention_inputs(layer, num_tokens, num_rows, page_size, dtype, kv_dtype)
         exact.paged_exact(q, k, v, paged, layer, out=torch.empty(q.shape, dtype=dtype))
+
+
+def _call_index_scores(num_heads: int, dtype: torch.dtype) -> None:
+    """Calls the index scores of DeepSeek-V3.2 (64 heads) and GLM-5 (32)."""
+    index = IndexInputs(
+        torch.empty(8, num_heads, 128, dtype=dtype), torch.empty(8, 128, dtype=dtype), torch.empty(8, num_heads)
+    )
+    rows, positions = torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
+    step = SparseStep(rows, positions, _int32(8, 100), 6400)
+    index_scores(index, torch.empty(800, 64, 128, dtype=dtype), step, slice(0, 8), 6400)
 
 
 def _call_latent(
@@ -638,6 +650,10 @@ def _call_everything() -> None:
         _call_latent(num_heads, page_size, dtype)
     for num_heads in (16, 128):
         _call_latent(num_heads, 64, kv_dtype=FP8)
+    for num_heads in (16, 128):  # the chosen keys of sparse attention are pages of one slot
+        _call_latent(num_heads, 1)
+    for num_heads, dtype in ((64, torch.bfloat16), (32, torch.bfloat16), (64, torch.float32)):
+        _call_index_scores(num_heads, dtype)
     _call_qk_norm_rope_store(128, 128, None, FP8)
     for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16, torch.float32), (64, 96, 128, 256)):
         _call_extend(64, _layer(head_dim, window=4096), dtype, FP8)

@@ -13,6 +13,7 @@ from parallel.collectives.interface import PartialSum
 from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.tensor_source import TensorSource
+from worker.layers.indexer import IndexerHeads
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryHalves
 from worker.layers.step import Step
@@ -39,10 +40,18 @@ class MLA:
             latent_dim=spec.kv_lora_rank,
             nope_dim=spec.qk_nope_head_dim,
             v_dim=spec.v_head_dim,
+            top_k=spec.top_k,
+            index_heads=0 if spec.indexer is None else spec.indexer.num_heads,
+            index_dim=0 if spec.indexer is None else spec.indexer.head_dim,
         )
         self._spec = spec
         self._context = context
-        self._into = ColumnParallelLinear(spec.q if spec.q_a is None else spec.q_a, spec.kv_a, context=context)
+        into = [spec.q if spec.q_a is None else spec.q_a, spec.kv_a]
+        self._indexer: IndexerHeads | None = None
+        if spec.indexer is not None:
+            into += [spec.indexer.k, spec.indexer.weights]
+            self._indexer = IndexerHeads(spec.indexer, spec.qk_rope_head_dim, context)
+        self._into = ColumnParallelLinear(*into, context=context)
         self._q_b = None if spec.q_a is None else ColumnParallelLinear(spec.q, context=context)
         self._q_norm = None if spec.q_norm is None else self._norm(spec.q_norm)
         self._kv_norm = self._norm(spec.kv_norm)
@@ -57,6 +66,9 @@ class MLA:
             f"{prefix}{spec.kv_a.name}.weight": (spec.kept_dim, spec.kv_lora_rank),
         }
         halves = RotaryHalves(source, heads, spec.qk_rope_head_dim) if spec.rope.interleaved else source
+        if self._indexer is not None:
+            halves = self._indexer.halves(halves, prefix)
+            self._indexer.load(halves, prefix)
         self._into.load(halves, prefix)
         if self._q_b is not None:
             self._q_b.load(halves, prefix)
@@ -76,13 +88,17 @@ class MLA:
         """[num_tokens, hidden_size] -> [num_tokens, tp_q_head_num * v_head_dim]. Stores latents in the pool."""
         layer, spec = self.layer, self._spec
         assert self._heads is not None, "forward before load"
-        into = self._into(x)
-        q, latents = torch.split(into, [into.shape[1] - layer.head_dim, layer.head_dim], dim=1)
+        into, index = self._into(x), None
+        widths = [layer.head_dim, layer.index_dim, layer.index_heads]
+        q, latents, index_k, index_weights = torch.split(into, [into.shape[1] - sum(widths), *widths], dim=1)
         if self._q_b is not None and self._q_norm is not None:
-            q = self._q_b(self._q_norm(q))
+            q_latent = self._q_norm(q)
+            q = self._q_b(q_latent)
+            if self._indexer is not None:
+                index = self._indexer(q_latent, index_k, index_weights)
         q = q.view(len(x), layer.tp_q_head_num, spec.head_dim)
         norm = LatentNorm(self._kv_norm.weight, _NORM_EPS)
-        return step.backend.forward_latent(q, latents, layer, self._heads, step.rotations[layer.layer_id], norm)
+        return step.backend.forward_latent(q, latents, layer, self._heads, step.rotations[layer.layer_id], norm, index)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
         """Computes the layer's output [num_tokens, hidden_size] from the output of `attend`."""

@@ -145,7 +145,7 @@ class KernelRotation:
         pool: TokenToKVPool,
         out_cache_loc: torch.Tensor,
     ) -> None:
-        [slots] = pool.slots(layer.layer_id)
+        slots, *_ = pool.slots(layer.layer_id)
         self._latent_kernel(
             q,
             latents,
@@ -157,6 +157,10 @@ class KernelRotation:
             out_cache_loc=out_cache_loc,
             scale=layer.k_scale,
         )
+
+    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        cos, sin = self._cos_sin[self._positions].to(heads.dtype).unsqueeze(1).chunk(2, dim=-1)
+        return TorchRotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)).rotate(heads)
 
 
 class TorchRotation:
@@ -173,8 +177,7 @@ class TorchRotation:
         self._sin = sin
         self._query_factors = query_factors
 
-    def _rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        """Heads [num_tokens, num_heads, head_dim] with the first rotary_dim columns rotated, as a new tensor."""
+    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
         rotary_dim = self._cos.shape[-1]
         part = heads[..., :rotary_dim]
         # Each product is rounded separately: addcmul would fuse them in whole vectors but not in the remainder.
@@ -198,7 +201,7 @@ class TorchRotation:
             q = rms_norm(qk[:, :num_q_heads], norms.q_weight, norms.eps)
             k = rms_norm(qk[:, num_q_heads:], norms.k_weight, norms.eps)
             qk = torch.cat((q, k), dim=1)
-        turned = self._rotate(qk).view(num_tokens, -1)
+        turned = self.rotate(qk).view(num_tokens, -1)
         pool.set_kv(layer.layer_id, out_cache_loc, turned[:, q_size:], qkv[:, -kv_size:])
         return turned[:, :q_size]
 
@@ -212,9 +215,9 @@ class TorchRotation:
         out_cache_loc: torch.Tensor,
     ) -> None:
         q_rope = q[..., layer.nope_dim :]
-        q_rope.copy_(self._rotate(q_rope))
+        q_rope.copy_(self.rotate(q_rope))
         latent = rms_norm(latents[:, : layer.latent_dim], norm.weight, norm.eps)
-        k_rope = self._rotate(latents[:, None, layer.latent_dim :]).squeeze(1)
+        k_rope = self.rotate(latents[:, None, layer.latent_dim :]).squeeze(1)
         pool.set_kv(layer.layer_id, out_cache_loc, torch.cat((latent, k_rope), dim=1))
 
 
