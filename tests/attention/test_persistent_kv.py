@@ -38,6 +38,7 @@ def pool_of(
         ("head_norms", FP8, 2, 4),
         ("tied", torch.float32, 4, 3),
         ("latents", torch.bfloat16, 2, 3),
+        ("sparse", torch.bfloat16, 3, 2),
         ("draft_head", torch.float32, 3, 2),
     ],
 )
