@@ -101,8 +101,14 @@ def _attention() -> str:
         "tokens of a page": lambda spec: "any power of two" + _at_most(spec.max_page_size),
         "elements of a head": _head_dims,
         **{str(feature): functools.partial(_yes, feature) for feature in Feature},
+        "bidirectional prefix": functools.partial(_yes, Feature.MASK),
     }
     lines += [f"| {what} | " + " | ".join(map(cell, BACKENDS.values())) + " |" for what, cell in rows.items()]
+    lines += [
+        "",
+        "A bidirectional prefix is a mask over new tokens that shows all of them to each, so one step computes the whole "
+        "prefix. No served family has one; `tests/whole/test_attention_models.py` tests it as `both ways`.",
+    ]
     return "\n".join(lines) + "\n"
 
 
