@@ -104,12 +104,14 @@ def _attention() -> str:
         "bidirectional prefix": functools.partial(_yes, Feature.MASK),
     }
     lines += [f"| {what} | " + " | ".join(map(cell, BACKENDS.values())) + " |" for what, cell in rows.items()]
-    lines += [
-        "",
-        "A bidirectional prefix is a mask over new tokens that shows all of them to each, so one step computes the whole "
-        "prefix. No served family has one; `tests/whole/test_attention_models.py` tests it as `both ways`.",
-    ]
+    lines += ["", _BIDIRECTIONAL]
     return "\n".join(lines) + "\n"
+
+
+_BIDIRECTIONAL = (
+    "A bidirectional prefix is a mask over new tokens that shows all of them to each. One step computes it whole. No "
+    "served family has one; `tests/whole/test_attention_models.py` tests it as `both ways`."
+)
 
 
 def _kinds_of_steps() -> Iterator[tuple[str, Phase, int | None]]:
