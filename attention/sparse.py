@@ -51,7 +51,9 @@ class SparseStep:
         """Queues kernels, and does not wait for the device."""
         starts, positions = batch.paged.cu_seqlens_q, batch.positions
         index = torch.arange(len(positions), dtype=torch.int32, device=starts.device)
-        rows = torch.searchsorted(starts[1:], index, right=True)
+        rows = torch.searchsorted(starts[1:], index, right=True).clamp_(max=len(starts) - 2)
+        # A graph's padding may belong to no row. It sees the first key of the last row.
+        positions = positions.masked_fill(index >= starts[-1], 0)
         return cls(rows, positions, batch.paged.page_table, most_keys)
 
     def parts(self) -> Iterator[slice]:

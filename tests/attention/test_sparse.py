@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -150,6 +151,17 @@ def test_of_equal_scores_the_first_positions_are_chosen(name: str, device: torch
             16,
         )
         assert torch.equal(chosen, expected)
+
+
+def test_tokens_of_no_row_see_the_first_key_of_the_last_row() -> None:
+    case = SparseCase("mixed", 16, torch.float32, torch.device("cpu"))
+    stale = torch.full((3,), 1 << 20)
+    padded = dataclasses.replace(case.batch, positions=torch.cat((case.batch.positions, stale)))
+    step, num_tokens = SparseStep.of(padded, case.step.most_keys), len(case.batch.positions)
+    assert torch.equal(step.rows[:num_tokens], case.step.rows)
+    assert torch.equal(step.positions[:num_tokens], case.batch.positions)
+    assert step.rows[num_tokens:].tolist() == [len(case.rows) - 1] * 3
+    assert step.positions[num_tokens:].tolist() == [0] * 3
 
 
 @pytest.mark.parametrize("name", ["cpu", "triton"])
