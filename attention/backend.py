@@ -61,13 +61,13 @@ class AttentionBackend(ABC):
         self._batch: ForwardBatch | None = None
         self._has_sparse = any(isinstance(layer, LatentLayer) and layer.top_k for layer in layers)
         self._sparse: SparseStep | None = None
-        self._chosen: torch.Tensor | None = None
+        self._chosen: list[torch.Tensor] = []
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepares for the step `batch`. Page-table entries after a row's last page are never used."""
         self._batch = batch
         if self._has_sparse:
-            self._sparse = SparseStep.of(batch, int(batch.seq_lens.max()))
+            self._sparse, self._chosen = SparseStep.of(batch, int(batch.seq_lens.max())), []
 
     def batch_of(self, layer: AttentionLayer) -> ForwardBatch:
         """The prepared step, with the slots and pages of the layer's pool."""
@@ -142,17 +142,12 @@ class AttentionBackend(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} serves no latent layers; please report this bug")
 
-    def index_scores(self, index: IndexInputs, layer: LatentLayer, tokens: slice, most_keys: int) -> torch.Tensor:
-        """The index scores of some of the step's tokens. Backends without `Feature.SPARSE` lack it.
-
-        Args:
-            index: of these tokens, after the rotary embedding.
-            tokens: their range in the step.
-            most_keys: number of columns. No token sees more keys.
+    def choose_keys(self, index: IndexInputs, layer: LatentLayer, step: SparseStep) -> torch.Tensor:
+        """The keys with the largest index scores. Backends without `Feature.SPARSE` lack it.
 
         Returns:
-            [num_tokens, most_keys] fp32: for each position of the token's row, the sum over index heads of weight *
-            relu(query @ key), or -inf if the token does not see the position.
+            [num_tokens, top_k] int32: the result of `SparseStep.choose`. Slots at the end of tokens that see fewer keys
+            may be undefined.
         """
         raise NotImplementedError(f"{type(self).__name__} serves no sparse layers; please report this bug")
 
@@ -161,7 +156,7 @@ class AttentionBackend(ABC):
 
         Args:
             q: [num_tokens, tp_q_head_num * head_dim], contiguous.
-            chosen: rows with one token each. A page has one slot.
+            chosen: one row per token. Its page table lists the chosen slots, as if pages had one slot.
 
         Returns:
             [num_tokens, tp_q_head_num * head_dim], or only the latents [num_tokens, tp_q_head_num * latent_dim].
@@ -179,13 +174,15 @@ class AttentionBackend(ABC):
         index: IndexInputs | None = None,
     ) -> torch.Tensor:
         """Applies norm and rotary embedding, writes the new tokens' latents and keys to the pool, and attends. If the
-        layer has a `top_k` and some token may see more keys, each token sees only those chosen by the index scores.
+        layer has a `top_k` and the step may have a token with more keys, each token sees those with the largest index
+        scores.
 
         Args:
             q: [num_tokens, tp_q_head_num, nope_dim + rope_dim]. The rotary embedding is applied in place.
             latents: [num_tokens, latent_dim + rope_dim]: the latent before its norm, and the key before its rotation.
             rotation: the rotary embedding at the batch's positions.
-            index: the output of the layer's indexer. If None, keys are those of the last layer with an indexer.
+            index: the output of the layer's indexer. If None, tokens see the keys that the last layer with an indexer
+                chose.
 
         Returns:
             The output of `attend_latent`.
@@ -193,20 +190,16 @@ class AttentionBackend(ABC):
         out_cache_loc = self.batch_of(layer).out_cache_loc
         rotation.norm_rotate_store_latent(q, latents, layer, norm, self.token_to_kv_pool, out_cache_loc)
         if index is not None:
-            index = index._replace(q=rotation.rotate(index.q), k=rotation.rotate(index.k.unsqueeze(1)).squeeze(1))
             self.token_to_kv_pool.set_index(layer.layer_id, out_cache_loc, index.k)
-        sparse = self._sparse
-        if layer.top_k is None or sparse is None or sparse.most_keys <= layer.top_k:
+        if layer.top_k is None or self._sparse is None or self._sparse.most_keys <= layer.top_k:
             return self.attend_latent(q, layer, heads)
         if index is not None:
-            self._chosen = self._choose(index, layer, layer.top_k, sparse)
-        assert self._chosen is not None, "no layer before this one has an indexer"
-        return heads.values(self.attend_chosen(heads.absorb(q), layer, sparse.paged(self._chosen)))
-
-    def _choose(self, index: IndexInputs, layer: LatentLayer, top_k: int, sparse: SparseStep) -> torch.Tensor:
-        """[num_tokens, top_k] int32: the slots of the keys that each token sees."""
-        chosen, page_size = [], self.token_to_kv_pool.page_size
-        for tokens in sparse.parts():
-            scores = self.index_scores(IndexInputs(*(it[tokens] for it in index)), layer, tokens, sparse.most_keys)
-            chosen.append(sparse.choose(scores, tokens, top_k, page_size))
-        return torch.cat(chosen)
+            self._chosen = [
+                self.choose_keys(IndexInputs(*(it[tokens] for it in index)), layer, part)
+                for tokens, part in self._sparse.parts()
+            ]
+        out = [
+            heads.values(self.attend_chosen(heads.absorb(q[tokens]), layer, part.paged(chosen)))
+            for (tokens, part), chosen in zip(self._sparse.parts(), self._chosen, strict=True)
+        ]
+        return out[0] if len(out) == 1 else torch.cat(out)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from attention.backend import AttentionBackend, register
@@ -15,7 +17,7 @@ from attention.kernels.cpu_attention import TYPES, LayerArgs, StepArgs, library
 from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer, VisibleRange
-from attention.sparse import IndexInputs
+from attention.sparse import IndexInputs, SparseStep
 
 _LINES = 64
 """Number of (token, query head) pairs that share one read of a KV head's keys, unless one token alone has more."""
@@ -59,8 +61,8 @@ class CpuBackend(AttentionBackend):
         self._index_args = {
             layer.layer_id: _index_args_of(layer, token_to_kv_pool) for layer in sparse if layer.index_heads
         }
-        groups = [group for _, group in self._kinds.values()] + [layer.index_heads for layer in sparse]
-        self._most_lines = max((_LINES, *groups)) if groups else 0
+        groups = (*(group for _, group in self._kinds.values()), *(layer.index_heads for layer in sparse))
+        self._most_lines = max(_LINES, *groups, 0)
         widest = max((*(layer.head_dim for layer in layers), *(layer.index_dim for layer in sparse)), default=0)
         self._scratch_floats = self._library.scratch_floats(self._most_lines, widest)
         self._scratch = torch.empty(0)
@@ -86,33 +88,29 @@ class CpuBackend(AttentionBackend):
     def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
         return heads.values(self.attend(heads.absorb(q), layer))
 
-    def index_scores(self, index: IndexInputs, layer: LatentLayer, tokens: slice, most_keys: int) -> torch.Tensor:
-        batch = self.batch_of(layer)
-        ranges, blocks = _visible_ranges(batch, layer.visible_range)[tokens], _blocks(batch, 1)
-        blocks = blocks[tokens] - (0, tokens.start, tokens.start)
-        step = self._step(batch.paged.page_table, ranges, None, blocks)
-        assert index.q[0].is_contiguous(), "the elements of a token lie side by side"
-        out = torch.empty(len(index.q), most_keys)
-        args, q, weights = self._index_args[layer.layer_id], index.q, index.weights
+    def choose_keys(self, index: IndexInputs, layer: LatentLayer, step: SparseStep) -> torch.Tensor:
+        assert layer.top_k is not None, "a sparse layer"
+        assert index.q[0].is_contiguous(), "the heads of a token lie side by side"
+        plan = self._one_token_rows(step.page_table, step.rows.numpy(), step.positions.numpy() + 1)
+        scores, q, weights = torch.empty(len(index.q), step.most_keys), index.q, index.weights
+        args = ctypes.addressof(self._index_args[layer.layer_id])
         self._library.index_scores(
-            ctypes.addressof(args),
-            step.address,
-            q.data_ptr(),
-            q.stride(0),
-            weights.data_ptr(),
-            out.data_ptr(),
-            most_keys,
+            args, plan.address, q.data_ptr(), q.stride(0), weights.data_ptr(), scores.data_ptr(), step.most_keys
         )
-        return out
+        return step.choose(scores, layer.top_k, self.token_to_kv_pool.page_size)
 
     def attend_chosen(self, q: torch.Tensor, layer: LatentLayer, chosen: PagedMetadata) -> torch.Tensor:
-        index, out = np.arange(len(q)), torch.empty(q.shape, dtype=q.dtype)
-        ranges = np.zeros((len(q), 4), np.int64)
-        ranges[:, 1] = ranges[:, 2] = chosen.cache_seqlens.numpy()
-        step = self._step(chosen.page_table, ranges, None, np.stack((index, index, index + 1), axis=1))
-        args = self._chosen_args[layer.layer_id]
-        self._attend(ctypes.addressof(args), step.address, q.data_ptr(), q.stride(0), out.data_ptr())
+        out = torch.empty(q.shape, dtype=q.dtype)
+        plan = self._one_token_rows(chosen.page_table, np.arange(len(q)), chosen.cache_seqlens.numpy())
+        args = ctypes.addressof(self._chosen_args[layer.layer_id])
+        self._attend(args, plan.address, q.data_ptr(), q.stride(0), out.data_ptr())
         return out
+
+    def _one_token_rows(self, table: torch.Tensor, rows: Int64Array, lens: npt.NDArray[np.integer[Any]]) -> _Plan:
+        """The plan of tokens that see the first `lens` keys of `rows` of `table`."""
+        index, ranges = np.arange(len(rows)), np.zeros((len(rows), 4), np.int64)
+        ranges[:, 1] = ranges[:, 2] = lens
+        return self._step(table, ranges, None, np.stack((rows, index, index + 1), axis=1))
 
     def _plan(self, batch: ForwardBatch, whole: ForwardBatch, visible: VisibleRange, group: int) -> _Plan:
         """Args for one visible range. `batch` has the pages of these layers' pool, and `whole` has the step's mask."""
@@ -140,7 +138,7 @@ class CpuBackend(AttentionBackend):
 
 
 def _index_args_of(layer: LatentLayer, pool: TokenToKVPool) -> LayerArgs:
-    """The arguments of attention whose queries are index heads, and whose only KV head are the index keys."""
+    """Arguments as if index heads were the query heads and index keys the one KV head."""
     _, keys = pool.pages(layer.layer_id)
     args = LayerArgs.from_buffer_copy(_args_of(layer, pool))
     args.keys = args.values = keys.data_ptr()

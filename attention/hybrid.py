@@ -32,7 +32,7 @@ class HybridBackend(AttentionBackend):
         self.plans_on_host = decode.plans_on_host
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        super().init_forward_metadata(batch)
+        self._batch = batch
         self._now = self._decode if batch.mode is ForwardMode.DECODE else self._prefill
         if batch.mask is not None:
             self._now = self._masked
@@ -42,7 +42,7 @@ class HybridBackend(AttentionBackend):
         return self._of(shape).capture_shapes(shape, max_model_len)
 
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
-        super().init_forward_metadata(batch)
+        self._batch = batch
         self._now = self._of(shape)
         self._now.prepare_capture(batch, shape)
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attention.layer import AttentionLayer
+from attention.layer import AttentionLayer, LatentLayer
 from configs.errors import EngineError
 from parallel.persistent_memory import room_for
 
@@ -166,7 +166,7 @@ class TokenToKVPool:
         if self.dtype is FP8:
             tensors = tuple(_bytes(*it) for it in zip(tensors, (layer.k_scale, layer.v_scale), strict=False))
             of_layer = tuple(slots.view(torch.uint8) for slots in of_layer)
-        for slots, values in zip(of_layer, tensors, strict=False):
+        for slots, values in zip(of_layer[: self._num_values(layer_id)], tensors, strict=True):
             slots.index_copy_(0, out_cache_loc, values)
 
     def set_index(self, layer_id: int, out_cache_loc: torch.Tensor, keys: torch.Tensor) -> None:
@@ -175,16 +175,20 @@ class TokenToKVPool:
         _, slots = self._slots[layer_id]
         slots.index_copy_(0, out_cache_loc, keys)
 
+    def _num_values(self, layer_id: int) -> int:
+        """Number of tensors that attention reads: k and v, or latents. Index keys come after these."""
+        return 1 if isinstance(self.layer(layer_id), LatentLayer) else 2
+
     def read(self, layer_id: int, slots: torch.Tensor | slice) -> list[torch.Tensor]:
-        """Reads the values in `slots`: [num_tokens, elements of a token] each, in `compute_dtype`. FP8 values are still
-        divided by the layer's factors.
+        """Reads k and v, or latents, in `slots`: [num_tokens, elements of a token] each, in `compute_dtype`. FP8 values
+        are still divided by the layer's factors.
 
         Args:
             slots: [num_tokens] int64, or a slice.
         """
         # Torch cannot select rows of FP8 tensors on all devices
         as_bits = torch.uint8 if self.dtype is FP8 else self.dtype
-        held = [it.view(as_bits) for it in self._slots[layer_id]]
+        held = [it.view(as_bits) for it in self._slots[layer_id][: self._num_values(layer_id)]]
         found = [it[slots] if isinstance(slots, slice) else it.index_select(0, slots) for it in held]
         return [it.view(self.dtype).to(self.compute_dtype) for it in found]
 

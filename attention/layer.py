@@ -87,8 +87,8 @@ class LatentLayer(AttentionLayer):
     v_dim: int
     """Columns of a head's value."""
     top_k: int | None = None
-    """If set, a query sees only this many tokens, those with the largest index scores (attention/sparse.py). If None,
-    it sees all tokens before it."""
+    """If set, a query sees at most this many tokens, those with the largest index scores (attention/sparse.py). If
+    None, it sees all tokens before it."""
     index_heads: int = 0
     """Number of index heads. All ranks have all of them. 0 if the layer computes no index scores."""
     index_dim: int = 0

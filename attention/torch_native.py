@@ -20,7 +20,7 @@ from attention.forward_batch import ForwardBatch, ForwardMode, PagedMetadata
 from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer, VisibleRange
-from attention.sparse import IndexInputs
+from attention.sparse import IndexInputs, SparseStep
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -124,23 +124,22 @@ class TorchNativeBackend(AttentionBackend):
             out[extend.start : extend.stop] = self._extend_latent(q[extend.start : extend.stop], extend, layer, heads)
         return out
 
-    def index_scores(self, index: IndexInputs, layer: LatentLayer, tokens: slice, most_keys: int) -> torch.Tensor:
-        assert self._sparse is not None, "before init_forward_metadata"
-        keys, page_size = torch.arange(most_keys, device=self._device), self.token_to_kv_pool.page_size
-        pages = self._sparse.page_table[self._sparse.rows[tokens]][:, keys // page_size]
-        seen = keys <= self._sparse.positions[tokens, None]
-        slots = (pages.long() * page_size + keys % page_size).masked_fill_(~seen, 0)
+    def choose_keys(self, index: IndexInputs, layer: LatentLayer, step: SparseStep) -> torch.Tensor:
+        assert layer.top_k is not None, "a sparse layer"
+        page_size, scores = self.token_to_kv_pool.page_size, torch.zeros(len(step.rows), step.most_keys)
         _, kept = self.token_to_kv_pool.slots(layer.layer_id)
-        scores = torch.einsum("thd,tkd->thk", index.q.float(), kept[slots].float()).relu_()
-        return torch.einsum("th,thk->tk", index.weights, scores).masked_fill_(~seen, float("-inf"))
+        for i, (row, last) in enumerate(zip(step.rows.tolist(), step.positions.tolist(), strict=True)):
+            keys = np.arange(last + 1)
+            k = kept[self._slots(step.page_table[row : row + 1], keys[None])].float()
+            scores[i, : last + 1] = index.weights[i] @ (index.q[i].float() @ k.T).relu_()
+        return step.choose(scores.to(self._device), layer.top_k, page_size)
 
     def attend_chosen(self, q: torch.Tensor, layer: LatentLayer, chosen: PagedMetadata) -> torch.Tensor:
-        slots, lens = chosen.page_table.long(), chosen.cache_seqlens
-        hidden = torch.arange(slots.shape[1], device=self._device) >= lens[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-        mask.masked_fill_(hidden, float("-inf"))
-        group = _DecodeGroup(tokens=None, num_rows=len(q), slots=slots.flatten(), mask=mask[:, None, None])
-        return self._decode(q, group, layer)
+        out, index = torch.empty_like(q), torch.arange(chosen.page_table.shape[1], device=self._device)
+        for i in range(len(q)):
+            slots = chosen.page_table[i].masked_select(index < chosen.cache_seqlens[i]).long()
+            out[i : i + 1] = self._decode(q[i : i + 1], _DecodeGroup(None, 1, slots, None), layer)
+        return out
 
     def _decode(self, q: torch.Tensor, group: _DecodeGroup, layer: AttentionLayer) -> torch.Tensor:
         """q [num_rows, tp_q_head_num * head_dim] -> the same shape."""
@@ -200,9 +199,10 @@ class TorchNativeBackend(AttentionBackend):
         return out.flatten(1)
 
     def _keys_values(self, layer: AttentionLayer, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """[num_slots, tp_k_head_num * head_dim] each, in the pool's compute_dtype. Latents are both."""
+        """[num_slots, tp_k_head_num * head_dim] each, in the pool's compute_dtype. Both are one tensor if the pool
+        stores one."""
         kept = self.token_to_kv_pool.read(layer.layer_id, slots)
-        return kept[0], kept[0 if isinstance(layer, LatentLayer) else 1]
+        return kept[0], kept[-1]
 
     def _plan(self, batch: ForwardBatch, visible: VisibleRange, masked: dict[int, _Masked]) -> _Metadata:
         first_keys = visible.first_keys(batch.prefix_lens)

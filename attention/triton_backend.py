@@ -12,7 +12,7 @@ from attention.forward_batch import ForwardBatch, PagedMetadata
 from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
-from attention.sparse import IndexInputs
+from attention.sparse import IndexInputs, SparseStep
 from attention.step_shape import StepShape
 from attention.triton_latent import LatentPlan, TritonLatent, plan_of, plan_of_any
 
@@ -99,12 +99,12 @@ class TritonBackend(AttentionBackend):
         assert self._latent_plan is not None, "before init_forward_metadata"
         return self._latent.extend(q, layer, heads, self._latent_plan)
 
-    def index_scores(self, index: IndexInputs, layer: LatentLayer, tokens: slice, most_keys: int) -> torch.Tensor:
-        from attention.kernels.index_scores import index_scores
+    def choose_keys(self, index: IndexInputs, layer: LatentLayer, step: SparseStep) -> torch.Tensor:
+        from attention.kernels.index_scores import choose_keys
 
-        assert self._sparse is not None, "before init_forward_metadata"
+        assert layer.top_k is not None, "a sparse layer"
         _, keys = self.token_to_kv_pool.pages(layer.layer_id)
-        return index_scores(index, keys, self._sparse, tokens, most_keys)
+        return choose_keys(index, keys, step, layer.top_k)
 
     def attend_chosen(self, q: torch.Tensor, layer: LatentLayer, chosen: PagedMetadata) -> torch.Tensor:
         return self._latent.chosen(self._paged_exact or self._paged_decode, q, layer, chosen)

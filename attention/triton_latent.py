@@ -181,7 +181,7 @@ class TritonLatent:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Expanded keys and values of the tokens in `slots` [num_keys] int64. If the pool is FP8, they are still
         divided by the layer's factor."""
-        latents, *_ = self._pool.read(layer.layer_id, slots)
+        [latents] = self._pool.read(layer.layer_id, slots)
         k, v = heads.keys_values(latents)
         return k, v.contiguous()
 

@@ -169,7 +169,7 @@ class BackendSpec:
 
 _HALVES = frozenset({"bfloat16", "float16"})
 _BY_BATCH = "its splits follow the batch"
-_DENSE_ONLY = ((Feature.SPARSE, Feature.FP8_KV), (Feature.SPARSE, Feature.MASK))
+_NOT_WITH_SPARSE = ((Feature.SPARSE, Feature.FP8_KV), (Feature.SPARSE, Feature.MASK))
 _SPECS = (
     BackendSpec(
         name="fa3",
@@ -192,7 +192,7 @@ _SPECS = (
         dtypes=_HALVES | {"float32"},
         max_head_dim=256,
         features=frozenset(Feature),
-        apart=((Feature.EXACT, Feature.MASK), *_DENSE_ONLY),
+        apart=((Feature.EXACT, Feature.MASK), *_NOT_WITH_SPARSE),
         first_capability={Feature.FP8_KV: FP8_FROM},
     ),
     BackendSpec(
@@ -219,7 +219,7 @@ _SPECS = (
         device="cpu",
         dtypes=_HALVES | {"float32"},
         features=frozenset(Feature),
-        apart=_DENSE_ONLY,
+        apart=_NOT_WITH_SPARSE,
     ),
     BackendSpec(
         name="torch_native",
@@ -228,7 +228,7 @@ _SPECS = (
         dtypes=_HALVES | {"float32"},
         features=frozenset(Feature) - {Feature.EXACT},
         lacks={Feature.EXACT: "its products' order follows their sizes"},
-        apart=_DENSE_ONLY,
+        apart=_NOT_WITH_SPARSE,
     ),
 )
 BACKENDS: Mapping[str, BackendSpec] = {spec.name: spec for spec in _SPECS}

@@ -43,14 +43,17 @@ def glm_dsa_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
 def _sparse_layers(fields: Fields, rope: RopeConfig, *, interleaved_index: bool) -> tuple[LayerSpec, ...]:
     fields = Fields({**_SPARSE_DEFAULTS, **fields.values}, fields.where)
     fields.check("attention_bias", False)
+    fields.check("rope_interleave", True)
+    fields.check("indexer_rope_interleave", interleaved_index)
     feed_forwards = deepseek_v3_feed_forwards(fields)
-    usual = [_SPARSE if isinstance(it, MixtureOfExperts) else _DENSE for it in feed_forwards]
-    if layer_types(fields, (_DENSE, _SPARSE), usual, "mlp_layer_types") != usual:
+    by_count = [_SPARSE if isinstance(it, MixtureOfExperts) else _DENSE for it in feed_forwards]
+    if layer_types(fields, (_DENSE, _SPARSE), by_count, "mlp_layer_types") != by_count:
         raise CheckpointError(
-            f"{fields.where}: mlp_layer_types must be dense for the first first_k_dense_replace layers"
+            f"{fields.where}: mlp_layer_types must be dense for the first first_k_dense_replace layers and sparse for "
+            "the others; other orders are not supported"
         )
-    dense = latent_attention(fields, replace(rope, interleaved=True))
-    if dense.q_lora_rank is None:
+    latents = latent_attention(fields, replace(rope, interleaved=True))
+    if latents.q_lora_rank is None:
         raise CheckpointError(
             f"{fields.where}: q_lora_rank=null is not supported with an indexer, which reads that latent"
         )
@@ -58,28 +61,30 @@ def _sparse_layers(fields: Fields, rope: RopeConfig, *, interleaved_index: bool)
         num_heads=fields.count("index_n_heads"),
         head_dim=fields.count("index_head_dim"),
         interleaved=interleaved_index,
-        hidden_size=dense.hidden_size,
-        q_lora_rank=dense.q_lora_rank,
+        hidden_size=latents.hidden_size,
+        q_lora_rank=latents.q_lora_rank,
     )
-    if indexer.head_dim < dense.qk_rope_head_dim:
+    if indexer.head_dim < latents.qk_rope_head_dim:
         raise CheckpointError(
-            f"{fields.where}: index_head_dim={indexer.head_dim} is less than qk_rope_head_dim={dense.qk_rope_head_dim}"
+            f"{fields.where}: index_head_dim={indexer.head_dim} is less than "
+            f"qk_rope_head_dim={latents.qk_rope_head_dim}"
         )
-    full = replace(dense, top_k=fields.count("index_topk"), indexer=indexer)
+    full = replace(latents, top_k=fields.count("index_topk"), indexer=indexer)
     mixers = {_FULL: full, _SHARED: replace(full, indexer=None)}
     types = layer_types(fields, (_FULL, _SHARED), _index_types(fields, len(feed_forwards)), "indexer_types")
-    if len(types) != len(feed_forwards) or types[0] != _FULL:
+    if len(types) != len(feed_forwards) or types[0] != _FULL or not {*types} <= {*mixers}:
         raise CheckpointError(
-            f"{fields.where}: each of {len(feed_forwards)} layers must have an indexer or share that of one before it"
+            f"{fields.where}: the first of {len(feed_forwards)} layers must have an indexer, and each other one must "
+            f"have one or share it; the file says {', '.join(types)}"
         )
-    return layers_of([mixers[it] for it in types], feed_forwards, dense.hidden_size)
+    return layers_of([mixers[it] for it in types], feed_forwards, latents.hidden_size)
 
 
 def _index_types(fields: Fields, num_layers: int) -> list[str]:
     """Whether each layer has an indexer of its own or shares that of a layer before it, in a file without
     `indexer_types`."""
     if pattern := fields.text("index_topk_pattern", ""):
-        return [_FULL if it == "F" else _SHARED for it in pattern]
+        return [{"F": _FULL, "S": _SHARED}.get(it, it) for it in pattern]
     step, offset = fields.count("index_topk_freq", 1), fields.integer("index_skip_topk_offset", 2)
     return [_SHARED if max(i - offset + 1, 0) % step else _FULL for i in range(num_layers)]
 

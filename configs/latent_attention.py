@@ -81,8 +81,8 @@ class LatentAttention:
     scale: float
     """Factor of the scores before the softmax."""
     top_k: int | None = None
-    """A query sees only this many tokens, those with the largest index scores (DSA). If None, it sees all tokens before
-    it."""
+    """A query sees at most this many tokens, those with the largest index scores (DSA). If None, it sees all tokens
+    before it."""
     indexer: Indexer | None = None
     """Computes the index scores. None if `top_k` is None, or if the layer sees the tokens of the last layer with an
     indexer."""
@@ -160,12 +160,17 @@ class LatentAttention:
 
     @property
     def token_elements(self) -> Amounts:
-        return {Axis.LATENT: self.kept_dim + (0 if self.indexer is None else self.indexer.head_dim)}
+        return {Axis.LATENT: self.kept_dim + self.index_dim}
 
     @property
     def pair_flops(self) -> Amounts:
         # The absorbed form: scores over latent and rotated key, weighted sums over the latent.
         return {Axis.QUERY_HEADS: 2 * (2 * self.kv_lora_rank + self.qk_rope_head_dim)}
+
+    @property
+    def index_pair_flops(self) -> Amounts:
+        """Floating-point operations for the index score of one query and one key."""
+        return {Axis.LATENT: 2 * self.index_heads * self.index_dim}
 
     @property
     def rotary_dim(self) -> int:
@@ -175,6 +180,15 @@ class LatentAttention:
     def kept_dim(self) -> int:
         """Columns of the latent of keys and values and the rotated key, which the KV pool stores for each token."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def index_heads(self) -> int:
+        return 0 if self.indexer is None else self.indexer.num_heads
+
+    @property
+    def index_dim(self) -> int:
+        """Elements of the index key, which the KV pool stores for each token. 0 without an indexer."""
+        return 0 if self.indexer is None else self.indexer.head_dim
 
     def _into_latent(self, name: str, width: int) -> Linear:
         return Linear(f"self_attn.{name}", width, self.hidden_size, Cut(Axis.LATENT, 0, width))

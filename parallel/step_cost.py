@@ -14,6 +14,8 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
+from configs.latent_attention import LatentAttention
+from configs.layers import Axis
 from configs.weight_dtypes import PLAIN, WeightDtypes
 from parallel.plan import ShardPlan, saved_bytes
 
@@ -100,11 +102,19 @@ class StepCost:
                     layer_flops += int(2 * share * elements)
                     if share != 1:
                         routed[share] = routed.get(share, 0) + elements * element_bytes - saved.get(share, 0)
-                pair, token = shard.amount(mixer.pair_flops), shard.amount(mixer.token_elements) * kv_element_bytes
                 # A chunk counts as a window of its size, which is the most that a query sees.
                 window = mixer.chunk if mixer.window is None else mixer.window
-                flops_per_pair[window] = flops_per_pair.get(window, 0) + pair
-                bytes_per_token[window] = bytes_per_token.get(window, 0) + token
+                parts = [(window, mixer.pair_flops, mixer.token_elements)]
+                if isinstance(mixer, LatentAttention) and mixer.top_k is not None:
+                    # The chosen tokens count as a window. The indexer sees all tokens.
+                    parts = [
+                        (mixer.top_k, mixer.pair_flops, {Axis.LATENT: mixer.kept_dim}),
+                        (None, mixer.index_pair_flops, {Axis.LATENT: mixer.index_dim}),
+                    ]
+                for seen, pair, token in parts:
+                    flops_per_pair[seen] = flops_per_pair.get(seen, 0) + shard.amount(pair)
+                    of_token = shard.amount(token) * kv_element_bytes
+                    bytes_per_token[seen] = bytes_per_token.get(seen, 0) + of_token
         return cls(
             weight_bytes=weight_bytes - sum(routed.values()),
             flops_per_token=layer_flops,

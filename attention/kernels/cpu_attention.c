@@ -431,34 +431,28 @@ static int64_t heads_of(const Layer *l, const Step *step) {
     return most(1, least(least(room, l->kv_heads), step->num_blocks * l->kv_heads / step->threads));
 }
 
-/* Index scores of sparse attention: out [tokens, width] of the block's first token has, for each key, the sum over
-   heads, in order, of weight * relu(query . key), and -inf for keys not seen. The layer has one KV head, that of the index
-   keys; weights [tokens, group]. */
-static void score_item(const Work *w, const void *q, int64_t stride, const float *weights, float *out, int64_t width) {
-    int64_t group = w->layer->group, to = 0;
-    for (int64_t i = 0; i < w->tokens; i++) to = most(to, w->ranges[i].stop);
+/* Index scores (DSA) of a block with one token: out[key] = the sum over heads, in ascending order, of weight *
+   relu(query . key). Those of keys that the token does not see are not written. */
+static void score_item(const Work *w, const void *q, int64_t stride, const float *weights, float *out) {
+    int64_t end = w->ranges[0].stop;
     load_queries(w, q, stride);
-    for (int64_t base = 0; base < to; base += CHUNK) {
-        int64_t stop = least(to, base + CHUNK);
+    for (int64_t base = 0; base < end; base += CHUNK) {
+        int64_t stop = least(end, base + CHUNK);
         find(w, base, base, stop);
         score_chunk(w, base, base, stop);
-        for (int64_t line = 0; line < w->lines; line += group) {
-            int64_t end = least(stop, w->ranges[line / group].stop);
-            for (int64_t t = base; t < end; t += LANES) {
-                v16 sum = {0};
-                for (int64_t head = 0; head < group; head++) {
-                    v16 x = load16(w->scores + (line + head) * CHUNK, (size_t)(t - base), FP32);
-                    sum = weights[line + head] * (v16)((x > 0) & (i16)x) + sum;
-                }
-                store_some(out, (size_t)(line / group * width + t), FP32, sum, (size_t)least(LANES, end - t));
+        for (int64_t t = base; t < stop; t += LANES) {
+            v16 sum = {0};
+            for (int64_t head = 0; head < w->lines; head++) {
+                v16 x = load16(w->scores + head * CHUNK, (size_t)(t - base), FP32);
+                sum = weights[head] * (v16)((x > 0) & (i16)x) + sum;
             }
+            store_some(out, (size_t)t, FP32, sum, (size_t)least(LANES, stop - t));
         }
     }
-    for (int64_t i = 0; i < w->tokens; i++)
-        for (int64_t t = w->ranges[i].stop; t < width; t++) out[i * width + t] = -INFINITY;
 }
 
-/* Attention, or with `weights` the index scores of tokens [tokens, heads, head_dim]. */
+/* With `weights`: index scores, and `width` is the number of keys. Without: attention, and `width` is the elements of a
+   token's output. */
 static void for_blocks(const Layer *l, const Step *step, const void *q, int64_t stride, const float *weights, void *out,
                        int64_t width) {
     int64_t heads = heads_of(l, step), parts = (l->kv_heads + heads - 1) / heads, items = step->num_blocks * parts;
@@ -480,7 +474,7 @@ static void for_blocks(const Layer *l, const Step *step, const void *q, int64_t 
             w.ranges = step->ranges + b->first;
             w.pages = step->page_table + b->row * step->table_stride;
             const char *own = (const char *)q + (size_t)(b->first * stride) * size;
-            if (weights) score_item(&w, own, stride, weights + b->first * l->group, (float *)out + b->first * width, width);
+            if (weights) score_item(&w, own, stride, weights + b->first * l->group, (float *)out + b->first * width);
             else attend_item(&w, own, stride, (char *)out + (size_t)(b->first * width) * size);
         }
     }

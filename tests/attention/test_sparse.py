@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
+from attention import sparse
 from attention.backend import AttentionBackend
-from attention.kernels import decode
+from attention.kernels import decode, index_scores
 from attention.latent import LatentHeads
 from attention.registry import IMPLEMENTATIONS
 from attention.sparse import IndexInputs, SparseStep
@@ -39,7 +40,7 @@ class SparseCase(LatentCase):
             self.index_k = [it[:1].expand_as(it) for it in self.index_k]
         num_tokens = len(self.batch.positions)
         self.index = IndexInputs(
-            torch.randn(num_tokens, HEADS, DIM, generator=draw).to(device, dtype),
+            torch.randn(num_tokens, HEADS + 1, DIM, generator=draw).to(device, dtype)[:, :HEADS],
             torch.cat([it[prefix:] for it, (prefix, _) in zip(self.index_k, self.rows, strict=True)]),
             torch.randn(num_tokens, HEADS, generator=draw).to(device),
         )
@@ -107,6 +108,16 @@ def _serves(name: str, device: torch.device) -> bool:
     return BACKENDS[name].device in (None, device.type) or name == "triton"
 
 
+def choose(case: SparseCase, name: str, step: SparseStep | None = None, **options: bool) -> torch.Tensor:
+    return case.backend(name, **options).choose_keys(case.index, case.layer, step or case.step)
+
+
+def assert_chosen(case: SparseCase, found: torch.Tensor, expected: list[list[int]]) -> None:
+    """What follows the keys of tokens that see fewer than TOP_K of them does not count."""
+    assert found.dtype is torch.int32
+    assert [row[: len(slots)] for row, slots in zip(found.tolist(), expected, strict=True)] == expected
+
+
 @pytest.mark.parametrize(
     ("name", "batch", "page_size", "dtype"),
     pairs(SERVING, [*BATCHES], [1, 16, 64], [torch.float32, torch.float16]),
@@ -117,16 +128,11 @@ def test_tokens_see_the_keys_with_the_largest_index_scores(
     if not _serves(name, device):
         pytest.skip(f"{name} does not run on {device.type}")
     case = SparseCase(batch, page_size, dtype, device)
-    backend, step = case.backend(name), case.step
-    scores = backend.index_scores(case.index, case.layer, slice(0, len(step.rows)), step.most_keys)
-    for ours, expected in zip(scores, case.scores(), strict=True):
-        torch.testing.assert_close(ours[: len(expected)], expected, atol=1e-4, rtol=1e-4)
-        assert (ours[len(expected) :] == -torch.inf).all()
-    chosen = step.choose(scores, slice(0, len(scores)), TOP_K, page_size)
-    for found, slots in zip(chosen.tolist(), case.slots(), strict=True):
-        assert found[: len(slots)] == slots
+    chosen = choose(case, name)
+    assert_chosen(case, chosen, case.slots())
     heads = LatentHeads(case.layer, case.weight)
-    out = heads.values(backend.attend_chosen(heads.absorb(torch.cat(case.q)), case.layer, step.paged(chosen)))
+    paged = case.step.paged(chosen)
+    out = heads.values(case.backend(name).attend_chosen(heads.absorb(torch.cat(case.q)), case.layer, paged))
     bound = 2e-5 if dtype is torch.float32 else 0.03
     torch.testing.assert_close(
         out.view(len(out), -1, case.layer.v_dim).float(), case.attended(), atol=bound, rtol=bound
@@ -134,23 +140,37 @@ def test_tokens_see_the_keys_with_the_largest_index_scores(
 
 
 @pytest.mark.parametrize("name", SERVING)
-def test_of_equal_scores_the_first_positions_are_chosen(name: str, device: torch.device) -> None:
+def test_of_equal_scores_the_first_positions_are_chosen(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All keys have one score, in some tokens 0.0, which others sum up to as -0.0."""
     if not _serves(name, device):
         pytest.skip(f"{name} does not run on {device.type}")
+    monkeypatch.setattr(index_scores, "_CHOSEN_BLOCK", 8)
     case = SparseCase("mixed", 16, torch.float32, device, equal_keys=True)
-    scores = case.backend(name).index_scores(case.index, case.layer, slice(0, len(case.step.rows)), case.step.most_keys)
-    seen = scores > -torch.inf
-    tied = torch.where(seen, 1.0, scores)
-    zeros = torch.where(seen, torch.where(torch.arange(tied.shape[1], device=device) % 2 == 0, -0.0, 0.0), scores)
-    for equal in (tied, zeros):
-        chosen = case.step.choose(equal, slice(0, len(equal)), TOP_K, 16)
-        expected = case.step.choose(
-            torch.where(seen, -torch.arange(tied.shape[1], device=device).float(), scores),
-            slice(0, len(equal)),
-            TOP_K,
-            16,
-        )
-        assert torch.equal(chosen, expected)
+    case.index.weights[1::3] = 0.0
+    case.index.weights[2::3] = -0.0
+    table, rows, last = case.table.page_table[1:].tolist(), case.step.rows.tolist(), case.step.positions.tolist()
+    expected = [
+        [table[row][at // 16] * 16 + at % 16 for at in range(min(end + 1, TOP_K))]
+        for row, end in zip(rows, last, strict=True)
+    ]
+    assert_chosen(case, choose(case, name), expected)
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_scores_that_are_no_numbers_choose_keys_of_the_row_all_the_same(name: str, device: torch.device) -> None:
+    if not _serves(name, device):
+        pytest.skip(f"{name} does not run on {device.type}")
+    case = SparseCase("extend", 16, torch.float32, device)
+    case.index.weights[::2] = torch.nan
+    case.index.weights[::4] = -torch.nan
+    table, last = case.table.page_table[1:].tolist(), case.step.positions.tolist()
+    for row, end, slots in zip(case.step.rows.tolist(), last, choose(case, name).tolist(), strict=True):
+        every = [table[row][at // 16] * 16 + at % 16 for at in range(end + 1)]
+        found = slots[: min(end + 1, TOP_K)]
+        assert len({*found}) == len(found)
+        assert {*found} <= {*every}
 
 
 def test_tokens_of_no_row_see_the_first_key_of_the_last_row() -> None:
@@ -164,8 +184,21 @@ def test_tokens_of_no_row_see_the_first_key_of_the_last_row() -> None:
     assert step.positions[num_tokens:].tolist() == [0] * 3
 
 
+@pytest.mark.parametrize(("most_scores", "most_tokens"), [(1 << 20, 7), (150, 512), (1, 512)])
+def test_parts_of_a_step_are_the_step(most_scores: int, most_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse, "_MOST_SCORES", most_scores)
+    monkeypatch.setattr(sparse, "_MOST_TOKENS", most_tokens)
+    case = SparseCase("mixed", 16, torch.float32, torch.device("cpu"))
+    backend, parts = case.backend("cpu"), [*case.step.parts()]
+    assert len(parts) > 2
+    chosen = [
+        backend.choose_keys(IndexInputs(*(it[tokens] for it in case.index)), case.layer, part) for tokens, part in parts
+    ]
+    assert torch.equal(torch.cat(chosen), choose(case, "cpu"))
+
+
 @pytest.mark.parametrize("name", ["cpu", "triton"])
-def test_scores_and_answers_have_the_same_bits_in_every_step(name: str, device: torch.device) -> None:
+def test_chosen_keys_and_answers_have_the_same_bits_in_every_step(name: str, device: torch.device) -> None:
     """Whole prompts, chunks and decodes."""
     if not _serves(name, device):
         pytest.skip(f"{name} does not run on {device.type}")
@@ -177,16 +210,13 @@ def test_scores_and_answers_have_the_same_bits_in_every_step(name: str, device: 
     def run(borders: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         found, out = [], []
         for start, stop in itertools.pairwise(borders):
-            batch = batch_of(case.table, [(2, start, stop - start)], 16)
-            backend, tokens = case.backend(name, exact=True), slice(0, stop - start)
+            backend, batch = case.backend(name, exact=True), batch_of(case.table, [(2, start, stop - start)], 16)
             backend.init_forward_metadata(batch)
-            step = SparseStep.of(batch, num_tokens)
-            scores = backend.index_scores(
-                IndexInputs(*(it[start:stop] for it in index)), case.layer, tokens, num_tokens
-            )
-            chosen = step.paged(step.choose(scores, tokens, TOP_K, 16))
-            found.append(scores)
-            out.append(backend.attend_chosen(q[start:stop], case.layer, chosen))
+            step, tokens = SparseStep.of(batch, num_tokens), slice(start, stop)
+            slots = backend.choose_keys(IndexInputs(*(it[tokens] for it in index)), case.layer, step)
+            lens = (step.positions + 1).clamp(max=TOP_K)
+            found.append(slots.masked_fill(torch.arange(TOP_K, device=device) >= lens[:, None], 0))
+            out.append(backend.attend_chosen(q[tokens], case.layer, step.paged(slots)))
         return torch.cat(found), torch.cat(out)
 
     whole = run([0, num_tokens])

@@ -40,7 +40,7 @@ from attention.forward_batch import NewTokenMask, PagedMetadata
 from attention.kernels import decode, exact
 from attention.kernels.extend import paged_extend
 from attention.kernels.flat_pages import flatten_pages
-from attention.kernels.index_scores import index_scores
+from attention.kernels.index_scores import choose_keys
 from attention.kernels.latent_heads import head_products
 from attention.kernels.merge import merge_states
 from attention.kernels.packed_mask import pack_mask
@@ -321,14 +321,14 @@ def _call_exact(
         exact.paged_exact(q, k, v, paged, layer, out=torch.empty(q.shape, dtype=dtype))
 
 
-def _call_index_scores(num_heads: int, dtype: torch.dtype) -> None:
-    """Calls the index scores of DeepSeek-V3.2 (64 heads) and GLM-5 (32)."""
+def _call_choice_of_keys(num_heads: int, dtype: torch.dtype) -> None:
+    """Calls what chooses the keys of DeepSeek-V3.2 (64 index heads) and GLM-5 (32)."""
     index = IndexInputs(
         torch.empty(8, num_heads, 128, dtype=dtype), torch.empty(8, 128, dtype=dtype), torch.empty(8, num_heads)
     )
     rows, positions = torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
     step = SparseStep(rows, positions, _int32(8, 100), 6400)
-    index_scores(index, torch.empty(800, 64, 128, dtype=dtype), step, slice(0, 8), 6400)
+    choose_keys(index, torch.empty(800, 64, 128, dtype=dtype), step, 2048)
 
 
 def _call_latent(
@@ -653,7 +653,7 @@ def _call_everything() -> None:
     for num_heads in (16, 128):  # the chosen keys of sparse attention are pages of one slot
         _call_latent(num_heads, 1)
     for num_heads, dtype in ((64, torch.bfloat16), (32, torch.bfloat16), (64, torch.float32)):
-        _call_index_scores(num_heads, dtype)
+        _call_choice_of_keys(num_heads, dtype)
     _call_qk_norm_rope_store(128, 128, None, FP8)
     for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16, torch.float32), (64, 96, 128, 256)):
         _call_extend(64, _layer(head_dim, window=4096), dtype, FP8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from attention.rotation import Rotation
 from attention.sparse import IndexInputs
 from configs.latent_attention import Indexer
 from parallel.layers.linear import ColumnParallelLinear
@@ -43,15 +44,19 @@ class IndexerHeads:
         for spec, tensor in zip(self._spec.k_norm, (self._norm_weight, self._norm_bias), strict=True):
             source.read(prefix + spec.name, tensor)
 
-    def __call__(self, q_latent: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> IndexInputs:
-        """The inputs of the index scores, before the rotary embedding.
+    def __call__(
+        self, q_latent: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, rotation: Rotation
+    ) -> IndexInputs:
+        """The inputs of the index scores.
 
         Args:
             q_latent: [num_tokens, q_lora_rank], the normed latent of queries.
             k: [num_tokens, head_dim], the index key before its norm.
             weights: [num_tokens, num_heads]: the weights of index heads.
+            rotation: the rotary embedding at the tokens' positions.
         """
         spec = self._spec
         q = self._q(q_latent).view(-1, spec.num_heads, spec.head_dim)
         k = F.layer_norm(k, (spec.head_dim,), self._norm_weight, self._norm_bias, _NORM_EPS)
-        return IndexInputs(q, k, weights.float() * (spec.num_heads * spec.head_dim) ** -0.5)
+        heads = rotation.rotate(torch.cat((q, k.unsqueeze(1)), dim=1))
+        return IndexInputs(heads[:, :-1], heads[:, -1], weights.float() * (spec.num_heads * spec.head_dim) ** -0.5)

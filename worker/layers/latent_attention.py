@@ -41,8 +41,8 @@ class MLA:
             nope_dim=spec.qk_nope_head_dim,
             v_dim=spec.v_head_dim,
             top_k=spec.top_k,
-            index_heads=0 if spec.indexer is None else spec.indexer.num_heads,
-            index_dim=0 if spec.indexer is None else spec.indexer.head_dim,
+            index_heads=spec.index_heads,
+            index_dim=spec.index_dim,
         )
         self._spec = spec
         self._context = context
@@ -88,17 +88,17 @@ class MLA:
         """[num_tokens, hidden_size] -> [num_tokens, tp_q_head_num * v_head_dim]. Stores latents in the pool."""
         layer, spec = self.layer, self._spec
         assert self._heads is not None, "forward before load"
-        into, index = self._into(x), None
+        into, index, rotation = self._into(x), None, step.rotations[layer.layer_id]
         widths = [layer.head_dim, layer.index_dim, layer.index_heads]
         q, latents, index_k, index_weights = torch.split(into, [into.shape[1] - sum(widths), *widths], dim=1)
         if self._q_b is not None and self._q_norm is not None:
             q_latent = self._q_norm(q)
             q = self._q_b(q_latent)
             if self._indexer is not None:
-                index = self._indexer(q_latent, index_k, index_weights)
+                index = self._indexer(q_latent, index_k, index_weights, rotation)
         q = q.view(len(x), layer.tp_q_head_num, spec.head_dim)
         norm = LatentNorm(self._kv_norm.weight, _NORM_EPS)
-        return step.backend.forward_latent(q, latents, layer, self._heads, step.rotations[layer.layer_id], norm, index)
+        return step.backend.forward_latent(q, latents, layer, self._heads, rotation, norm, index)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
         """Computes the layer's output [num_tokens, hidden_size] from the output of `attend`."""

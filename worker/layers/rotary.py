@@ -106,6 +106,7 @@ class KernelRotation:
         self._cos_sin = cos_sin
         self._positions = positions
         self._query_factors = query_factors
+        self._by_torch: TorchRotation | None = None
 
     def norm_rotate_store(
         self,
@@ -159,8 +160,10 @@ class KernelRotation:
         )
 
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        cos, sin = self._cos_sin[self._positions].to(heads.dtype).unsqueeze(1).chunk(2, dim=-1)
-        return TorchRotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)).rotate(heads)
+        if self._by_torch is None:
+            cos, sin = self._cos_sin[self._positions].to(heads.dtype).unsqueeze(1).chunk(2, dim=-1)
+            self._by_torch = TorchRotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+        return self._by_torch.rotate(heads)
 
 
 class TorchRotation:
