@@ -20,6 +20,7 @@ import torch
 
 from cluster.engine.resizing import Resized
 from cluster.messages.engine import Miss, SamplingParams
+from cluster.scheduling.drafter import StepTimes
 from cluster.serve.running_engine import RunningEngine
 from configs.recurrent import STATE_CHUNK, STATE_INTERVAL
 from configs.schema import SpeculationConfig
@@ -39,7 +40,7 @@ RECURRENT = (
     *("granite_4", "granite_4_experts", "nemotron_h", "falcon_h1", "falcon_h1_norm"),
 )
 OF_KINDS = "qwen3_5", "kimi_linear", "granite_4", "lfm2"
-"""A family of each kind of recurrent layer. The scheduler does not know the kinds, so these are enough where it decides.
+"""A family of each kind of recurrent layer. The scheduler does not know the kinds: these are enough where it decides.
 The others differ in what is around the layers, so they are in a test of each way through a layer."""
 LONG = 200
 NUM_PAGES = 640
@@ -176,17 +177,22 @@ def test_preemptions_and_chunks_change_no_token(group: LocalGroup) -> None:
 
 
 @of_kinds
-def test_drafts_change_no_token(case: Case) -> None:
-    """Answers of three tokens, mostly of one, repeat themselves: n-grams find drafts, which are right now and then."""
-    bias = ((5, 104.0), (6, 100.0), (7, 100.0))
-    prompts = [[5, 6, 7, *tokens_of(seed, length)] for seed, length in enumerate((1, 55, 60, 120))]
+def test_drafts_change_no_token(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of three tokens, mostly of one, repeat themselves: n-grams find drafts, which are right now and then, and
+    wrong where a state is due."""
+    # What steps take on a busy machine would choose for itself.
+    monkeypatch.setattr(StepTimes, "of", lambda _, sizes, **__: 1 + 0.01 * np.asarray(sizes, np.float64))
+    bias = ((5, 102.0), (6, 100.0), (7, 100.0))
+    prompts = [[5, 6, 7, *tokens_of(seed, length)] for seed, length in enumerate((41, 45, 49, 53, 57, 120))]
     with running(case, 2, NGRAMS) as group:
-        how = {"bias": bias, "max_tokens": 32}
+        how = {"bias": bias, "max_tokens": 28}
         expected = alone(group, prompts, **how)
         num_rejected = 0
         for at_once in (True, False):
-            drafted = answers(group, prompts * 2, at_once=at_once, speculation=NGRAMS, prefix_caching=True, **how)
-            assert said(drafted) == expected * 2
+            times = 1 if at_once else 2
+            sent = prompts * times
+            drafted = answers(group, sent, at_once=at_once, speculation=NGRAMS, prefix_caching=True, **how)
+            assert said(drafted) == expected * times
             assert drafted.stats.total_accepted
             num_rejected += drafted.stats.total_drafted - drafted.stats.total_accepted
         assert num_rejected
