@@ -81,7 +81,7 @@ def test_ranks_draft_what_the_layer_of_transformers_does_over_latents(
     group.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_ranks_draft_what_the_layer_of_transformers_does_beside_recurrent_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
