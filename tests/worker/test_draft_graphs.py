@@ -70,7 +70,8 @@ def drafted(
     is_eager: bool,
     **sizes: Any,
 ) -> Run:
-    """`known` are the answers, once some call has found them without drafts. Has 14 requests answered, whose rows come and go, by steps from graphs; the passes are eager if asked."""
+    """Has 14 requests answered, whose rows come and go, by steps from graphs; the passes are eager if asked. `known` are
+    the answers without drafts, once a call has found them."""
     monkeypatch.setattr(PagedBackend, "plans_on_host", is_eager)
     by_name = AttentionConfig(backend="torch_native")
     group = LocalGroup(path, tp_size, 96, max_model_len=160, attention=by_name, speculation=within.speculation, **sizes)
