@@ -70,8 +70,11 @@ def drafted(
     is_eager: bool,
     **sizes: Any,
 ) -> Run:
-    """Has 14 requests answered, whose rows come and go, by steps from graphs; the passes are eager if asked. `known` are
-    the answers without drafts, once a call has found them."""
+    """Has 14 requests answered, whose rows come and go, by steps from graphs; the passes are eager if asked.
+
+    Args:
+        known: the answers without drafts, once a call has found them.
+    """
     monkeypatch.setattr(PagedBackend, "plans_on_host", is_eager)
     by_name = AttentionConfig(backend="torch_native")
     group = LocalGroup(path, tp_size, 96, max_model_len=160, attention=by_name, speculation=within.speculation, **sizes)
