@@ -33,6 +33,8 @@ LARGE = replace(
 )
 LONG = 120
 """Tokens of a long answer."""
+CHECK_EVERY = 16
+"""Calls; tests/cluster/test_scheduler.py looks at the scheduler after each."""
 
 
 def steps_until_answered(engine: Engine, request_id: int, most: int = 1000) -> int:
@@ -46,7 +48,7 @@ def steps_until_answered(engine: Engine, request_id: int, most: int = 1000) -> i
 
 def hold_all_rows(limits: SchedulerLimits) -> Engine:
     """An engine whose rows all run long answers of client `a`."""
-    engine = Engine(limits)
+    engine = Engine(limits, CHECK_EVERY)
     for seed in range(limits.max_num_seqs):
         engine.add(prompt_of(8, seed), max_tokens=LONG, client="a", seed=seed)
     for _ in range(24):
@@ -271,7 +273,7 @@ def test_whatever_one_client_sends_another_has_its_first_token_within_a_bounded_
     rng = random.Random(seed)
     limits = replace(LARGE, num_pages=rng.choice([150, 400, 3000]), steps_in_flight=rng.choice([1, 2]))
     limits = replace(limits, max_num_seqs=rng.choice([4, 32]), max_num_queued_requests=200)
-    engine = Engine(limits)
+    engine = Engine(limits, CHECK_EVERY)
     short: dict[int, int] = {}
     waits: list[int] = []
     for step in range(500):

@@ -17,9 +17,12 @@ def use_chain_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     def create_dot(builder, a, b, d, input_precision, max_num_imprecise_acc):  # type: ignore[no-untyped-def]
         if a.dtype.scalar.is_fp8():
             return matmul(builder, a, b, d, input_precision, max_num_imprecise_acc)
-        acc = d.data
-        for column, row in zip(a.data.astype(np.float32).T, b.data.astype(np.float32), strict=True):
-            acc = acc + column[:, None] * row[None, :]
-        return interpreter.TensorHandle(acc, d.dtype.scalar)
+        columns, rows = a.data.astype(np.float32).T[:, :, None], b.data.astype(np.float32)[:, None, :]
+        terms = np.empty((len(rows) + 1, *d.data.shape), np.float32)
+        terms[0] = d.data
+        np.multiply(columns, rows, out=terms[1:])
+        assert d.data.size > 1, "numpy adds the terms of a single number in pairs"
+        # Over its outermost axis numpy adds one after the other.
+        return interpreter.TensorHandle(np.add.reduce(terms, axis=0), d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

@@ -366,10 +366,16 @@ class Answer:
 
 
 class Engine:
-    """Scheduler and fake worker; checks every frame and every output against the rules."""
+    """Scheduler and fake worker; checks every frame and every output against the rules.
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    Args:
+        check_every: after how many calls of the scheduler its pages, rows and queues are looked at, which takes most of
+            the time where there are many.
+    """
+
+    def __init__(self, limits: SchedulerLimits, check_every: int = 1) -> None:
         self.limits = limits
+        self._check_every, self._num_calls = check_every, 0
         self.guides: list[RuleGuide] = []
         self.now = 0.0
         """Seconds; a launch takes a hundredth."""
@@ -413,8 +419,13 @@ class Engine:
         )
         for refusal in self.scheduler.add([request]):
             self.answers[request_id].finished = refusal
-        self.scheduler.check_integrity()
+        self._check()
         return request_id
+
+    def _check(self) -> None:
+        self._num_calls += 1
+        if self._num_calls % self._check_every == 0:
+            self.scheduler.check_integrity()
 
     def _make_guide(self, request: GenerateRequest) -> RuleGuide | None:
         if request.sampling.grammar is None:
@@ -428,11 +439,11 @@ class Engine:
             if answer is not None and answer.finished is None:
                 answer.aborted = True
         self.scheduler.abort(ids)
-        self.scheduler.check_integrity()
+        self._check()
 
     def launch(self) -> StepFrame | None:
         frame = self.scheduler.next_step()
-        self.scheduler.check_integrity()
+        self._check()
         if frame is not None:
             self.now += 0.01
             self._check_frame(frame)
@@ -451,7 +462,7 @@ class Engine:
     def retire(self) -> StepOutput:
         self.frames.popleft()
         output = self.scheduler.retire(StepResult.decode(self.results.popleft()))
-        self.scheduler.check_integrity()
+        self._check()
         self.take(output)
         return output
 

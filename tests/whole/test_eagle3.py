@@ -325,14 +325,15 @@ def test_both_names_of_the_layer_are_read_and_what_is_not_known_is_refused(
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])
 def test_answers_under_random_load_equal_the_reference_with_drafts_of_the_ranks(num_drafts: int) -> None:
     """Guided requests, stops, preemptions, faults and windows among them."""
+    seeds = range(10) if num_drafts == 3 else range(5)
     speculation = SpeculationConfig(method="eagle3", model="head", num_speculative_tokens=num_drafts)
     faults: list[dict[str, Any]] = [{}, {}, {"faults": 0.1}, {"windows": True}, {"windows": True, "faults": 0.1}]
-    engines = [run_random_load(seed, 2, speculation=speculation, **fault) for seed, fault in enumerate(2 * faults)]
+    engines = [run_random_load(seed, 2, speculation=speculation, **faults[seed % len(faults)]) for seed in seeds]
     stats = [engine.scheduler.stats() for engine in engines]
-    assert sum(stat.total_accepted for stat in stats) > 100
+    assert sum(stat.total_accepted for stat in stats) > 10 * len(seeds)
     assert sum(stat.total_drafted for stat in stats) > sum(stat.total_accepted for stat in stats)
-    assert sum(stat.total_preemptions for stat in stats) > 3
-    assert sum(engine.worker.num_ahead for engine in engines) > 50
+    assert sum(stat.total_preemptions for stat in stats) > 0.3 * len(seeds)
+    assert sum(engine.worker.num_ahead for engine in engines) > 5 * len(seeds)
 
 
 # ---- how many drafts the ranks make

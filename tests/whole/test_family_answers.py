@@ -114,7 +114,7 @@ def check_greedy_tokens(case: Case, tp_size: int) -> None:
     prompts.append(prompts[-1][:50] + prompts[0])
     group = LocalGroup(case.path, tp_size, num_pages=64)
     try:
-        sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
         requests = [(prompt, sampling) for prompt in prompts]
         batched = group.generate(requests, Limits(64, chunk=32), at_once=True).tokens
         cached = group.generate(requests[-2:], Limits(64, prefix_caching=True), at_once=False)

@@ -3,6 +3,7 @@ bits do not depend on how its row is cut into steps."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from types import ModuleType
@@ -30,7 +31,6 @@ CUTS = {
 on_cuts = pytest.mark.parametrize(
     ("name", "drafts", "accepted", "dtype"),
     [
-        ("whole", 0, 0, torch.float32),
         ("parts", 2, 0, torch.float16),
         ("tokens", 0, 0, torch.float32),
         ("overlap", 0, 0, torch.float16),
@@ -131,6 +131,16 @@ def run_mamba(
     return torch.cat(outs), pool.tensors(0)[0][2]
 
 
+@functools.cache
+def whole_delta(kind: str, kernels: tuple[ModuleType, ModuleType], device: torch.device, dtype: torch.dtype) -> Outputs:
+    return run_delta(torch.empty(0, dtype=dtype, device=device), kind, kernels, CUTS["whole"])
+
+
+@functools.cache
+def whole_mamba(of_mamba: ModuleType, device: torch.device, dtype: torch.dtype) -> Outputs:
+    return run_mamba(torch.empty(0, dtype=dtype, device=device), of_mamba, CUTS["whole"])
+
+
 def check(got: Outputs, expected: Outputs, whole: Outputs) -> None:
     """`got` is about what a C kernel computes, and has the bits of the whole prompt."""
     for ours, theirs in zip(got, expected, strict=True):
@@ -145,16 +155,17 @@ def test_delta_net_computes_what_the_c_kernels_do_with_the_same_bits_for_all_cut
     kind: str, name: str, drafts: int, accepted: int, where: torch.Tensor
 ) -> None:
     kernels = conv, delta if kind == "gated" else kimi_delta
-    got, whole = (run_delta(where, kind, kernels, *it) for it in ((CUTS[name], drafts, accepted), (CUTS["whole"],)))
-    check(got, run_delta(where.cpu(), kind, (cpu_conv, cpu_delta), CUTS["whole"]), whole)
+    got = run_delta(where, kind, kernels, CUTS[name], drafts, accepted)
+    expected = whole_delta(kind, (cpu_conv, cpu_delta), torch.device("cpu"), where.dtype)
+    check(got, expected, whole_delta(kind, kernels, where.device, where.dtype))
 
 
 @on_cuts
 def test_mamba_computes_what_the_c_kernel_does_with_the_same_bits_for_all_cuts(
     name: str, drafts: int, accepted: int, where: torch.Tensor
 ) -> None:
-    got, whole = (run_mamba(where, mamba, *it) for it in ((CUTS[name], drafts, accepted), (CUTS["whole"],)))
-    check(got, run_mamba(where.cpu(), cpu_mamba, CUTS["whole"]), whole)
+    got = run_mamba(where, mamba, CUTS[name], drafts, accepted)
+    check(got, whole_mamba(cpu_mamba, torch.device("cpu"), where.dtype), whole_mamba(mamba, where.device, where.dtype))
 
 
 def test_a_gate_multiplies_by_its_sigmoid(device: torch.device) -> None:
