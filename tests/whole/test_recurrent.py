@@ -93,6 +93,12 @@ def _cuts(length: int, size: int) -> list[int]:
         *((name, 140, 1) for name in OF_KINDS),
         *((name, LONG, size) for name in OF_KINDS for size in (63, 64)),
         *((name, LONG, size) for name in RECURRENT for size in (7, 65, LONG)),
+        *(
+            pytest.param(name, LONG, size, marks=pytest.mark.slow)
+            for name in RECURRENT
+            for size in (1, 63, 64)
+            if name not in OF_KINDS
+        ),
     ],
     indirect=["case"],
 )
