@@ -18,7 +18,7 @@ from attention.registry import IMPLEMENTATIONS
 from attention.sparse import IndexInputs, SparseStep
 from configs.attention import BACKENDS, Feature
 from tests.helpers.batches import batch_of
-from tests.helpers.latent_case import BATCHES, LatentCase, layer_of
+from tests.helpers.latent_case import BATCHES, LITE, LatentCase, layer_of
 from tests.helpers.pairs import pairs
 
 TOP_K, HEADS, DIM = 12, 5, 24
@@ -31,7 +31,8 @@ class SparseCase(LatentCase):
     def __init__(
         self, batch: str, page_size: int, dtype: torch.dtype, device: torch.device, *, equal_keys: bool = False
     ) -> None:
-        layer = layer_of(3, top_k=TOP_K, index_heads=HEADS, index_dim=DIM)
+        widths = LITE if device.type == "cuda" else {}
+        layer = layer_of(3, top_k=TOP_K, index_heads=HEADS, index_dim=DIM, **widths)
         super().__init__(layer, page_size, BATCHES[batch], dtype, device)
         draw = torch.Generator().manual_seed(2)
         lens = [prefix + extend for prefix, extend in self.rows]
