@@ -59,15 +59,23 @@ class AttentionBackend(ABC):
         self.layers = tuple(layers)
         self.token_to_kv_pool = token_to_kv_pool
         self._batch: ForwardBatch | None = None
-        self._has_sparse = any(isinstance(layer, LatentLayer) and layer.top_k for layer in layers)
+        top_ks = {layer.top_k for layer in layers if isinstance(layer, LatentLayer) and layer.top_k is not None}
+        assert len(top_ks) <= 1, f"sparse layers that see different numbers of keys: {top_ks}"
+        self._top_k = next(iter(top_ks), None)
         self._sparse: SparseStep | None = None
-        self._chosen: list[torch.Tensor] = []
+        self._chosen: list[tuple[slice, PagedMetadata]] = []
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepares for the step `batch`. Page-table entries after a row's last page are never used."""
         self._batch = batch
-        if self._has_sparse:
-            self._sparse, self._chosen = SparseStep.of(batch, int(batch.seq_lens.max())), []
+        if self._top_k is not None:
+            self.prepare_sparse(batch, int(batch.seq_lens.max()))
+
+    def prepare_sparse(self, batch: ForwardBatch, most_keys: int) -> None:
+        """Prepares sparse layers for a step in which no token may see more than `most_keys` keys. If that is at most
+        their `top_k`, the step's attention is dense."""
+        is_dense = self._top_k is None or most_keys <= self._top_k
+        self._sparse, self._chosen = None if is_dense else SparseStep.of(batch, most_keys), []
 
     def batch_of(self, layer: AttentionLayer) -> ForwardBatch:
         """The prepared step, with the slots and pages of the layer's pool."""
@@ -191,15 +199,21 @@ class AttentionBackend(ABC):
         rotation.norm_rotate_store_latent(q, latents, layer, norm, self.token_to_kv_pool, out_cache_loc)
         if index is not None:
             self.token_to_kv_pool.set_index(layer.layer_id, out_cache_loc, index.k)
-        if layer.top_k is None or self._sparse is None or self._sparse.most_keys <= layer.top_k:
+        return self.attend_stored(q, layer, heads, index)
+
+    def attend_stored(
+        self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, index: IndexInputs | None
+    ) -> torch.Tensor:
+        """Attends over a pool that already holds the new tokens' latents and index keys: over all keys, or, in sparse
+        steps, over the chosen ones. Arguments and result are those of `forward_latent`, with `q` rotated."""
+        if layer.top_k is None or self._sparse is None:
             return self.attend_latent(q, layer, heads)
         if index is not None:
             self._chosen = [
-                self.choose_keys(IndexInputs(*(it[tokens] for it in index)), layer, part)
+                (tokens, part.paged(self.choose_keys(IndexInputs(*(it[tokens] for it in index)), layer, part)))
                 for tokens, part in self._sparse.parts()
             ]
         out = [
-            heads.values(self.attend_chosen(heads.absorb(q[tokens]), layer, part.paged(chosen)))
-            for (tokens, part), chosen in zip(self._sparse.parts(), self._chosen, strict=True)
+            heads.values(self.attend_chosen(heads.absorb(q[tokens]), layer, chosen)) for tokens, chosen in self._chosen
         ]
         return out[0] if len(out) == 1 else torch.cat(out)

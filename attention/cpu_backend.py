@@ -62,7 +62,7 @@ class CpuBackend(AttentionBackend):
             layer.layer_id: _index_args_of(layer, token_to_kv_pool) for layer in sparse if layer.index_heads
         }
         groups = (*(group for _, group in self._kinds.values()), *(layer.index_heads for layer in sparse))
-        self._most_lines = max(_LINES, *groups, 0)
+        self._most_lines = max((_LINES, *groups))
         widest = max((*(layer.head_dim for layer in layers), *(layer.index_dim for layer in sparse)), default=0)
         self._scratch_floats = self._library.scratch_floats(self._most_lines, widest)
         self._scratch = torch.empty(0)

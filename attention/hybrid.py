@@ -8,7 +8,6 @@ from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch, ForwardMode, Int32Array
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
-from attention.rotation import LatentNorm, Rotation
 from attention.sparse import IndexInputs
 from attention.step_shape import StepShape
 
@@ -52,17 +51,10 @@ class HybridBackend(AttentionBackend):
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return self._now.attend(q, layer)
 
-    def forward_latent(
-        self,
-        q: torch.Tensor,
-        latents: torch.Tensor,
-        layer: LatentLayer,
-        heads: LatentHeads,
-        rotation: Rotation,
-        norm: LatentNorm,
-        index: IndexInputs | None = None,
+    def attend_stored(
+        self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, index: IndexInputs | None
     ) -> torch.Tensor:
-        return self._now.forward_latent(q, latents, layer, heads, rotation, norm, index)
+        return self._now.attend_stored(q, layer, heads, index)
 
     def _of(self, shape: StepShape) -> AttentionBackend:
         return self._decode if shape.is_decode else self._prefill

@@ -88,7 +88,7 @@ class SparseStep:
         return pages * page_size + (chosen % page_size).int()
 
     def paged(self, slots: torch.Tensor) -> PagedMetadata:
-        """The metadata of rows with one token each, whose keys are in `slots` [num_tokens, top_k] int32."""
+        """The metadata of rows with one token each. The keys of the tokens are in `slots` [num_tokens, top_k] int32."""
         num_tokens, top_k = slots.shape
         return PagedMetadata(
             cache_seqlens=(self.positions + 1).clamp(max=top_k).int(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -70,9 +69,7 @@ class TritonBackend(AttentionBackend):
 
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
         super().init_forward_metadata(batch)
-        if self._sparse is not None:
-            most_keys = batch.paged.page_table.shape[1] * self.token_to_kv_pool.page_size
-            self._sparse = replace(self._sparse, most_keys=most_keys)
+        self.prepare_sparse(batch, batch.paged.page_table.shape[1] * self.token_to_kv_pool.page_size)
         if self._planned is not None and not shape.is_decode:
             self._latent_plan = plan_of_any(batch)
 

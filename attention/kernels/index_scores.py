@@ -78,7 +78,7 @@ def _choose_kernel(
                 seen = start + places < num_seen
                 high = _ordered(scores_ptr, start + places, seen) >> (24 - 8 * digit)
                 counts += tl.histogram((high & 255).to(tl.int32), 256, mask=seen & ((high >> 8) == lowest))
-            larger = tl.sum(counts) - tl.cumsum(counts)  # scores whose digit is larger
+            larger = tl.sum(counts) - tl.cumsum(counts)  # number of scores with a larger digit
             is_next = (larger < missing) & (larger + counts >= missing)
             lowest = (lowest << 8) | tl.sum(tl.where(is_next, digits, 0)).to(tl.uint32)
             missing -= tl.sum(tl.where(is_next, larger, 0))
@@ -98,8 +98,8 @@ def _choose_kernel(
 
 
 def choose_keys(index: IndexInputs, keys: torch.Tensor, step: SparseStep, top_k: int) -> torch.Tensor:
-    """The slots of the keys with the largest index scores, in ascending order of positions. Two kernels, whose time
-    follows the keys that the tokens see. No host sync, so a CUDA graph can capture them.
+    """The slots of the keys with the largest index scores, in ascending order of positions. Runs two kernels. Their
+    time grows with the number of keys that the tokens see. No host sync, so a CUDA graph can capture them.
 
     Args:
         index: of the step's tokens, in the dtype of `keys`.

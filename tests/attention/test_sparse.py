@@ -1,4 +1,4 @@
-"""Sparse attention (DSA) of every backend that serves it, over pools whose unused parts are NaN."""
+"""Sparse attention (DSA), by every backend that serves it. The unused parts of the pools are NaN."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from attention.kernels import decode, index_scores
 from attention.latent import LatentHeads
 from attention.registry import IMPLEMENTATIONS
 from attention.sparse import IndexInputs, SparseStep
+from attention.step_shape import StepShape
 from configs.attention import BACKENDS, Feature
 from tests.helpers.batches import batch_of
 from tests.helpers.latent_case import BATCHES, LITE, LatentCase, layer_of
@@ -53,6 +54,9 @@ class SparseCase(LatentCase):
         self.step = SparseStep.of(self.batch, max(lens))
 
     def backend(self, name: str, **options: bool) -> AttentionBackend:
+        """The backend, prepared for the step. Skips the test if the backend does not run on the case's device."""
+        if BACKENDS[name].device not in (None, self.pool.device.type) and name != "triton":
+            pytest.skip(f"{name} does not run on {self.pool.device.type}")
         backend = IMPLEMENTATIONS[name](self.pool.layers, self.pool, **options)
         backend.init_forward_metadata(self.batch)
         return backend
@@ -105,10 +109,6 @@ def device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
     return device
 
 
-def _serves(name: str, device: torch.device) -> bool:
-    return BACKENDS[name].device in (None, device.type) or name == "triton"
-
-
 def choose(case: SparseCase, name: str, step: SparseStep | None = None, **options: bool) -> torch.Tensor:
     return case.backend(name, **options).choose_keys(case.index, case.layer, step or case.step)
 
@@ -126,8 +126,6 @@ def assert_chosen(case: SparseCase, found: torch.Tensor, expected: list[list[int
 def test_tokens_see_the_keys_with_the_largest_index_scores(
     name: str, batch: str, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    if not _serves(name, device):
-        pytest.skip(f"{name} does not run on {device.type}")
     case = SparseCase(batch, page_size, dtype, device)
     chosen = choose(case, name)
     assert_chosen(case, chosen, case.slots())
@@ -145,8 +143,6 @@ def test_of_equal_scores_the_first_positions_are_chosen(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All keys have one score, in some tokens 0.0, which others sum up to as -0.0."""
-    if not _serves(name, device):
-        pytest.skip(f"{name} does not run on {device.type}")
     monkeypatch.setattr(index_scores, "_CHOSEN_BLOCK", 8)
     case = SparseCase("mixed", 16, torch.float32, device, equal_keys=True)
     case.index.weights[1::3] = 0.0
@@ -161,8 +157,6 @@ def test_of_equal_scores_the_first_positions_are_chosen(
 
 @pytest.mark.parametrize("name", SERVING)
 def test_scores_that_are_no_numbers_choose_keys_of_the_row_all_the_same(name: str, device: torch.device) -> None:
-    if not _serves(name, device):
-        pytest.skip(f"{name} does not run on {device.type}")
     case = SparseCase("extend", 16, torch.float32, device)
     case.index.weights[::2] = torch.nan
     case.index.weights[::4] = -torch.nan
@@ -198,11 +192,23 @@ def test_parts_of_a_step_are_the_step(most_scores: int, most_tokens: int, monkey
     assert torch.equal(torch.cat(chosen), choose(case, "cpu"))
 
 
+def test_a_captured_decode_attends_as_an_eager_one_whatever_keys_its_rows_have(device: torch.device) -> None:
+    """A captured step may have rows of any length, so its tokens choose among all pages of the table."""
+    case = SparseCase("decode", 16, torch.float32, device)
+    rows = len(case.rows)
+    heads, out = LatentHeads(case.layer, case.weight), []
+    for captured in (False, True):
+        backend = case.backend("triton")
+        if captured:
+            backend.prepare_capture(case.batch, StepShape(rows, rows, rows))
+        out.append(backend.attend_stored(torch.cat(case.q), case.layer, heads, case.index))
+    torch.testing.assert_close(out[1], out[0])
+    torch.testing.assert_close(out[1].view(rows, -1, case.layer.v_dim), case.attended(), atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("name", ["cpu", "triton"])
 def test_chosen_keys_and_answers_have_the_same_bits_in_every_step(name: str, device: torch.device) -> None:
     """Whole prompts, chunks and decodes."""
-    if not _serves(name, device):
-        pytest.skip(f"{name} does not run on {device.type}")
     case = SparseCase("extend", 16, torch.float32, device)
     first, num_tokens = case.rows[0][1], case.rows[1][1]
     q = LatentHeads(case.layer, case.weight).absorb(torch.cat(case.q)[first:])

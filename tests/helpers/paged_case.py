@@ -218,8 +218,9 @@ class PagedCase:
         in the same 16-bit dtype."""
         exact = self.expected(torch.float32, masks)[0][..., : out.shape[-1]]
         if self.dtype is torch.float32:
-            # A GPU's exponential is not the nearest fp32.
-            torch.testing.assert_close(out, exact, atol=4e-6 if self.device.type == "cpu" else 1e-5, rtol=2e-5)
+            # Sums over more than 256 columns err a little further. A GPU's exponential is not the nearest fp32.
+            on_cpu = 2e-6 if self.layer.head_dim <= 256 else 3e-6
+            torch.testing.assert_close(out, exact, atol=on_cpu if self.device.type == "cpu" else 1e-5, rtol=2e-5)
             return
         # torch's max, unlike Python's, never passes over a NaN.
         same_dtype = self.expected(self.dtype, masks)[0][..., : out.shape[-1]]

@@ -70,7 +70,7 @@ def drafted(
     is_eager: bool,
     **sizes: Any,
 ) -> Run:
-    """Has 14 requests answered, whose rows come and go, by steps from graphs; the passes are eager if asked.
+    """Answers 14 requests by steps from graphs. Their rows come and go. If `is_eager`, the draft passes are eager.
 
     Args:
         known: the answers without drafts, once a call has found them.
