@@ -222,27 +222,27 @@ class ServingJob:
 
     def _wait_until_running(self, deployment: Deployment) -> bool:
         """Returns True once the app runs, False if interrupted. Shows each phase once, on a terminal with progress."""
-        shown = ""
+        shown: set[str] = set()
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with Bars(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bars:
             bar = bars.add_task("starting", total=None)
             while not self._stop.wait(_POLL_S):
                 status, message = deployment.status()
-                if status == "RUNNING":
-                    self._ran = True
-                    return True
                 failed = status in ("DEPLOY_FAILED", "UNHEALTHY")
                 if failed or any(kind in message for kind in _FINAL_ERRORS):
                     raise EngineError(f"{self._config.name} could not be started: {root_cause(message)}")
+                # A phase may have begun and ended since the last look.
                 progress = self._progress()
-                if progress is None:
-                    continue
-                phase = _PHASES.get(progress.phase, progress.phase)
-                if phase != shown:
-                    shown = phase
-                    self._say(phase)
-                    bars.reset(bar, total=None, description=phase)
-                if progress.done:
+                for name in progress.phases if progress is not None else ():
+                    if name not in shown:
+                        shown.add(name)
+                        phase = _PHASES.get(name, name)
+                        self._say(phase)
+                        bars.reset(bar, total=None, description=phase)
+                if status == "RUNNING":
+                    self._ran = True
+                    return True
+                if progress is not None and progress.done:
                     # The group waits for the slowest of its ranks.
                     bars.update(bar, total=1.0, completed=min(progress.done))
         return False
@@ -257,7 +257,7 @@ class ServingJob:
             with contextlib.suppress(ray.exceptions.RayError):
                 answer: Any = ray.get(coordinator.progress.remote(), timeout=_PROGRESS_TIMEOUT_S)
                 found.append(answer)
-        return min(found, key=lambda progress: progress.phase == "ready", default=None)
+        return min(found, key=lambda progress: progress.phases[-1] == "ready", default=None)
 
     def _wait_until_answering(self) -> None:
         """Returns once the endpoint answers on this machine, since Serve's proxy learns of a new app a moment later."""

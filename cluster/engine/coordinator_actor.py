@@ -69,11 +69,11 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class Progress:
-    """The current phase of a start."""
+    """The phases of a start so far, in order. The last one is the current phase."""
 
-    phase: str
+    phases: tuple[str, ...]
     done: tuple[float, ...] = ()
-    """Share of the phase that each rank has done, 0 to 1. Empty if it is not measured."""
+    """Share of the current phase that each rank has done, 0 to 1. Empty if it is not measured."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class CoordinatorActor:
     def progress(self) -> Progress:
         """The progress of the start. May be called while `start` runs."""
         done = self._starting.progress() if self._starting is not None and self._phase in _MEASURED_PHASES else []
-        return Progress(self._phase, tuple(done))
+        return Progress((*(phase for phase, _ in self._phase_s), self._phase), tuple(done))
 
     @ray.method(concurrency_group="ctl")
     def status(self) -> dict[str, Any]:
