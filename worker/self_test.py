@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
-from attention.layer import AttentionLayer
+from attention.layer import AttentionLayer, LatentLayer
 from attention.registry import create_backend
 from configs.errors import EngineError
 from configs.layers import Axis, Cut
@@ -90,7 +90,8 @@ def check_steps(
 
     Args:
         runner: must have pages 1, 2, ... for `num_tokens`, in the window pool too if there is one.
-        num_tokens: maximum number of tokens of a step. At most _MOST_TOKENS are used.
+        num_tokens: maximum number of tokens of a step. Of them, _MOST_TOKENS are used, or more if sparse layers choose
+            keys only among more.
         max_rows: maximum number of rows of a step.
     """
     sizes = [size for size in _STEP_SIZES if size <= num_tokens]
@@ -102,7 +103,9 @@ def check_steps(
         for num_rows in sizes:
             if num_rows * rank_sum.out_features * sum(rank_sum.tree_for(num_rows).counts) <= _MOST_ELEMENTS:
                 _check_rank_sum(rank_sum, group, num_rows, decoder.dtype)
-    num_tokens, max_rows = min(num_tokens, _MOST_TOKENS), min(max_rows, num_tokens, _MOST_ROWS)
+    latent = [layer for layer in runner.token_to_kv_pool.layers if isinstance(layer, LatentLayer)]
+    num_tokens = min(num_tokens, max([_MOST_TOKENS, *(layer.top_k + _MOST_ROWS for layer in latent if layer.top_k)]))
+    max_rows = min(max_rows, num_tokens, _MOST_ROWS)
     if runner.state_pool is not None and num_tokens % STATE_CHUNK == 0:
         num_tokens -= 1  # the last token, which is computed again, must come after the stored state
     tokens = np.random.default_rng(0).integers(0, vocab_size, num_tokens)

@@ -23,6 +23,7 @@ import torch
 
 from attention.cpu_backend import CpuBackend
 from attention.registry import create_backend
+from attention.sparse import SparseStep
 from benchmarks.exactness import GPU_WAYS, Frames, Way, hash_rows, plant, requests, rows_of_logits, ways_on
 from benchmarks.exactness import WAYS as WAYS_ON_CPUS
 from cluster.messages.engine import SamplingParams
@@ -39,7 +40,7 @@ from parallel.numerics.rank_sum import CudaExactSum
 from parallel.plan import ShardPlan, Span
 from parallel.tree import SumTree
 from tests.conftest import Logits
-from tests.helpers.families import case_of
+from tests.helpers.families import FAMILIES, case_of
 from tests.helpers.local_group import Limits, LocalGroup
 from tests.helpers.rank_threads import on_ranks
 from tests.whole.test_answers import Answer, assert_greedy, make_prompts
@@ -371,6 +372,7 @@ MODELS = {
         "num_attention_heads": 8,
     },
 }
+MODELS["sparse"] = {"model_type": "deepseek_v32", **FAMILIES["v32"].config}
 SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6}
 
@@ -394,7 +396,7 @@ def _check_steps(folder: Path, model: str, size: int) -> None:
     on_ranks(size, check)
 
 
-@pytest.mark.parametrize(("model", "size"), [("windows", 1), ("windows", 3), ("experts", 2)])
+@pytest.mark.parametrize(("model", "size"), [("windows", 1), ("windows", 3), ("experts", 2), ("sparse", 2)])
 def test_a_models_own_steps_and_sums_are_checked(model: str, size: int, tmp_path: Path) -> None:
     _check_steps(tmp_path, model, size)
 
@@ -434,6 +436,20 @@ def test_a_models_check_names_what_differs(
         patch(TensorParallelGroup, "sum_nodes", lambda _, nodes, tree: _wrong(len(nodes[0]) + 1, 2))
     with pytest.raises(EngineError, match=said):
         _check_steps(tmp_path, "experts", 1)
+
+
+def test_checked_steps_are_long_enough_for_sparse_layers_to_choose_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = SparseStep.choose
+
+    def choose(step: SparseStep, scores: torch.Tensor, top_k: int, page_size: int) -> torch.Tensor:
+        return right(step, scores if len(scores) > 64 else -scores, top_k, page_size)
+
+    monkeypatch.setattr(SparseStep, "choose", choose)
+    monkeypatch.setattr(self_test, "_MOST_TOKENS", MODELS["sparse"]["index_topk"])
+    with pytest.raises(EngineError, match="a token's hidden state changes in a step of 16 tokens"):
+        _check_steps(tmp_path, "sparse", 1)
 
 
 def test_a_chains_columns_are_checked_against_fewer_of_them(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> None:
