@@ -52,12 +52,7 @@ class SparseStep:
     @classmethod
     def of(cls, batch: ForwardBatch, most_keys: int) -> SparseStep:
         """Queues kernels, and does not wait for the device."""
-        starts, positions = batch.paged.cu_seqlens_q, batch.positions
-        index = torch.arange(len(positions), dtype=torch.int32, device=starts.device)
-        rows = torch.searchsorted(starts[1:], index, right=True).clamp_(max=len(starts) - 2)
-        # A graph's padding may belong to no row. It sees the first key of the last row.
-        positions = positions.masked_fill(index >= starts[-1], 0)
-        return cls(rows, positions, batch.paged.page_table, most_keys)
+        return cls(*rows_of(batch), batch.paged.page_table, most_keys)
 
     def parts(self) -> Iterator[tuple[slice, SparseStep]]:
         """Ranges of the tokens that are computed together, and the step of each range."""
@@ -96,3 +91,12 @@ class SparseStep:
             page_table=slots,
             max_seqlen_q=1,
         )
+
+
+def rows_of(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row and the position of each new token, [num_tokens] int64 each, on the device. A graph's padding may belong
+    to no row: it gets the first position of the last row. Queues kernels, and does not wait for the device."""
+    starts, positions = batch.paged.cu_seqlens_q, batch.positions
+    index = torch.arange(len(positions), dtype=torch.int32, device=starts.device)
+    rows = torch.searchsorted(starts[1:], index, right=True).clamp_(max=len(starts) - 2)
+    return rows, positions.masked_fill(index >= starts[-1], 0)

@@ -100,6 +100,8 @@ class BackendSpec:
     """A short description for messages and docs."""
     package: str | None = None
     """The optional package that the backend needs. `auto` considers the backend only if the package is installed."""
+    needs_nvcc: bool = False
+    """Whether the package compiles its kernels at their first use."""
     plans_on_host: bool = False
     """Whether the host plans each decode from the rows' lengths. Then ranks cannot draft several tokens by
     themselves."""
@@ -111,10 +113,14 @@ class BackendSpec:
     """The smallest compute capability that the backend runs on."""
     dtypes: frozenset[str]
     max_page_size: int | None = None
+    page_size: int | None = None
+    """The only page size that the backend supports. If None, any up to `max_page_size`."""
     max_head_dim: int | None = None
     head_dims: frozenset[int] | None = None
     """Head sizes that the backend supports. If None, any size up to `max_head_dim`. Latent layers have other limits."""
     features: frozenset[Feature]
+    only: Feature | None = None
+    """The backend serves only models that need this feature. If None, others too."""
     by_build: frozenset[Feature] = frozenset()
     """The part of `features` that only some builds of the package have. A rank finds out when it loads the package."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
@@ -142,6 +148,10 @@ class BackendSpec:
             return f"serves {' and '.join(sorted(self.dtypes))}, and dtype is {needs.dtype}"
         if self.max_page_size is not None and needs.page_size > self.max_page_size:
             return f"takes pages of at most {self.max_page_size} tokens, and kv_cache.page_size is {needs.page_size}"
+        if self.only is not None and self.only not in needs.features:
+            return f"serves only models with {self.only}"
+        if self.page_size not in (None, needs.page_size):
+            return f"takes pages of {self.page_size} tokens, and kv_cache.page_size is {needs.page_size}"
         widest = max(needs.head_dims, default=0)
         if self.max_head_dim is not None and widest > self.max_head_dim:
             return f"takes heads of at most {self.max_head_dim} elements, and the model's have {widest}"
@@ -200,6 +210,7 @@ _SPECS = (
         module="attention.flashinfer_backend",
         what="FlashInfer, an extra",
         package="flashinfer",
+        needs_nvcc=True,
         plans_on_host=True,
         device="cuda",
         min_compute_capability=LEAST,
@@ -211,6 +222,21 @@ _SPECS = (
         whole_chunks=True,
         latent_sizes=LatentSizes(most_heads=128, latent_dims=frozenset({128, 256, 512}), rope_unit=64),
         first_capability={Feature.FP8_KV: FP8_FROM},
+    ),
+    BackendSpec(
+        name="flash_mla",
+        module="attention.flash_mla",
+        what="FlashMLA of sglang-kernel, and our Triton kernels for prompts",
+        package="sgl_kernel",
+        device="cuda",
+        compute_capabilities=((9, 0),),
+        dtypes=_HALVES,
+        page_size=64,
+        features=frozenset({Feature.LATENT, Feature.SPARSE, Feature.MASK}),
+        only=Feature.LATENT,
+        lacks={Feature.FP8_KV: "it would round queries to FP8 as well", Feature.EXACT: _BY_BATCH},
+        apart=_NOT_WITH_SPARSE,
+        latent_sizes=LatentSizes(most_heads=128, latent_dims=frozenset({512}), rope_unit=64),
     ),
     BackendSpec(
         name="cpu",
@@ -271,7 +297,8 @@ def choose_backend(
         if refusal is None and spec.compute_capabilities is not None and needs.compute_capability is None:
             refusal = f"needs compute capability {_shown(spec.compute_capabilities)}, and the GPUs' is not known"
         if refusal is None and spec.package is not None and spec.package not in packages:
-            refusal = "is not installed, or nvcc is not" + (f", the fastest in {measured.what}" if i == 0 else "")
+            refusal = "is not installed" + ", or nvcc is not" * spec.needs_nvcc
+            refusal += f", the fastest in {measured.what}" if i == 0 else ""
         if refusal is None and spec.plans_on_host and drafts and phase == "decode":
             refusal = "plans each pass of a draft on the host"
         if refusal is None:
@@ -286,9 +313,9 @@ def choose_backend(
 
 
 def installed_packages() -> frozenset[str]:
-    """The installed packages that `BackendSpec.package` names. Empty without nvcc, which compiles their kernels."""
+    """The installed packages that `BackendSpec.package` names. Without nvcc, those that need it do not count."""
     compiles = bool(shutil.which("nvcc") or os.environ.get("CUDA_HOME") or os.path.exists("/usr/local/cuda/bin/nvcc"))
-    named = (spec.package for spec in _SPECS if spec.package is not None and compiles)
+    named = (spec.package for spec in _SPECS if spec.package is not None and (compiles or not spec.needs_nvcc))
     return frozenset(name for name in named if importlib.util.find_spec(name) is not None)
 
 

@@ -45,7 +45,8 @@ class AttentionConfig(_Section):
     backend: AttentionBackendName = "auto"
     """auto: the fastest measured backend that serves the model, or without a measurement fa3 on Hopper GPUs, triton on
     other or unknown GPUs and for float32, and cpu on CPUs, which needs a C compiler. The log says why a faster backend
-    is not used. flashinfer needs its package, and nvcc, on every node."""
+    is not used. flashinfer needs its package, and nvcc, on every node. flash_mla needs sglang-kernel, and pages of 64
+    tokens."""
     prefill_backend: AttentionBackendName | None = None
     """Backend for steps in which some request has several input tokens. None: `attention.backend`."""
     decode_backend: AttentionBackendName | None = None

@@ -85,7 +85,7 @@ def _attention() -> str:
         "compiles its kernels), in the order of their times, which `benchmarks.attention --times` wrote into "
         "`configs/attention_times.csv`. GPUs and numbers of heads that were "
         "not measured have the order of the nearest that were; keys in FP8, exact numerics and CPUs, which were not, "
-        "that of this table's columns without `flashinfer`.",
+        "that of this table's columns without `flashinfer` and `flash_mla`. `flash_mla` has not run on a GPU yet.",
         "",
         "| steps | order, and times as long as the first's |",
         "|---|---|",
@@ -98,7 +98,7 @@ def _attention() -> str:
         "what it is": lambda spec: spec.what,
         "devices": _devices,
         "dtypes": lambda spec: ", ".join(sorted(spec.dtypes)),
-        "tokens of a page": lambda spec: "any power of two" + _at_most(spec.max_page_size),
+        "tokens of a page": lambda spec: str(spec.page_size or "any power of two" + _at_most(spec.max_page_size)),
         "elements of a head": _head_dims,
         **{str(feature): functools.partial(_yes, feature) for feature in Feature},
         "bidirectional prefix": functools.partial(_yes, Feature.MASK),
@@ -138,6 +138,8 @@ def _devices(spec: BackendSpec) -> str:
 
 
 def _head_dims(spec: BackendSpec) -> str:
+    if spec.only is not None:
+        return f"only {spec.only}"
     if spec.head_dims is not None:
         return ", ".join(map(str, sorted(spec.head_dims)))
     return "any number" + _at_most(spec.max_head_dim)

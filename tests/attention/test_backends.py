@@ -106,7 +106,10 @@ def test_auto_takes_the_fastest_that_can_and_is_there(asked: AttentionNeeds, pre
         assert choose_backend(phase, asked)[0] == names[-1]
 
 
-@pytest.mark.parametrize(("has_package", "compiler", "found"), [(1, 1, {"flashinfer"}), (1, 0, set()), (0, 1, set())])
+@pytest.mark.parametrize(
+    ("has_package", "compiler", "found"),
+    [(1, 1, {"flashinfer", "sgl_kernel"}), (1, 0, {"sgl_kernel"}), (0, 1, set())],
+)
 def test_a_package_counts_where_its_kernels_can_be_compiled(
     has_package: bool, compiler: bool, found: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,6 +402,7 @@ SERVED = [
     dataclasses.replace(LAYER, head_dim=64, sinks=torch.zeros(2)),
     *(layer_of(heads, latent_dim=128, nope_dim=64, v_dim=64, head_dim=192) for heads in (2, 3)),
     *(layer_of(2, latent_dim=dim, nope_dim=64, v_dim=64, head_dim=dim + rope) for dim, rope in ((160, 64), (128, 32))),
+    layer_of(2, latent_dim=512, nope_dim=64, v_dim=64, head_dim=576),
 ]
 
 
@@ -407,18 +411,20 @@ def test_a_constructor_takes_what_the_table_says_and_a_step_what_the_constructor
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="a CPU install has no Triton")
-    from tests.attention import test_flash_attention, test_flashinfer_backend
+    from tests.attention import test_flash_attention, test_flash_mla, test_flashinfer_backend
 
     request.getfixturevalue("interpreter")
     monkeypatch.setattr("attention.fa3.load_provider", lambda _: test_flash_attention.EMULATED["sgl_kernel"])
+    monkeypatch.setattr("attention.flash_mla._load", lambda: test_flash_mla.Emulated)
     test_flashinfer_backend.emulate(monkeypatch)
     spec = dataclasses.replace(BACKENDS[name], device=None)  # the interpreter takes CPU tensors
     for module in ("configs.attention", "attention.registry"):
         monkeypatch.setattr(f"{module}.BACKENDS", {**BACKENDS, name: spec})
-    num_served, batch = 0, batch_of(ReqToTokenPool(2, 1, torch.device("cpu")), [(1, 0, 2), (2, 0, 2)], 16)
+    page_size = spec.page_size or 16
+    num_served, batch = 0, batch_of(ReqToTokenPool(2, 1, torch.device("cpu")), [(1, 0, 2), (2, 0, 2)], page_size)
     for layer, dtype, exact in itertools.product(SERVED, (torch.float16, torch.float32, FP8), (False, True)):
         kept = {"dtype": dtype, "compute_dtype": torch.float16 if dtype is FP8 else dtype}
-        pool = TokenToKVPool([layer], num_pages=1, page_size=16, device=torch.device("cpu"), **kept)
+        pool = TokenToKVPool([layer], num_pages=1, page_size=page_size, device=torch.device("cpu"), **kept)
         asked = needs_of(pool).with_feature(Feature.EXACT) if exact else needs_of(pool)
         if (refusal := spec.refusal(asked)) is not None:
             with pytest.raises(ConfigError, match=re.escape(refusal)):

@@ -25,8 +25,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 2.0},
     "all": {"window": 20, "chunk": 32, "softcap": 2.0, "sinks": SINKS},
 }
-# FlashInfer's kernels are not here, but in tests/attention/test_flashinfer_backend.py.
-SERVING = [name for name, spec in BACKENDS.items() if Feature.MASK in spec.features and name != "flashinfer"]
+# Kernels of optional packages have files of their own beside this one.
+SERVING = [name for name, spec in BACKENDS.items() if Feature.MASK in spec.features and spec.package is None]
 
 
 def _case(device: torch.device, features: dict[str, Any], page_size: int = 16) -> PagedCase:

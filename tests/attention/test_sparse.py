@@ -23,16 +23,25 @@ from tests.helpers.latent_case import BATCHES, LITE, LatentCase, layer_of
 from tests.helpers.pairs import pairs
 
 TOP_K, HEADS, DIM = 12, 5, 24
-SERVING = [name for name, spec in BACKENDS.items() if Feature.SPARSE in spec.features]
+# FlashMLA has tests/attention/test_flash_mla.py.
+SERVING = [name for name, spec in BACKENDS.items() if Feature.SPARSE in spec.features and spec.package is None]
 
 
 class SparseCase(LatentCase):
     """Rows of random latents, index keys and index queries."""
 
     def __init__(
-        self, batch: str, page_size: int, dtype: torch.dtype, device: torch.device, *, equal_keys: bool = False
+        self,
+        batch: str,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        equal_keys: bool = False,
+        widths: dict[str, int] | None = None,
     ) -> None:
-        widths = LITE if device.type == "cuda" else {}
+        if widths is None:
+            widths = LITE if device.type == "cuda" else {}
         layer = layer_of(3, top_k=TOP_K, index_heads=HEADS, index_dim=DIM, **widths)
         super().__init__(layer, page_size, BATCHES[batch], dtype, device)
         draw = torch.Generator().manual_seed(2)

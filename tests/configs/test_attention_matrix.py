@@ -67,6 +67,10 @@ REFUSED: dict[str, dict[str, str]] = {
         "chunk": "takes chunks of whole pages, and has 32 tokens where kv_cache.page_size=64",
     },
     "triton": {},
+    "flash_mla": {
+        **dict.fromkeys(VARIANTS, r"serves only models with latent attention \(MLA\); choose auto or"),
+        "latent": "takes pages of 64 tokens, and kv_cache.page_size is",
+    },
     "cpu": {},
     "torch_native": {},
 }
@@ -137,6 +141,8 @@ def _made(name: str, variant: str, case: Case) -> AttentionBackend | None:
     reason = REFUSED[name].get(variant)
     if (name, variant) == ("flashinfer", "chunk") and pool.page_size <= ALL["chunk"]:
         reason = None
+    if (name, variant, pool.page_size) == ("flash_mla", "latent", 64):
+        reason = None
     if BACKENDS[name].device not in (None, pool.device.type):
         # The interpreter takes CPU tensors, which is nothing to be served with.
         others = "runs on CPUs only; choose auto or" if name == "cpu" else "needs GPUs; choose auto or (cpu or )?torch"
@@ -150,8 +156,8 @@ def _made(name: str, variant: str, case: Case) -> AttentionBackend | None:
         return None
     else:
         check_backend(name, asked, "test")
-    if name == "flashinfer":
-        pytest.importorskip(name, reason="FlashInfer is not installed")
+    if (package := BACKENDS[name].package) is not None:
+        pytest.importorskip(package, reason=f"{package} is not installed")
     try:
         return IMPLEMENTATIONS[name](pool.layers, pool)
     except ConfigError as error:

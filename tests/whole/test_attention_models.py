@@ -77,6 +77,8 @@ def _params() -> Iterator[Any]:
                 needed = {feature} | ({Feature.LATENT} if what.model_type in LATENTS else set())
                 if not needed <= {None, *spec.features} or any({*pair} <= needed for pair in spec.apart):
                     continue
+                if spec.only not in (None, *needed):
+                    continue
                 if spec.device != "cuda" or name == "triton":
                     yield pytest.param(name, feature, cell, "cpu")
                 if spec.device == "cuda":
@@ -154,9 +156,10 @@ def test_a_model_with_the_feature_has_the_logits_of_transformers(
         anywhere = {name: dataclasses.replace(BACKENDS[name], device=None)}
         monkeypatch.setattr("configs.attention.BACKENDS", {**BACKENDS, **anywhere})
         monkeypatch.setattr("attention.kernels.decode._MAX_SPLITS", 2)  # each a turn of the interpreter's loop
-    if name == "flashinfer":
-        pytest.importorskip(name, reason="FlashInfer is not installed")
+    if (package := BACKENDS[name].package) is not None:
+        pytest.importorskip(package, reason=f"{package} is not installed")
     what = CELLS[feature][cell]
+    what = what._replace(page_size=BACKENDS[name].page_size or what.page_size)
     case = _case(what, device, tmp_path, cases)
     try:
         ours = _logits(case, what, name, device)

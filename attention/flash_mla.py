@@ -1,0 +1,113 @@
+"""The FlashMLA backend for Hopper GPUs: kernels of sglang-kernel for latent attention, beside Triton's for prompts."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from attention.backend import register
+from attention.fa3_builds import SGLANG_KERNEL
+from attention.forward_batch import ForwardBatch, PagedMetadata
+from attention.kv_pool import TokenToKVPool
+from attention.latent import LatentHeads
+from attention.layer import AttentionLayer, LatentLayer
+from attention.sparse import rows_of
+from attention.step_shape import StepShape
+from attention.triton_backend import TritonBackend
+from configs.errors import ConfigError
+
+_FEW_TOKENS = 8
+"""Maximum number of new tokens of a row in eager steps that FlashMLA serves: those with drafts. Not measured."""
+_SPARSE_UNIT = 64
+"""The kernel for sparse attention needs a multiple of this number of heads, and of chosen keys."""
+
+
+@register("flash_mla")
+class FlashMlaBackend(TritonBackend):
+    """Attends by FlashMLA in the absorbed form: in decodes, in steps whose rows have few new tokens, in captured steps,
+    and over the chosen keys of sparse layers. Triton's kernels serve prompts and masks.
+
+    FlashMLA's kernel for decodes needs the same number of tokens in each row. In other steps each token becomes a row,
+    with the pages of its row and the tokens up to its own.
+
+    Raises:
+        ConfigError: FlashMLA is not installed, or does not run here.
+    """
+
+    def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
+        super().__init__(layers, token_to_kv_pool)
+        self._library = _load()
+        self._paged: PagedMetadata | None = None
+        self._schedule: Any = None
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        is_served = batch.mask is None and batch.paged.max_seqlen_q <= _FEW_TOKENS
+        self._prepare(batch if is_served else None)
+
+    def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
+        super().prepare_capture(batch, shape)
+        self._prepare(batch)
+
+    def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
+        if self._paged is None:
+            return super().attend_latent(q, layer, heads)
+        return heads.values(self._attend(heads.absorb(q), layer, self._paged).flatten(1))
+
+    def attend_chosen(self, q: torch.Tensor, layer: LatentLayer, chosen: PagedMetadata) -> torch.Tensor:
+        num_heads, slots = layer.tp_q_head_num, chosen.page_table
+        latents, *_ = self.token_to_kv_pool.pages(layer.layer_id)
+        out, *_ = self._library.flash_mla_sparse_fwd(
+            F.pad(q.view(len(q), num_heads, -1), (0, 0, 0, -num_heads % _SPARSE_UNIT)),
+            latents.view(-1, 1, layer.head_dim),
+            F.pad(slots, (0, -slots.shape[1] % _SPARSE_UNIT), value=-1).unsqueeze(1),
+            layer.scale,
+            topk_length=chosen.cache_seqlens,
+        )
+        return out[:, :num_heads].flatten(1)
+
+    def _prepare(self, batch: ForwardBatch | None) -> None:
+        """Prepares for a step that FlashMLA serves. For None, Triton's kernels serve it."""
+        # The first layer's call fills the schedule, on the device.
+        self._schedule, _ = self._library.get_mla_metadata()
+        self._paged = None if batch is None else batch.paged
+        if batch is not None and batch.paged.max_seqlen_q > 1:
+            rows, positions = rows_of(batch)
+            starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+            self._paged = PagedMetadata(
+                cache_seqlens=(positions + 1).int(),
+                cu_seqlens_q=starts,
+                page_table=batch.paged.page_table[rows],
+                max_seqlen_q=1,
+            )
+
+    def _attend(self, q: torch.Tensor, layer: LatentLayer, paged: PagedMetadata) -> torch.Tensor:
+        """Absorbed queries q [num_rows, tp_q_head_num * head_dim] -> [num_rows, 1, tp_q_head_num, latent_dim]."""
+        latents, *_ = self.token_to_kv_pool.pages(layer.layer_id)
+        out: torch.Tensor
+        out, _ = self._library.flash_mla_with_kvcache(
+            q.view(len(q), 1, layer.tp_q_head_num, layer.head_dim),
+            latents.unsqueeze(2),
+            paged.page_table,
+            paged.cache_seqlens,
+            layer.latent_dim,
+            self._schedule,
+            softmax_scale=layer.scale,
+        )
+        return out
+
+
+def _load() -> ModuleType:
+    try:
+        importlib.import_module("sgl_kernel.flashmla_ops")  # the module below can be imported without its kernels
+        return importlib.import_module("sgl_kernel.flash_mla")
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"attention backend flash_mla finds no FlashMLA ({error}): install sglang-kernel {SGLANG_KERNEL} (the "
+            "`cuda` extra), or set attention.backend=triton"
+        ) from None
