@@ -1,7 +1,7 @@
 """The FlashInfer backend. It plans on the host, once per step for all layers with the same geometry.
 
-One paged call per layer serves prompts, chunks after a cached prefix and mixtures. The pool already holds the new
-tokens' keys and values, so no second, ragged call has to be merged with it.
+One paged call per layer serves prompts, chunks after a cached prefix and mixtures, because the pool already holds the
+new tokens' keys and values. attention/flashinfer_ragged.py serves eager steps with many new tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import torch
 from attention.backend import AttentionBackend, register
 from attention.flashinfer_latent import LatentWrapper
 from attention.flashinfer_plans import Geometry, PlanInputs, Uploads, load_flashinfer
+from attention.flashinfer_ragged import RaggedPrompts
 from attention.forward_batch import ForwardBatch, ForwardMode, Int32Array, Int64Array, NewTokenMask
 from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
+from attention.rotation import QKNorms, Rotation
 from attention.step_shape import FEW_ROWS, StepShape
 from configs.errors import ConfigError, EngineError
 
@@ -92,9 +94,8 @@ class FlashInferBackend(AttentionBackend):
         device = token_to_kv_pool.device
         self._library = load_flashinfer(device)
         from attention.kernels.flat_pages import flatten_pages
-        from attention.kernels.packed_mask import pack_mask
 
-        self._flatten_pages, self._pack_mask = flatten_pages, pack_mask
+        self._flatten_pages = flatten_pages
         # With FP8 keys, fa3 accepts only FP8 queries.
         has_fa3 = self._library.has_fa3 and token_to_kv_pool.dtype is token_to_kv_pool.compute_dtype
         self._prompt_kernels: Kernels = prompt_kernels or ("fa3" if has_fa3 else "fa2")
@@ -120,6 +121,17 @@ class FlashInferBackend(AttentionBackend):
             self._probe(kernels, geometry)
         self._captured: dict[StepShape, _Captured] = {}
         self._now: dict[Geometry, Any] = {}
+        self._ragged = RaggedPrompts(
+            self._library.module,
+            # Attention must see keys as rounded as those of the pool.
+            self._geometries if token_to_kv_pool.dtype is token_to_kv_pool.compute_dtype else (),
+            "fa3" if self._prompt_kernels == "fa3" else "fa2",
+            self._float_workspace,
+            _INT_WORKSPACE_BYTES,
+            self._uploads,
+            token_to_kv_pool.page_size,
+        )
+        self._in_parts: frozenset[Geometry] = frozenset()
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plans on the host, and queues the uploads and a few small kernels. Waits for nothing.
@@ -133,13 +145,21 @@ class FlashInferBackend(AttentionBackend):
         mask = None if batch.mode is ForwardMode.DECODE else batch.mask
         assert mask is None or all(it.latent_dim is None for it in self._geometries), "a mask over latents"
         kernels = self._kernels_of(batch.mode) if mask is None else "fa2"
-        lists = {self._list_of(it, masked=mask is not None) for it in self._geometries}
+        self._in_parts = frozenset() if mask is not None else self._ragged.plan(batch, self._options_of)
+        on_pages = [it for it in self._geometries if it not in self._in_parts]
+        lists = {self._list_of(it, masked=mask is not None) for it in on_pages}
         inputs = self._inputs(lists, batch.prefix_lens, batch.extend_lens)
         device = batch.paged.page_table.device
         indices = {which: torch.empty(it.num_pages, dtype=torch.int32, device=device) for which, it in inputs.items()}
         self._list_pages(batch, indices)
-        self._now = {geometry: self._eager[kernels, geometry] for geometry in self._geometries}
-        self._plan(kernels, self._now, inputs, indices, masks=None if mask is None else self._masks(batch, mask))
+        self._now = {geometry: self._eager[kernels, geometry] for geometry in on_pages}
+        self._plan(
+            kernels,
+            self._now,
+            inputs,
+            indices,
+            masks=None if mask is None else _packed_masks(batch, mask, self._geometries),
+        )
 
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
         """Plans for `batch` (before a warm-up), then queues the page list, which the graph captures."""
@@ -152,11 +172,36 @@ class FlashInferBackend(AttentionBackend):
             self._plan_captured(shape, batch.prefix_lens, batch.extend_lens)
         captured = self._captured[shape]
         self._list_pages(batch, captured.indices)
-        self._now = captured.wrappers
+        self._now, self._in_parts = captured.wrappers, frozenset()
 
     def prepare_replay(self, shape: StepShape, prefix_lens: Int32Array, extend_lens: Int32Array) -> None:
         """Plans the step that is about to be replayed."""
         self._plan_captured(shape, *shape.padded(prefix_lens, extend_lens))
+
+    def forward(
+        self, qkv: torch.Tensor, layer: AttentionLayer, rotation: Rotation, norms: QKNorms | None
+    ) -> torch.Tensor:
+        if not self.serves_in_parts(layer):
+            return super().forward(qkv, layer, rotation, norms)
+        out_cache_loc = self.batch_of(layer).out_cache_loc
+        q = rotation.norm_rotate_store(qkv, layer, norms, self.token_to_kv_pool, out_cache_loc)
+        return self.attend_in_parts(q, qkv[:, -layer.tp_k_head_num * layer.head_dim :], layer)
+
+    def serves_in_parts(self, layer: AttentionLayer) -> bool:
+        """Whether `attend_in_parts` serves the layer in the prepared step. If not, `attend` does."""
+        return self._geometry_of[layer.layer_id] in self._in_parts
+
+    def attend_in_parts(self, q: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """Attends like `attend`, in steps that `RaggedPrompts` has planned.
+
+        Args:
+            v: [num_tokens, tp_k_head_num * head_dim]: the values of the new tokens.
+        """
+        k_slots, _ = self.token_to_kv_pool.slots(layer.layer_id)
+        k = k_slots[self.batch_of(layer).out_cache_loc]
+        q, k, v = (it.view(len(q), -1, layer.head_dim) for it in (q, k, v))
+        pages = self.token_to_kv_pool.pages(layer.layer_id)
+        return self._ragged.run(self._geometry_of[layer.layer_id], q, (k, v), pages).flatten(1)
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         heads = q.view(-1, layer.tp_q_head_num, layer.head_dim)
@@ -200,24 +245,6 @@ class FlashInferBackend(AttentionBackend):
             it: PlanInputs.of(prefix_lens, extend_lens, page_size, it.chunk, None if num_rows is None else num_rows[it])
             for it in lists
         }
-
-    def _masks(self, batch: ForwardBatch, mask: NewTokenMask) -> dict[Geometry, _Mask]:
-        """Packs the step's mask, with one kernel per window and chunk."""
-        num_bytes = -(-batch.extend_lens * batch.seq_lens // 8)
-        total = int(num_bytes.sum())
-        if total >= 1 << 31:
-            raise EngineError(
-                f"attention backend flashinfer takes masks of less than 2 GiB, and this has {total} bytes; set "
-                "attention.backend=triton"
-            )
-        device, found = batch.paged.page_table.device, {}
-        for window, chunk in {(it.window, it.chunk) for it in self._geometries}:
-            packed = torch.empty(total, dtype=torch.uint8, device=device)
-            begins = torch.empty(batch.batch_size, dtype=torch.int32, device=device)
-            most = int(num_bytes.max())
-            self._pack_mask(batch.paged, mask, window, chunk, most_bytes=most, packed=packed, begins=begins)
-            found[window, chunk] = _Mask(packed, begins, int(batch.extend_lens.max()))
-        return {it: found[it.window, it.chunk] for it in self._geometries}
 
     def _new_captured(self, batch: ForwardBatch, shape: StepShape) -> _Captured:
         if shape.is_decode:
@@ -302,14 +329,17 @@ class FlashInferBackend(AttentionBackend):
             # wide enough to hide nothing that the mask shows, and it keeps split keys from including later keys.
             window_left += mask.max_len - 1
             is_whole = True
+        of_step = {"window_left": window_left, "seq_lens": of_rows.seq_lens, "disable_split_kv": is_whole}
+        return self._options_of(geometry) | of_step
+
+    def _options_of(self, geometry: Geometry) -> dict[str, Any]:
+        """Arguments of every plan for layers of `geometry`."""
         return {
             "sm_scale": geometry.scale,
-            "window_left": window_left,
+            "window_left": -1 if geometry.window is None else geometry.window - 1,
             "logits_soft_cap": geometry.softcap or 0.0,
             "q_data_type": self.token_to_kv_pool.compute_dtype,
             "kv_data_type": self.token_to_kv_pool.dtype,
-            "seq_lens": of_rows.seq_lens,
-            "disable_split_kv": is_whole,
         }
 
     def _is_full(self, shape: StepShape, geometry: Geometry) -> bool:
@@ -386,3 +416,24 @@ class FlashInferBackend(AttentionBackend):
                 f"attention backend flashinfer: {kernels} kernels of FlashInfer {self._library.module.__version__} "
                 f"cannot serve {geometry}, {pool.dtype}: {wrong}\nSet attention.backend=triton"
             )
+
+
+def _packed_masks(batch: ForwardBatch, mask: NewTokenMask, geometries: Iterable[Geometry]) -> dict[Geometry, _Mask]:
+    """Packs the step's mask, with one kernel per window and chunk."""
+    from attention.kernels.packed_mask import pack_mask
+
+    num_bytes = -(-batch.extend_lens * batch.seq_lens // 8)
+    total = int(num_bytes.sum())
+    if total >= 1 << 31:
+        raise EngineError(
+            f"attention backend flashinfer takes masks of less than 2 GiB, and this has {total} bytes; set "
+            "attention.backend=triton"
+        )
+    device, found = batch.paged.page_table.device, dict[tuple[int | None, int | None], _Mask]()
+    for geometry in geometries:
+        if (key := (geometry.window, geometry.chunk)) not in found:
+            packed = torch.empty(total, dtype=torch.uint8, device=device)
+            begins = torch.empty(batch.batch_size, dtype=torch.int32, device=device)
+            pack_mask(batch.paged, mask, *key, most_bytes=int(num_bytes.max()), packed=packed, begins=begins)
+            found[key] = _Mask(packed, begins, int(batch.extend_lens.max()))
+    return {it: found[it.window, it.chunk] for it in geometries}

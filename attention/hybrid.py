@@ -8,6 +8,7 @@ from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch, ForwardMode, Int32Array
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
+from attention.rotation import QKNorms, Rotation
 from attention.sparse import IndexInputs
 from attention.step_shape import StepShape
 
@@ -47,6 +48,11 @@ class HybridBackend(AttentionBackend):
 
     def prepare_replay(self, shape: StepShape, prefix_lens: Int32Array, extend_lens: Int32Array) -> None:
         self._of(shape).prepare_replay(shape, prefix_lens, extend_lens)
+
+    def forward(
+        self, qkv: torch.Tensor, layer: AttentionLayer, rotation: Rotation, norms: QKNorms | None
+    ) -> torch.Tensor:
+        return self._now.forward(qkv, layer, rotation, norms)
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return self._now.attend(q, layer)

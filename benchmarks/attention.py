@@ -3,7 +3,7 @@
     python -m benchmarks.attention [--device cuda] [--kv-dtype auto,fp8_e4m3] [--only decode,extend,latent]
                                    [--heads 32/8,8/2] [--exact 512,256] [--seconds 200] [--json FILE] [--times]
 
-Decodes are 1 to 256 rows of 1k to 32k tokens; extends one row of 512 to 8k new tokens behind 0 to 16k cached ones. Keys
+Decodes are 1 to 256 rows of 1k to 32k tokens; extends one row of 512 to 8k new tokens behind 0 to 8k cached ones. Keys
 and values are on pages of random order. On a GPU a CUDA graph holds the attention of several layers, each with a pool
 of its own, so that no layer finds its keys in the L2 cache; on a CPU, where sizes are divided by 32, the layers run one
 after the other. Next to the microseconds of a layer: of decodes the GB/s of keys and values read, and the share that
@@ -39,6 +39,7 @@ import numpy as np
 import torch
 
 from attention.backend import IMPLEMENTATIONS, AttentionBackend
+from attention.flashinfer_backend import FlashInferBackend
 from attention.flashinfer_plans import PlanInputs
 from attention.forward_batch import ForwardBatch, ForwardMode, PagedMetadata
 from attention.kv_pool import FP8, TokenToKVPool
@@ -55,10 +56,10 @@ from configs.errors import ConfigError
 
 HEADS = ((8, 8), (32, 8), (64, 8))  # query heads, KV heads
 HEAD_DIM, PAGE_SIZE = 128, 64
-LATENT_HEADS = (16, 128)
+LATENT_HEADS = (16, 64, 128)
 LATENT_DIM, NOPE_DIM, ROPE_DIM, V_DIM = 512, 128, 64, 128
 BATCHES, CONTEXTS = (1, 16, 64, 256), (1024, 4096, 8192, 32_768)
-NEW, PREFIXES = (512, 2048, 8192), (0, 4096, 16_384)
+NEW, PREFIXES = (512, 1024, 2048, 8192), (0, 1024, 8192)
 MOST_BYTES = 24 << 30  # for all layers' keys and values; larger steps are left out
 TARGET_BYTES = 1 << 30  # bytes that a graph reads
 MAX_LAYERS = 32
@@ -165,6 +166,9 @@ class Inputs:
         prefixes = np.full(step.batch_size, step.prefix, np.int64)
         bounds = step.new * np.arange(step.batch_size + 1, dtype=np.int64)
         nothing = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self.v = torch.randn(num_tokens, step.num_kv_heads * step.widths[1], dtype=dtype, device=device)
+        at = torch.arange(step.prefix, seq_len, device=device)
+        slots = page_table.long()[:, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
         self.batch = ForwardBatch(
             mode=ForwardMode.of(lens),
             prefix_lens=prefixes,
@@ -173,7 +177,7 @@ class Inputs:
             cu_seqlens_q=bounds,
             input_ids=nothing,
             positions=nothing,
-            out_cache_loc=nothing,
+            out_cache_loc=slots.flatten(),
             sample_indices=nothing[: step.batch_size],
             paged=PagedMetadata(
                 cache_seqlens=torch.full((step.batch_size,), seq_len, dtype=torch.int32, device=device),
@@ -195,6 +199,8 @@ class Inputs:
                 if isinstance(layer, LatentLayer):
                     q = self.q.view(-1, layer.tp_q_head_num, layer.qk_dim)
                     backend.attend_latent(q, layer, self.heads[layer.layer_id])
+                elif isinstance(backend, FlashInferBackend) and backend.serves_in_parts(layer):
+                    backend.attend_in_parts(self.q, self.v, layer)
                 else:
                     backend.attend(self.q, layer)
 

@@ -430,8 +430,16 @@ class EmulatedMLA:
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes backends use the emulation."""
     Emulated.planned = {}
+
+    def paged(*given: Any, **options: Any) -> Any:
+        # The others are of tests/attention/test_flashinfer_ragged.py.
+        return Emulated(*given, **options) if "use_cuda_graph" in options else SimpleNamespace()
+
     module = SimpleNamespace(
-        BatchDecodeWithPagedKVCacheWrapper=Emulated, BatchPrefillWithPagedKVCacheWrapper=Emulated, __version__="0"
+        BatchDecodeWithPagedKVCacheWrapper=Emulated,
+        BatchPrefillWithPagedKVCacheWrapper=paged,
+        BatchPrefillWithRaggedKVCacheWrapper=lambda *_, **__: SimpleNamespace(),
+        __version__="0",
     )
     metadata = SimpleNamespace(csr=lambda *tensors: SimpleNamespace(csr=tensors))
     module.mla = SimpleNamespace(BatchMLAPagedAttentionWrapper=EmulatedMLA, MLAPlanMetadata=metadata)

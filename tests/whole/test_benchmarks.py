@@ -104,9 +104,9 @@ def test_every_backend_that_can_attends_to_the_same_step_and_autos_choice_is_mar
     assert (decode.kv_bytes, extend.flops) == (4 * 3 * 16 * 2 * 128, 4 * (5 * 11 + 15) * 4 * 128)
     assert (latent[0].kv_bytes, latent[1].flops) == (2 * 3 * 16 * 576, 2 * (5 * 11 + 15) * 4 * (192 + 128))
     cells = attention.row_of(decode, {"fa3": 2.0, "triton": 1.6}, "fa3", {}, 100.0)
-    assert cells == ["4/2  3 x 16", "2.0* (25 GB/s, 25 %)", "1.6 (31 GB/s, 31 %)", "-", "-", "-", "1.25", "-"]
+    assert cells == ["4/2  3 x 16", "2.0* (25 GB/s, 25 %)", "1.6 (31 GB/s, 31 %)", "-", "-", "-", "-", "1.25", "-"]
     cells = attention.row_of(decode, {"triton": 1.6, "flashinfer": 2.1}, "triton", {"paged": 2.0, "ragged": 3.0}, 50.0)
-    assert cells[3:] == ["2.1 (23 GB/s, 47 %)", "-", "-", "1.00", "paged 2.0 (1.05); ragged 3.0 (0.70)"]
+    assert cells[3:] == ["2.1 (23 GB/s, 47 %)", "-", "-", "-", "1.00", "paged 2.0 (1.05); ragged 3.0 (0.70)"]
     cells = attention.row_of(decode, {"triton": 2.0, "exact 512": 2.5}, "triton", {}, 50.0, [256, 512])
     assert cells[-4:] == ["-", "2.5 (1.25)", "1.00", "-"]
     every = list(attention.steps({"decode", "extend"}, 1))
