@@ -360,7 +360,7 @@ def test_a_taken_port_is_refused_before_anything_starts(smollm2_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_serve_answers_and_an_interrupt_leaves_nothing_behind(smollm2_path: Path, free_port: int) -> None:
     with served(free_port) as server:
         output = read_until_ready(server)
@@ -388,7 +388,7 @@ def test_serve_answers_and_an_interrupt_leaves_nothing_behind(smollm2_path: Path
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
@@ -416,7 +416,7 @@ def test_an_interrupt_during_the_start_leaves_nothing_behind(
 
 @pytest.mark.exhaustive
 @pytest.mark.ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_replicas_of_three_ranks_serve_side_by_side(smollm2_path: Path, free_port: int) -> None:
     with served(free_port, "--set", "num_replicas=2", "--set", "tensor_parallel_size=3") as server:
         assert "2 groups of 3 ranks" in read_until_ready(server)
@@ -428,7 +428,7 @@ def test_replicas_of_three_ranks_serve_side_by_side(smollm2_path: Path, free_por
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_generate_prints_the_text_and_nothing_else(smollm2_path: Path) -> None:
     prompt = ["--prompt", "The capital of France is", "--max-tokens", "2"]
     result = run_apart("generate", CONFIG, "--address", "local", *prompt, timeout_s=240)

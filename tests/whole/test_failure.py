@@ -40,7 +40,7 @@ from tests.helpers.odd_ranks import use_ranks
 from tests.helpers.streams import chunks_of, next_chunk
 from worker.weights.checkpoint import expected_shapes
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 LOG = logging.getLogger(__name__)
 CONTEXT = 65536
@@ -350,7 +350,7 @@ def test_a_watch_over_the_ranks_that_breaks_counts_as_a_failure(ray_cluster: Non
     nothing: Any = None
     failures: queue.Queue[LockstepError] = queue.Queue()
     watch({0: nothing}, 1, lambda: False, failures.put)
-    assert "watching the ranks failed" in str(failures.get(timeout=5))
+    assert "watching the ranks failed" in str(failures.get(timeout=30))
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ from tests.helpers.gpu_engine import write_shape
 from tests.helpers.streams import chunks_of, next_chunk
 from tests.helpers.tiny_engine import make_tokenizer
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LOG = logging.getLogger(__name__)
 PROMPT = np.array([504, 3575, 282, 4649, 314], np.int32).tobytes()
