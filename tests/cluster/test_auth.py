@@ -540,7 +540,7 @@ def test_every_sequence_of_a_request_counts_among_those_at_once(run: Run, tmp_pa
             assert (await post("/v1/chat/completions", n=8, **chat)).status_code == 200
             assert (await post("/v1/chat/completions", n=8, **chat)).status_code == 200
 
-    run(scenario, step_s=0.02)
+    run(scenario, step_s=0.04)
 
 
 def test_the_tokens_of_a_minute_are_those_of_prompts_and_answers(run: Run, tmp_path: Path) -> None:
@@ -610,7 +610,7 @@ def test_a_client_has_only_so_many_requests_at_once(run: Run, tmp_path: Path, st
             assert [(await response).status_code for response in running] == [200, 200]
             assert (await post()).status_code == 200
 
-    run(scenario, step_s=0.01)
+    run(scenario, step_s=0.03)
 
 
 # --- Without keys -----------------------------------------------------------------------------------------------------

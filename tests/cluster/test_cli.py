@@ -319,16 +319,21 @@ def test_chat_answers_lines_until_an_empty_one(endpoint: Any) -> None:
 
 
 def test_help_is_quick() -> None:
-    times = []
-    for _ in range(3):
-        began = time.process_time(), os.times().children_user
-        result = run_apart("--help")
-        times.append(os.times().children_user - began[1])
+    result = run_apart("--help")
     assert result.returncode == 0
     for command in ("serve", "check", "chat", "generate", "bench", "status", "schema", "completion"):
         assert command in result.stdout
-    # Processor time, the best of three: other work on the machine is not ours. Ray alone would take 0.4 s, torch 1 s.
-    assert min(times) < 0.5
+
+    def processor_s(code: str) -> float:
+        began = os.times().children_user
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True, capture_output=True)
+        return os.times().children_user - began
+
+    # Processor time, the best of three: other work on the machine is not ours. Measured by what draws the help, 0.25 s
+    # where Ray alone would take 0.4 s more and torch 1 s: no two machines are equally fast.
+    run_it = "import runpy, sys; sys.argv = ['cluster', '--help']; runpy.run_module('cluster', run_name='__main__')"
+    needed_s = min(processor_s("import typer.rich_utils") for _ in range(3))
+    assert min(processor_s(run_it) for _ in range(3)) < 2 * needed_s
 
 
 def test_a_host_of_another_machine_is_named_and_not_its_port() -> None:
@@ -355,7 +360,7 @@ def test_a_taken_port_is_refused_before_anything_starts(smollm2_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_serve_answers_and_an_interrupt_leaves_nothing_behind(smollm2_path: Path, free_port: int) -> None:
     with served(free_port) as server:
         output = read_until_ready(server)
@@ -372,9 +377,9 @@ def test_serve_answers_and_an_interrupt_leaves_nothing_behind(smollm2_path: Path
         # A terminal's Ctrl-C reaches Ray's own processes too.
         began = time.monotonic()
         os.killpg(server.pid, signal.SIGINT)
-        rest, _ = server.communicate(timeout=60)
+        rest, _ = server.communicate(timeout=120)
         assert server.returncode == 0, rest
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 60
         assert [line.split()[-1] for line in rest.splitlines() if line.strip()][-2:] == ["stopping", "stopped"]
         for noise in ("Traceback", "(raylet)", "INFO ", "WARNING"):
             assert noise not in output + rest
@@ -383,7 +388,7 @@ def test_serve_answers_and_an_interrupt_leaves_nothing_behind(smollm2_path: Path
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
@@ -403,15 +408,15 @@ def test_an_interrupt_during_the_start_leaves_nothing_behind(
         time.sleep(0.5)
         began = time.monotonic()
         os.killpg(server.pid, number)
-        rest, _ = server.communicate(timeout=60)
+        rest, _ = server.communicate(timeout=120)
         assert server.returncode == 0, rest
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 60
         assert "Traceback" not in rest
 
 
 @pytest.mark.exhaustive
 @pytest.mark.ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_replicas_of_three_ranks_serve_side_by_side(smollm2_path: Path, free_port: int) -> None:
     with served(free_port, "--set", "num_replicas=2", "--set", "tensor_parallel_size=3") as server:
         assert "2 groups of 3 ranks" in read_until_ready(server)
@@ -423,7 +428,7 @@ def test_replicas_of_three_ranks_serve_side_by_side(smollm2_path: Path, free_por
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_generate_prints_the_text_and_nothing_else(smollm2_path: Path) -> None:
     prompt = ["--prompt", "The capital of France is", "--max-tokens", "2"]
     result = run_apart("generate", CONFIG, "--address", "local", *prompt, timeout_s=240)
@@ -457,7 +462,7 @@ def served(port: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         server.communicate()
     assert ended, "the block ends the server"
     wait_for(lambda: not session_processes(server.pid), 20, "the end of every process")
-    wait_for(lambda: set(os.listdir("/dev/shm")) <= segments, 5, "the end of every shared memory segment")
+    wait_for(lambda: set(os.listdir("/dev/shm")) <= segments, 20, "the end of every shared memory segment")
 
 
 def read_until(server: subprocess.Popen[str], text: str) -> str:

@@ -158,9 +158,10 @@ class Held:
     def work(self, name: str) -> Callable[[], str]:
         def run() -> str:
             self.began.append(name)
-            self.go.wait(10)
+            self.go.wait(30)
             return name
 
+        run.__name__ = name
         return run
 
 
@@ -178,7 +179,11 @@ def as_client(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return choose
 
 
-async def settled() -> None:
+async def settled(held: Held | None = None, num_begun: int = 0) -> None:
+    """Returns when so much of what is held has begun, and no more comes."""
+    async with asyncio.timeout(20):
+        while held is not None and len(held.began) < num_begun:  # noqa: ASYNC110 -- it begins in threads
+            await asyncio.sleep(0.002)
     for _ in range(20):
         await asyncio.sleep(0.002)
 
@@ -190,17 +195,24 @@ def test_what_waits_of_one_client_does_not_stand_before_anothers(monkeypatch: py
         threads = FairThreads(128)
         choose("alice")
         first = [asyncio.ensure_future(threads.run(1, held.work(f"alice{i}"))) for i in range(20)]
-        await settled()
-        assert held.began == ["alice0", "alice1", "alice2"]  # one thread is left for others
+        await settled(held, 3)
+        assert sorted(held.began) == ["alice0", "alice1", "alice2"]  # one thread is left for others
         choose("bob")
-        assert await asyncio.wait_for(threads.run(1, lambda: "quick"), 1) == "quick"
+        assert await asyncio.wait_for(threads.run(1, lambda: "quick"), 10) == "quick"
         others = [asyncio.ensure_future(threads.run(1, held.work(f"bob{i}"))) for i in range(3)]
-        await settled()
+        await settled(held, 4)
         assert held.began[3:] == ["bob0"]
+        turns, submit = list[str](), threads._threads.submit
+
+        def noting(tidied: Any, num_bytes: int, work: Callable[[], str]) -> Any:
+            turns.append(work.__name__)
+            return submit(tidied, num_bytes, work)
+
+        monkeypatch.setattr(threads._threads, "submit", noting)
         held.go.set()
         assert await asyncio.gather(*first, *others) == [f"alice{i}" for i in range(20)] + [f"bob{i}" for i in range(3)]
-        # Those that waited take turns.
-        assert set(held.began[4:9]) >= {"bob1", "bob2"}
+        # Those that waited take turns, in whatever order their threads get a processor.
+        assert {"bob1", "bob2"} <= set(turns[:5])
         assert (threads._waiting, threads._running, threads._num_bytes) == ({}, {}, 0)
         threads.close()
 
@@ -220,7 +232,7 @@ def test_work_under_way_is_bounded_in_bytes_and_large_work_is_not_put_off_for_ev
             choose(name)
             runs.append(asyncio.ensure_future(threads.run(num_bytes, held.work(name))))
             await asyncio.sleep(0)
-        await settled()
+        await settled(held, 1)
         assert held.began == ["a"]
         held.go.set()
         assert await asyncio.gather(*runs) == ["a", "b", "c", "d"]
@@ -239,15 +251,15 @@ def test_a_client_that_leaves_gives_its_turn_back_and_its_thread_when_that_ends(
         threads = FairThreads(128)
         choose("alice")
         runs = [asyncio.ensure_future(threads.run(5, held.work(str(i)))) for i in range(6)]
-        await settled()
+        await settled(held, 3)
         for leaving in (runs[0], runs[3], runs[4]):
             leaving.cancel()
         await settled()
-        assert (held.began, threads._num_bytes) == (["0", "1", "2"], 15)
+        assert (sorted(held.began), threads._num_bytes) == (["0", "1", "2"], 15)
         held.go.set()
         assert [await runs[i] for i in (1, 2, 5)] == ["1", "2", "5"]
         await settled()
-        assert held.began == ["0", "1", "2", "5"]
+        assert held.began[3:] == ["5"]
         assert (threads._waiting, threads._running, threads._num_bytes) == ({}, {}, 0)
         threads.close()
 
@@ -317,7 +329,7 @@ def test_slow_templates_of_one_key_do_not_hold_up_anothers_chat(run: Run, tmp_pa
             assert await chat("bob", [{"role": "user", "content": "hi"}]) == 200
             took = time.monotonic() - began
             assert not all(task.done() for task in flood)
-            assert took < 2, took
+            assert took < 5, took  # where the flood goes first, it is all over by then
             for task in flood:
                 task.cancel()
             await asyncio.gather(*flood, return_exceptions=True)

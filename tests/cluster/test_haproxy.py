@@ -175,18 +175,13 @@ def test_requests_without_a_replica_are_answered_at_once_with_503(has_applicatio
         program = install(directory)["RAY_SERVE_HAPROXY_BINARY_PATH"]
         process = stack.enter_context(subprocess.Popen([program, "-db", "-f", path], stderr=subprocess.DEVNULL))
         stack.callback(process.kill)
-        deadline = time.monotonic() + 30
-        while True:
-            with contextlib.suppress(OSError):
-                stack.enter_context(contextlib.closing(socket.create_connection(("127.0.0.1", port), timeout=1)))
-                break
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        time.sleep(3)  # until HAProxy has noticed that the replica is not there
+        url = f"http://127.0.0.1:{port}"
+        # Until HAProxy has noticed that the replica is not there.
+        within(60, lambda: httpx.post(f"{url}/v1/models", json={}, timeout=5).headers.get("retry-after") == "2")
         for path_ in ("/v1/models", "/v1/messages"):
             began = time.monotonic()
-            response = httpx.post(f"http://127.0.0.1:{port}{path_}", json={}, timeout=30)
-            assert time.monotonic() - began < 1.0
+            response = httpx.post(f"{url}{path_}", json={}, timeout=30)
+            assert time.monotonic() - began < 4.0  # and Ray's proxy would never answer
             assert (response.status_code, response.headers["retry-after"]) == (503, "2")
             assert response.headers["x-should-retry"] == "true"
             assert response.json()["error"]["code"] == "engine_overloaded"
@@ -268,16 +263,21 @@ def test_a_replica_is_told_the_address_of_haproxys_client_and_believes_nobody_el
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.1], ids=["one packet", "head and body apart"])
 def test_a_replica_learns_within_a_second_that_a_client_has_left(proxy: Proxy, pause_s: float) -> None:
-    proxy.replica.waits.clear()
-    proxy.replica.was_left.clear()
-    with proxy.connect() as client:
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        client.sendall(b"POST /silent HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n")
-        time.sleep(pause_s)
-        client.sendall(b"hello")
-        assert proxy.replica.waits.wait(10)
-        time.sleep(0.5)  # longer than HAProxy takes to hand the body on
-    assert proxy.replica.was_left.wait(1.0)
+    def learns() -> bool:
+        proxy.replica.waits.clear()
+        proxy.replica.was_left.clear()
+        with proxy.connect() as client:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client.sendall(b"POST /silent HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n")
+            time.sleep(pause_s)
+            client.sendall(b"hello")
+            assert proxy.replica.waits.wait(10)
+            time.sleep(0.5)  # longer than HAProxy takes to hand the body on
+        in_time = proxy.replica.was_left.wait(1.0)
+        assert proxy.replica.was_left.wait(10)
+        return in_time
+
+    assert any(learns() for _ in range(3)), "three times in a row it was late, so it was not the machine"
 
 
 def test_a_client_that_closes_its_sending_side_counts_as_gone(proxy: Proxy) -> None:
@@ -299,8 +299,9 @@ def test_thousands_of_half_open_connections_keep_nobody_waiting(proxy: Proxy) ->
         began = time.monotonic()
         assert proxy.get()[0] == 200
         assert proxy.get(source="127.0.0.2")[0] == 200
-        assert time.monotonic() - began < 2.0
-        # Their heads are late: HAProxy says so and closes.
+        assert time.monotonic() - began < 5.0  # their heads are late after ten seconds
+        # HAProxy says so and closes.
+        half_open[0].settimeout(30)
         assert half_open[0].recv(4096).startswith(b"HTTP/1.1 408 ")
         assert time.monotonic() - began < HEAD_TIMEOUT_S + 5
 

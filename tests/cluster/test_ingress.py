@@ -152,7 +152,7 @@ def test_a_stop_string_across_tokens_cuts_the_text_and_frees_the_request(run: Ru
         await stack.until(lambda: stack.coordinator.aborted == [1])
         assert stack.engine.num_open == 0
 
-    run(scenario, step_s=0.001)
+    run(scenario, step_s=0.01)
 
 
 def test_an_answer_cut_inside_a_character_ends_the_same_streamed_or_not(run: Run) -> None:
@@ -311,7 +311,7 @@ def test_an_engine_error_is_500_before_the_stream_and_a_chunk_within_it(run: Run
         assert stack.engine.num_open == 0
 
     run(first, fail_after=0)
-    run(later, fail_after=2, step_s=0.001)
+    run(later, fail_after=2, step_s=0.01)
 
 
 def test_a_client_is_told_what_the_engine_lets_it_know_of_its_failure(run: Run) -> None:
@@ -322,7 +322,7 @@ def test_a_client_is_told_what_the_engine_lets_it_know_of_its_failure(run: Run) 
         for error in (error_of(await stack.chat(), 500, "engine_error"), last["error"]):
             assert error["message"] == told
 
-    run(scenario, fail_after=2, step_s=0.001, public_message=told)
+    run(scenario, fail_after=2, step_s=0.01, public_message=told)
 
 
 def test_an_answer_that_is_not_a_number_is_500_and_not_to_be_tried_again(run: Run) -> None:
@@ -332,16 +332,16 @@ def test_an_answer_that_is_not_a_number_is_500_and_not_to_be_tried_again(run: Ru
         assert error_of(response, 500, "not_a_number") == last["error"]
         assert response.headers["x-should-retry"] == "false"
 
-    run(scenario, fail_after=2, step_s=0.001, error_code="not_a_number")
+    run(scenario, fail_after=2, step_s=0.01, error_code="not_a_number")
 
 
 def test_a_request_past_its_deadline_is_504_and_aborted(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
         error = error_of(await stack.chat(), 504, "deadline_exceeded")
-        assert "server.request_timeout_s=0.05" in error["message"]
+        assert "server.request_timeout_s=0.5" in error["message"]
         await stack.until(lambda: stack.coordinator.aborted == [1])
 
-    run(scenario, server=ServerConfig(request_timeout_s=0.05), hang_after=1)
+    run(scenario, server=ServerConfig(request_timeout_s=0.5), hang_after=1)
 
 
 def test_a_lost_engine_is_503_and_not_ready(run: Run) -> None:
@@ -439,8 +439,10 @@ def test_a_client_that_goes_away_aborts_its_requests(run: Run, fields: dict[str,
         serving = asyncio.create_task(app(scope, receive, send))
         ids = list(range(1, fields.get("n", 1) + 1))
         await stack.until(lambda: len(stack.coordinator.requests) == len(ids))
+        has_begun = bool(fields.get("stream")) and hang_after > 0
+        await stack.until(lambda: bool(sent) or not has_begun)
         await asyncio.sleep(0.02)
-        assert bool(sent) == (bool(fields.get("stream")) and hang_after > 0)
+        assert bool(sent) == has_begun
         gone.set()
         await serving
         await stack.until(lambda: sorted(stack.coordinator.aborted) == ids)

@@ -61,9 +61,10 @@ def test_other_threads_go_on_while_a_long_text_is_encoded_and_decoded(smollm2: T
             time.sleep(0.001)
         return turns
 
-    # Each takes 70 ms or more. Where the GIL was held, one turn was all there was.
-    assert num_turns(lambda: smollm2.encode(text, add_special_tokens=False)) > 8
-    assert num_turns(lambda: smollm2.decode(ids * 4)) > 8
+    # Each takes 70 ms or more. Where the GIL was held, one turn was all there was. Other work may keep this thread from
+    # its turns.
+    assert any(num_turns(lambda: smollm2.encode(text, add_special_tokens=False)) > 8 for _ in range(10))
+    assert any(num_turns(lambda: smollm2.decode(ids * 4)) > 8 for _ in range(10))
 
 
 def test_loading_it_imports_no_torch_and_writes_nothing(smollm2_path: Path, tmp_path: Path) -> None:

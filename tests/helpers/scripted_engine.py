@@ -210,7 +210,7 @@ Run = Callable[..., None]
 
 
 def runner(smollm2: Tokenizer, folder: Path) -> Run:
-    """run(scenario, server=..., timeout_s=20, **script): a fresh stack for each scenario, for a bounded time."""
+    """run(scenario, server=..., timeout_s=60, **script): a fresh stack for each scenario, for a bounded time."""
     reply = [*smollm2.encode(REPLY, add_special_tokens=False), EOS]
 
     @contextlib.asynccontextmanager
@@ -238,7 +238,7 @@ def runner(smollm2: Tokenizer, folder: Path) -> Run:
         server: ServerConfig | None = None,
         max_model_len: int = 128,
         *,
-        timeout_s: float = 20,
+        timeout_s: float = 60,
         **script: Any,
     ) -> None:
         asyncio.run(bounded(scenario, timeout_s, server or ServerConfig(), max_model_len, script))

@@ -129,7 +129,7 @@ def test_polling_gets_what_is_there_and_never_waits(make_channel: Callable[[int]
         began = time.perf_counter()
         assert reader.poll() is None
         waits.append(time.perf_counter() - began)
-    assert statistics.median(waits) < 100e-6
+    assert statistics.median(waits) < 500e-6
     began = time.monotonic()
     for frame in (b"one", b"two"):
         channel.writer.send(frame, 5)
@@ -155,17 +155,17 @@ def test_a_frame_that_never_comes_ends_in_a_deadline_that_names_its_setting(
     start = time.monotonic()
     with pytest.raises(DeadlineError, match=r"parallel\.step_timeout_s=0\.1"):
         channel.readers[0].recv(0.1)
-    assert 0.09 < time.monotonic() - start < 2
-    channel.writer.send(b"late", 1)  # the channel survives it
-    assert channel.readers[0].recv(1) == b"late"
+    assert 0.09 < time.monotonic() - start < 5
+    channel.writer.send(b"late", 10)  # the channel survives it
+    assert channel.readers[0].recv(10) == b"late"
 
 
 def test_an_oversized_frame_is_refused(make_channel: Callable[[int], Channel]) -> None:
     channel = make_channel(1)
     with pytest.raises(EngineError, match=r"4097 bytes exceeds the channel's 4096"):
-        channel.writer.send(bytes(SLOT_BYTES + 1), 1)
-    channel.writer.send(b"ok", 1)
-    assert channel.readers[0].recv(1) == b"ok"
+        channel.writer.send(bytes(SLOT_BYTES + 1), 10)
+    channel.writer.send(b"ok", 10)
+    assert channel.readers[0].recv(10) == b"ok"
 
 
 def test_failing_wakes_a_blocked_reader_and_ends_later_calls(make_channel: Callable[[int], Channel]) -> None:
@@ -179,9 +179,9 @@ def test_failing_wakes_a_blocked_reader_and_ends_later_calls(make_channel: Calla
             wait()
     assert time.monotonic() - start < 5
     with pytest.raises(EngineError, match="rank 1 died"):
-        channel.readers[0].recv(1)
+        channel.readers[0].recv(10)
     with pytest.raises(EngineError, match="rank 1 died"):
-        channel.writer.send(b"x", 1)
+        channel.writer.send(b"x", 10)
 
 
 def test_a_reader_that_never_reads_ends_the_writer_at_the_deadline(make_channel: Callable[[int], Channel]) -> None:
@@ -243,7 +243,10 @@ def test_a_killed_reader_does_not_block_the_writer_for_ever_and_shows_a_stale_he
     while ring.reader_status(0).heartbeat_age_s > 1:
         time.sleep(0.01)
     time.sleep(1.2)
-    assert ring.reader_status(0).heartbeat_age_s < 1  # a waiting reader goes on showing that it lives
+    deadline = time.monotonic() + 10
+    while ring.reader_status(0).heartbeat_age_s >= 1:  # a waiting reader goes on showing that it lives
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     process.kill()
     process.join()
     writer = ring.writer()
@@ -260,8 +263,8 @@ def test_a_closed_reader_is_not_waited_for() -> None:
     writer, reader = ring.writer(), ring.reader(1)
     ring.reader(0).close()
     for i in range(10):
-        writer.send(bytes([i]), 1)
-        assert reader.recv(1) == bytes([i])
+        writer.send(bytes([i]), 10)
+        assert reader.recv(10) == bytes([i])
     assert ring.reader_status(0).closed
     assert not ring.reader_status(1).closed
 
@@ -270,7 +273,7 @@ def test_any_holder_of_a_ring_can_fail_it() -> None:
     ring = Ring.create(num_readers=1, slots=2, slot_bytes=64, spin_us=0)
     Ring.attach(ring.address).fail("rank 0: out of memory")
     with pytest.raises(EngineError, match="rank 0: out of memory"):
-        ring.writer().send(b"x", 1)
+        ring.writer().send(b"x", 10)
 
 
 def test_an_address_whose_creator_let_go_is_refused() -> None:
@@ -298,16 +301,16 @@ def test_closing_a_ring_twice_or_before_its_ends_is_harmless() -> None:
     ring.close()
     ring.close()
     with pytest.raises(EngineError, match="closed"):
-        writer.send(b"x", 1)
+        writer.send(b"x", 10)
     with pytest.raises(EngineError, match="closed"):
-        reader.recv(1)
+        reader.recv(10)
     reader.close()
     writer.close()
 
 
 def test_a_tcp_channel_works_over_ipv6(ipv6_loopback: str) -> None:
     channel = tcp_channel(2, ipv6_loopback)
-    channel.writer.send(b"hello", 1)
+    channel.writer.send(b"hello", 10)
     assert [reader.recv(5) for reader in channel.readers] == [b"hello", b"hello"]
     channel.writer.close()
     with pytest.raises(EngineError, match=r"listener at \[::1\]:\d+ broke"):
@@ -316,9 +319,9 @@ def test_a_tcp_channel_works_over_ipv6(ipv6_loopback: str) -> None:
 
 def test_a_tcp_peer_that_goes_away_ends_the_readers_wait() -> None:
     channel = tcp_channel(1)
-    channel.writer.send(b"last", 1)
+    channel.writer.send(b"last", 10)
     channel.writer.close()
-    assert channel.readers[0].recv(1) == b"last"
+    assert channel.readers[0].recv(10) == b"last"
     with pytest.raises(EngineError, match="closed"):
         channel.readers[0].recv(5)
 
@@ -328,7 +331,7 @@ def test_a_tcp_frame_larger_than_this_side_allows_is_refused_before_it_is_read()
     reader = TcpReader(Connection(ours, "rank 3"), max_frame_bytes=100)
     theirs.sendall((1 << 30).to_bytes(4, "little"))
     with pytest.raises(EngineError, match="rank 3 sent a frame of 1073741824 bytes"):
-        reader.recv(1)
+        reader.recv(10)
     reader.close()
     theirs.close()
 
@@ -340,7 +343,7 @@ def test_a_tcp_deadline_inside_a_frame_loses_no_bytes() -> None:
     with pytest.raises(DeadlineError):
         reader.recv(0.05)
     theirs.sendall(b"llo")
-    assert reader.recv(1) == b"hello"
+    assert reader.recv(10) == b"hello"
     reader.close()
     theirs.close()
 
@@ -355,8 +358,8 @@ def test_strangers_are_turned_away_and_do_not_take_a_place() -> None:
             connect(f"{host}:{port}:{'0' * 32}", 0, timeout_s=5)
     end = connect(listener.address, 0, timeout_s=5)
     (connection,) = accepted()
-    TcpWriter([connection], max_frame_bytes=100).send(b"hello", 1)
-    assert TcpReader(end, max_frame_bytes=100).recv(1) == b"hello"
+    TcpWriter([connection], max_frame_bytes=100).send(b"hello", 10)
+    assert TcpReader(end, max_frame_bytes=100).recv(10) == b"hello"
     end.close()
     connection.close()
     listener.close()

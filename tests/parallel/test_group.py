@@ -305,7 +305,7 @@ def test_a_killed_rank_ends_its_peers_wait(strategy: Strategy) -> None:
             os.kill(os.getpid(), 9)
         group.all_reduce(torch.ones(3))
 
-    survivor, dead = run_processes(2, strategy, body, timeout_s=1.0)
+    survivor, dead = run_processes(2, strategy, body, timeout_s=4.0)  # also for the two to meet
     assert isinstance(survivor, EngineError)
     assert dead == "exit code -9"
 
@@ -359,7 +359,10 @@ def test_nothing_is_left_in_dev_shm_nor_open() -> None:
     for generation in (1, 2, 3):
         run_processes(2, "shared_memory", reduce_everything, generation=generation)
         run_threads(2, "shared_memory", lambda group: group.barrier(), generation=generation)
-    assert set(os.listdir("/dev/shm")) <= before
+    deadline = time.monotonic() + 20
+    while left := set(os.listdir("/dev/shm")) - before:  # processes of other tests may be making theirs
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
     assert open_segments() <= open_before
 
 

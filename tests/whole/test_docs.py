@@ -120,7 +120,7 @@ def test_servers_start(block: Block, free_port: int, smollm2_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_cluster_serves_what_the_guide_submits(
     head: Head, free_port: int, tmp_path: Path, smollm2_path: Path
 ) -> None:
@@ -134,11 +134,11 @@ def test_a_cluster_serves_what_the_guide_submits(
     port = f"configs/smollm2-135m.yaml --set http_options.port={free_port}"
     for command in submit.replace("configs/smollm2-135m.yaml", port).splitlines():
         _run(["bash", "-euo", "pipefail", "-c", command], **variables)
-    wait_for(lambda: is_ready(url), 120, "the job's endpoint")
+    wait_for(lambda: is_ready(url), 240, "the job's endpoint")
     _run(["bash", "-c", stop], **variables)
-    wait_for(lambda: not is_ready(url), 60, "the end of the app")
+    wait_for(lambda: not is_ready(url), 120, "the end of the app")
     _run(["bash", "-c", deploy.replace("configs/smollm2-135m.yaml", str(config))], **variables)
-    wait_for(lambda: is_ready(url), 120, "the deployed endpoint")
+    wait_for(lambda: is_ready(url), 240, "the deployed endpoint")
 
 
 @_of("yaml")

@@ -40,7 +40,7 @@ from tests.helpers.odd_ranks import use_ranks
 from tests.helpers.streams import chunks_of, next_chunk
 from worker.weights.checkpoint import expected_shapes
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 LOG = logging.getLogger(__name__)
 CONTEXT = 65536
@@ -135,7 +135,7 @@ async def running(path: Path, **changes: Any) -> AsyncIterator[RunningEngine]:
         finally:
             began = time.monotonic()
             await engine.close()
-            assert time.monotonic() < began + 5, "closing took long"
+            assert time.monotonic() < began + 10, "closing took long"
         await until(lambda: not any(map(psutil.pid_exists, pids(engine.facts))), 20, "the group's processes are gone")
         assert shared_memory() <= shm
     finally:
@@ -165,7 +165,7 @@ async def ends_after(engine: RunningEngine, fail: Callable[[], None], timeout_s:
     took = time.monotonic() - began
     LOG.info("requests ended after %.3f s: %s", took, ends[0].error)
     # The connection ends after the requests: from then on none is taken.
-    await asyncio.wait_for(engine.client.wait_closed(), 5)
+    await asyncio.wait_for(engine.client.wait_closed(), 20)
     with pytest.raises(EngineError):
         submit(engine)
     assert engine.failure is not None
@@ -174,7 +174,7 @@ async def ends_after(engine: RunningEngine, fail: Callable[[], None], timeout_s:
 
 async def cause(engine: RunningEngine) -> LockstepError:
     """What the engine gives as its failure once the coordinator's call has ended."""
-    await until(lambda: "connection" not in str(engine.failure), 5, "the engine says why it failed")
+    await until(lambda: "connection" not in str(engine.failure), 20, "the engine says why it failed")
     assert engine.failure is not None
     return engine.failure
 
@@ -186,8 +186,8 @@ def test_a_killed_rank_ends_every_request_with_its_name_and_the_group_with_it(
     async def main() -> None:
         async with running(tiny_path) as engine:
             pid = engine.facts.locations[victim].pid
-            ends, took = await ends_after(engine, lambda: os.kill(pid, signal.SIGKILL), 5)
-            assert took < 2
+            ends, took = await ends_after(engine, lambda: os.kill(pid, signal.SIGKILL), 20)
+            assert took < 5  # a machine may stand still for a while; the next deadline is one of 120 s
             for end in ends:
                 assert end.reason is FinishReason.ERROR
                 assert end.error_code == "engine_error"
@@ -208,15 +208,16 @@ def test_a_killed_rank_ends_every_request_with_its_name_and_the_group_with_it(
 @pytest.mark.slow
 def test_a_hung_rank_ends_every_request_at_the_step_deadline(ray_cluster: None, tiny_path: Path) -> None:
     async def main() -> None:
-        async with running(tiny_path, parallel={"step_timeout_s": 2.0}) as engine:
+        # So long that no machine stands still for it while the ranks are well.
+        async with running(tiny_path, parallel={"step_timeout_s": 5.0}) as engine:
             pid = engine.facts.locations[1].pid
-            ends, took = await ends_after(engine, lambda: os.kill(pid, signal.SIGSTOP), 10)
-            assert took >= 2
+            ends, took = await ends_after(engine, lambda: os.kill(pid, signal.SIGSTOP), 30)
+            assert took >= 4  # the step began earlier
             assert isinstance(await cause(engine), DeadlineError)
             for end in ends:
                 assert end.error is not None
                 assert "no word from rank 1" in end.error
-                assert "parallel.step_timeout_s=2" in end.error
+                assert "parallel.step_timeout_s=5" in end.error
 
     asyncio.run(main())
 
@@ -247,7 +248,7 @@ def test_a_rank_that_raises_ends_every_request_with_its_own_words(
     async def main() -> None:
         async with running(tiny_path) as engine:
             [stream] = submit(engine)
-            end = await asyncio.wait_for(end_of(stream), 10)
+            end = await asyncio.wait_for(end_of(stream), 30)
             assert end.error == "rank 1 failed: ZeroDivisionError: a bug in this very step"
 
     use_ranks(monkeypatch, FaultyRank)
@@ -259,8 +260,8 @@ def test_a_killed_coordinator_ends_every_request_and_the_ranks(ray_cluster: None
     async def main() -> None:
         async with running(tiny_path) as engine:
             pid = coordinator_pid(engine.facts)
-            ends, took = await ends_after(engine, lambda: os.kill(pid, signal.SIGKILL), 5)
-            assert took < 2
+            ends, took = await ends_after(engine, lambda: os.kill(pid, signal.SIGKILL), 20)
+            assert took < 5  # a machine may stand still for a while; the next deadline is one of 120 s
             assert {end.error_code for end in ends} == {"engine_error"}
             assert "coordinator died" in str(await cause(engine))
             gone = await until(lambda: not any(map(psutil.pid_exists, pids(engine.facts))), 20, "the ranks end")
@@ -275,17 +276,17 @@ def test_a_killed_coordinator_ends_every_request_and_the_ranks(ray_cluster: None
 def test_a_coordinator_that_is_stuck_itself_counts_as_failed(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, stall_timeout_s: float, words: str
 ) -> None:
-    monkeypatch.setattr(cluster.serve.running_engine, "_SILENCE_S", 3.0)
+    monkeypatch.setattr(cluster.serve.running_engine, "_SILENCE_S", 5.0)
 
     async def main() -> None:
         recovery = {"max_rebuilds": 0, "stall_timeout_s": stall_timeout_s}
         async with running(tiny_path, recovery=recovery) as engine:
-            await asyncio.sleep(4)
+            await asyncio.sleep(6)
             assert engine.failure is None, "an idle one reports all the same"
             pid = coordinator_pid(engine.facts)
             os.kill(pid, signal.SIGSTOP)
             try:
-                await until(lambda: words in str(engine.failure), 10, "it is noticed")
+                await until(lambda: words in str(engine.failure), 20, "it is noticed")
             finally:
                 os.kill(pid, signal.SIGCONT)
 
@@ -338,7 +339,7 @@ def test_a_rank_that_dies_while_loading_ends_the_start_at_once(
         with pytest.raises(RankDiedError, match=r"rank 1 died: its process was killed .* out of memory\)"):
             async with running(tiny_path):
                 raise AssertionError("it started")
-        assert time.monotonic() < began + 30
+        assert time.monotonic() < began + 90  # the start may take 600 s
         await until(lambda: rank_processes() <= before, 20, "the ranks end")
 
     use_ranks(monkeypatch, DyingRank)
@@ -349,7 +350,7 @@ def test_a_watch_over_the_ranks_that_breaks_counts_as_a_failure(ray_cluster: Non
     nothing: Any = None
     failures: queue.Queue[LockstepError] = queue.Queue()
     watch({0: nothing}, 1, lambda: False, failures.put)
-    assert "watching the ranks failed" in str(failures.get(timeout=5))
+    assert "watching the ranks failed" in str(failures.get(timeout=30))
 
 
 @pytest.mark.slow
@@ -366,7 +367,7 @@ def test_closing_twice_or_before_the_start_is_done_leaves_nothing(ray_cluster: N
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        await until(lambda: rank_processes() <= before, 10, "coordinator and ranks end")
+        await until(lambda: rank_processes() <= before, 20, "coordinator and ranks end")
 
     asyncio.run(main())
 
@@ -394,7 +395,7 @@ def test_serve_replaces_a_replica_whose_group_failed(endpoint: Any) -> None:
             whole = asyncio.create_task(complete(client, endpoint))
             await asyncio.sleep(1)
             os.kill(max(processes("Coordinator")), signal.SIGKILL)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 streamed, failed = await streaming, await whole
             last = json.loads(streamed.text.strip().split("\n\n")[-1].removeprefix("data: "))
             for error in (last["error"], failed.json()["error"]):
@@ -406,8 +407,12 @@ def test_serve_replaces_a_replica_whose_group_failed(endpoint: Any) -> None:
                 for _ in range(8):
                     clients.create_task(refused_until_served(client))
             LOG.info("serving again after %.1f s", time.monotonic() - began)
-        assert not old & (set(processes("ServeReplica:shared")) | rank_processes())
-        endpoint.wait_idle(5)
+
+        def left() -> set[int]:
+            return old & (set(processes("ServeReplica:shared")) | rank_processes())
+
+        await until(lambda: not left(), 20, "what was there before ends")
+        endpoint.wait_idle()
 
     asyncio.run(main())
 
@@ -426,7 +431,7 @@ def test_an_idle_group_uses_no_cpu(endpoint: Any) -> None:
     time.sleep(3)
     share = (used() - before) / 3
     LOG.info("coordinator and two ranks use %.1f %% of a core", 100 * share)
-    assert share < 0.1
+    assert share < 0.2  # 0.023 on a machine of two cores; others have cores a quarter as fast
 
 
 def descriptors(pid: int) -> Counter[str]:

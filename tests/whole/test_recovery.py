@@ -218,19 +218,23 @@ def test_weights_that_something_wrote_to_are_read_again(
 
 async def answer_struck(engine: RunningEngine, rank: int, fault: signal.Signals) -> tuple[list[int], dict[int, int]]:
     """An answer in whose midst `rank` is struck, and the ranks' processes after it."""
-    pid = (await status(engine))["pids"][rank]
+    before = await status(engine)
     hit = False
 
     def strike(count: int) -> None:
         nonlocal hit
         if count > 200 and not hit:
             hit = True
-            os.kill(pid, fault)
+            os.kill(before["pids"][rank], fault)
 
     tokens, finished = await answer(engine, strike)
     assert hit
     assert finished.reason is FinishReason.LENGTH
-    return tokens, (await status(engine))["pids"]
+    async with asyncio.timeout(60):
+        # Where this process was held up, the engine may have given the last token before the strike.
+        while (after := await status(engine))["num_rebuilds"] == before["num_rebuilds"]:  # noqa: ASYNC110 -- in another process
+            await asyncio.sleep(0.05)
+    return tokens, after["pids"]
 
 
 async def spare(engine: RunningEngine) -> int:
@@ -278,17 +282,20 @@ def test_a_rank_struck_during_a_rebuild_is_replaced_too_and_the_process_that_sta
 ) -> None:
     async def main() -> None:
         async with running(tiny_path, tensor_parallel_size=3, recovery={"max_rebuilds": 4}) as engine:
-            answering = asyncio.create_task(answer(engine))
-            await asyncio.sleep(0.2)
             before = (await status(engine))["pids"]
             others = set(processes("Rank"))  # of other engines too
+            begun = asyncio.Event()
+            answering = asyncio.create_task(answer(engine, lambda _: begun.set()))
+            await asyncio.wait_for(begun.wait(), 30)
             os.kill(before[0], signal.SIGKILL)
             while (await status(engine))["state"] != "rebuilding":  # noqa: ASYNC110 -- in another process
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.3)  # the process that replaces the first one is starting now
             os.kill(before[1], fault)
             started: set[int] = set()
-            while not answering.done():
+            is_over = False
+            while not is_over:
+                is_over = answering.done()  # and a look after it: this process may have been held up
                 with contextlib.suppress(psutil.NoSuchProcess):
                     found = {pid for pid, it in processes("Rank").items() if "raylet" in it.parent().name()}
                     started |= found - others
@@ -480,12 +487,17 @@ def test_the_clock_of_a_rank_runs_while_it_can(code: str, others: int, least: fl
     with burning(others), subprocess.Popen([sys.executable, "-c", code]) as process:
         clock = RankClock()
         time.sleep(0.5)  # it starts
-        began = time.monotonic()
-        shown = clock.look([process.pid])
-        while time.monotonic() < began + 2:
-            time.sleep(0.2)
+        share = -1.0
+        for _ in range(5):  # until the machine does not stand still meanwhile
+            clock.restart()
+            began = time.monotonic()
             shown = clock.look([process.pid])
-        share = shown / (time.monotonic() - began)
+            while time.monotonic() < began + 2:
+                time.sleep(0.2)
+                shown = clock.look([process.pid])
+            share = shown / (time.monotonic() - began)
+            if least <= share <= most:
+                break
         process.send_signal(signal.SIGSTOP)
         time.sleep(0.1)
         clock.restart()
@@ -523,18 +535,22 @@ def test_the_clock_of_ranks_stands_while_one_compiles_a_kernel_and_another_waits
         "print('waits', flush=True); input()\n"
     )
 
-    def shown_s() -> float:
-        clock = RankClock()
+    def runs(seconds: float) -> bool:
+        """Whether the clock advances within that time."""
+        clock, began = RankClock(), time.monotonic()
         clock.look(pids)
-        time.sleep(0.2)
-        return clock.look(pids)
+        while time.monotonic() < began + seconds:
+            time.sleep(0.2)
+            if clock.look(pids) > 0:
+                return True
+        return False
 
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with burning(1) as spinning, subprocess.Popen([sys.executable, "-c", compiles], **pipes) as process:
         pids = [process.pid, *spinning]
         for says, stands in (("prepares", True), ("compiles", True), ("waits", False)):
             assert process.stdout.readline().strip() == says
-            assert (shown_s() == 0) == stands, says
+            assert runs(0.2 if stands else 10) != stands, says  # others may keep the spinning one from computing
             print(file=process.stdin, flush=True)
 
 
@@ -578,7 +594,8 @@ def test_a_served_replica_stays_when_its_rank_is_killed(endpoint: Any) -> None:
             fields = {"max_tokens": 150, "temperature": 0.0}
             expected = (await complete(client, endpoint, **fields)).json()["choices"]
             whole = asyncio.create_task(complete(client, endpoint, **fields))
-            await asyncio.sleep(1)
+            while (await asyncio.to_thread(endpoint.status))["num_running"] == 0:
+                assert not whole.done(), "nobody saw the request run"
             os.kill(max(processes("Rank")), signal.SIGKILL)
             seen = set()
             while not whole.done():
@@ -594,7 +611,7 @@ def test_a_served_replica_stays_when_its_rank_is_killed(endpoint: Any) -> None:
             assert set(processes("ServeReplica:shared")) == replicas
             metrics = (await client.get(f"{endpoint.url}/metrics")).text
             assert re.search(r"^lockstep_rebuilds_total\{.*\} 1(\.0)?$", metrics, re.MULTILINE)
-        endpoint.wait_idle(5)
+        endpoint.wait_idle()
 
     asyncio.run(main())
 
@@ -620,4 +637,4 @@ def test_a_replica_of_which_a_process_is_stopped_is_replaced(endpoint: Any, name
         LOG.info("%s: ended after %.1f s, an answer after %.1f s", name, ended, time.monotonic() - struck)
 
     asyncio.run(main())
-    endpoint.wait_idle(5)
+    endpoint.wait_idle()

@@ -59,7 +59,7 @@ async def num_cached(engine: RunningEngine) -> int:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_an_answer_goes_on_with_more_and_with_fewer_ranks(
     ray_cluster: None, tiny_path: Path, expected: list[int]
 ) -> None:
@@ -99,7 +99,7 @@ class FragileRank(RankActor):
 @pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_ranks_there_were_go_on_when_a_new_one_dies(
     ray_cluster: None, tiny_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +126,7 @@ def test_the_ranks_there_were_go_on_when_a_new_one_dies(
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_requests_wait_while_an_engine_sleeps_and_a_rank_that_dies_meanwhile_is_replaced(
     ray_cluster: None, tiny_path: Path, expected: list[int]
 ) -> None:
@@ -176,7 +176,7 @@ class LateRank(RankActor):
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_ranks_that_load_where_the_others_pools_were_may_have_fewer_pages(
     ray_cluster: None, tiny_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

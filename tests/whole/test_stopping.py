@@ -9,15 +9,17 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from cluster.http.active import ActiveRequests
+from cluster.serve import draining
 from cluster.serve.draining import StopWatch
 from tests.cluster.test_cli import read_until, read_until_ready, served
 
@@ -156,48 +158,73 @@ def test_a_terminated_server_lets_its_streams_end(smollm2_path: Path, free_port:
 # --- The sign ---------------------------------------------------------------------------------------------------------
 
 
-def watch(scenario: Any, stopping: list[bool]) -> None:
-    """Runs `scenario(watch, requests)` beside a watch whose Serve asks every 40 ms and answers `stopping[0]`."""
+class Watched:
+    """A watch by a clock that only the test moves on, whose Serve asks every 40 ms and answers `is_stopping`."""
 
-    async def both() -> None:
-        requests = ActiveRequests()
-        made = StopWatch(requests, lambda: stopping[0], period_s=0.04, shutdown_timeout_s=0.3)
-        running = asyncio.create_task(made.run())
-        await scenario(made, requests)
+    def __init__(self, is_stopping: bool) -> None:
+        self.now_s = 0.0
+        self.num_questions = 0
+        self.requests = ActiveRequests()
+        self._is_stopping = is_stopping
+        self.watch = StopWatch(self.requests, self._answer, period_s=0.04, shutdown_timeout_s=0.3)
+
+    def _answer(self) -> bool:
+        self.num_questions += 1
+        return self._is_stopping
+
+    async def asked_for(self, seconds: float) -> None:
+        """Serve asks for so long."""
+        for _ in range(round(seconds / 0.02)):
+            self.now_s += 0.02
+            self.watch.asked()
+            await asyncio.sleep(0.02)  # the watch looks every 10 ms
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 -- the watch has no event for it
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """watch(scenario, is_stopping): runs the scenario beside a watch."""
+
+    async def both(scenario: Any, is_stopping: bool) -> None:
+        watched = Watched(is_stopping)
+        monkeypatch.setattr(draining, "time", SimpleNamespace(monotonic=lambda: watched.now_s))
+        running = asyncio.create_task(watched.watch.run())
+        await asyncio.sleep(0)
+        await scenario(watched)
         running.cancel()
 
-    asyncio.run(both())
+    return lambda *arguments: asyncio.run(both(*arguments))
 
 
-async def asked_for(made: StopWatch, seconds: float) -> None:
-    for _ in range(round(seconds / 0.02)):
-        made.asked()
-        await asyncio.sleep(0.02)
+def test_a_replica_that_serve_asks_after_goes_on(watch: Callable[..., None]) -> None:
+    async def scenario(watched: Watched) -> None:
+        await watched.asked_for(0.4)
+        assert not watched.requests.stopping
+        assert watched.num_questions == 0
+
+    watch(scenario, True)
 
 
-def test_a_replica_that_serve_asks_after_goes_on() -> None:
-    async def scenario(made: StopWatch, requests: ActiveRequests) -> None:
-        await asked_for(made, 0.4)
-        assert not requests.stopping
+def test_silence_alone_is_no_stop(watch: Callable[..., None]) -> None:
+    async def scenario(watched: Watched) -> None:
+        watched.now_s += 0.4
+        await watched.until(lambda: watched.num_questions > 2)
+        assert not watched.requests.stopping
 
-    watch(scenario, [True])
-
-
-def test_silence_alone_is_no_stop() -> None:
-    async def scenario(made: StopWatch, requests: ActiveRequests) -> None:
-        await asyncio.sleep(0.4)
-        assert not requests.stopping
-
-    watch(scenario, [False])
+    watch(scenario, False)
 
 
-def test_silence_and_a_stopping_app_drain_the_replica_until_serve_asks_again() -> None:
-    async def scenario(made: StopWatch, requests: ActiveRequests) -> None:
-        await asyncio.sleep(0.3)
-        assert requests.stopping
-        made.asked()
-        assert not requests.stopping
-        await asked_for(made, 0.3)
-        assert not requests.stopping
+def test_silence_and_a_stopping_app_drain_the_replica_until_serve_asks_again(watch: Callable[..., None]) -> None:
+    async def scenario(watched: Watched) -> None:
+        watched.now_s += 0.3
+        await watched.until(lambda: watched.requests.stopping)
+        watched.watch.asked()
+        assert not watched.requests.stopping
+        await watched.asked_for(0.3)
+        assert not watched.requests.stopping
 
-    watch(scenario, [True])
+    watch(scenario, True)

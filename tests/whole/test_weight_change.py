@@ -7,7 +7,7 @@ import asyncio
 import gc
 import json
 import signal
-import time
+import threading
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +36,7 @@ from configs.schema import EngineConfig, SpeculationConfig
 from parallel.collectives.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, ExactArithmetic
 from parallel.plan import ShardPlan
+from tests.cluster.test_cli import wait_for
 from tests.helpers.families import FAMILIES as MODELS
 from tests.helpers.families import GROUPED
 from tests.helpers.local_group import Limits, LocalGroup
@@ -232,12 +233,25 @@ def test_streams_under_way_go_on_as_they_were_asked_to(tmp_path: Path, other_tin
     prompts = [[5, 6, 7, 40 + i] * 5 for i in range(3)]
     with tiny_engine(tmp_path) as engine, ThreadPoolExecutor() as pool:
         old = [_ids(_ask(engine, prompt)) for prompt in prompts]
+        ranks, all_run, go_on = engine.coordinator.ranks, threading.Event(), threading.Event()
+        receive = ranks.recv
+
+        def recv(timeout_s: float) -> bytes:
+            """The engine stands still until all have come, and when they run until their weights are to change."""
+            if not go_on.is_set():
+                wait_for(lambda: engine.model.engine.num_open == 3, 20, "three requests")
+                if engine.coordinator.inspect(lambda it: it.stats().num_running == 3):
+                    all_run.set()
+                    assert go_on.wait(20)
+            return receive(timeout_s)
+
+        ranks.recv = recv  # type: ignore[method-assign]
         asked = [pool.submit(_ask, engine, prompt) for prompt in prompts]
-        while engine.coordinator.inspect(lambda it: it.stats().num_running < 3):
-            time.sleep(0.0005)
+        assert all_run.wait(20)
         changed = _change(engine, other_tiny, how)
+        go_on.set()
         late = _ids(_ask(engine, prompts[0]))
-        assert 0 < changed.result(20) < 1
+        assert 0 < changed.result(20) < 5
         met = [_ids(it.result(20)) for it in asked]
         last = [_ask(engine, prompt) for prompt in prompts]
         new = [_ids(it) for it in last]
@@ -314,7 +328,7 @@ def test_a_group_serves_other_weights_from_then_on_whatever_becomes_of_its_ranks
             [endless] = engine.client.submit([PROMPT], [[LONG]])
             await next_chunk(endless)
             changing = asyncio.create_task(engine.update_weights(str(second), version="step-2", running="finish"))
-            await asyncio.sleep(0.3)  # calls of an actor's threads may overtake one another
+            await asyncio.sleep(1)  # calls of an actor's threads may overtake one another
             for other in (engine.update_weights(str(first)), engine.resize(1)):
                 with pytest.raises(ConfigError, match="another resize or change of weights is under way"):
                     await other
@@ -324,7 +338,7 @@ def test_a_group_serves_other_weights_from_then_on_whatever_becomes_of_its_ranks
             changed = await changing
             assert changed is not None
             assert (changed.version, changed.staged_in) == ("step-2", "device")
-            assert 0 < changed.pause_s < 1
+            assert 0 < changed.pause_s < 5
             assert (await answer(engine))[0] == expected
             # A rank that is replaced, and a group of another size, have the new ones too.
             tokens, _ = await answer_struck(engine, 1, signal.SIGKILL)
