@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -104,10 +103,10 @@ class FlashMlaBackend(TritonBackend):
 
 def _load() -> ModuleType:
     try:
-        importlib.import_module("sgl_kernel.flashmla_ops")  # the module below can be imported without its kernels
-        return importlib.import_module("sgl_kernel.flash_mla")
+        from sgl_kernel import flash_mla, flashmla_ops  # noqa: F401 -- flash_mla can be imported without its kernels
     except (ImportError, OSError) as error:
         raise ConfigError(
             f"attention backend flash_mla finds no FlashMLA ({error}): install sglang-kernel {SGLANG_KERNEL} (the "
             "`cuda` extra), or set attention.backend=triton"
         ) from None
+    return flash_mla
