@@ -20,10 +20,11 @@ from attention.step_shape import StepShape
 from attention.triton_backend import TritonBackend
 from configs.errors import ConfigError
 
-_FEW_TOKENS = 8
-"""Maximum number of new tokens of a row in eager steps that FlashMLA serves: those with drafts. Not measured."""
-_SPARSE_UNIT = 64
-"""The kernel for sparse attention needs a multiple of this number of heads, and of chosen keys."""
+_FEW_TOKENS, _MOST_TOKENS = 8, 512
+"""An eager step with more new tokens in some row, or more in all rows, is served by Triton. Steps with drafts usually
+have fewer. Not measured."""
+_HEADS_UNIT, _KEYS_UNIT = 64, 128
+"""The kernel for sparse attention needs multiples of these numbers of heads and of chosen keys."""
 
 
 @register("flash_mla")
@@ -35,7 +36,7 @@ class FlashMlaBackend(TritonBackend):
     with the pages of its row and the tokens up to its own.
 
     Raises:
-        ConfigError: FlashMLA is not installed, or does not run here.
+        ConfigError: FlashMLA cannot be imported.
     """
 
     def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
@@ -46,8 +47,8 @@ class FlashMlaBackend(TritonBackend):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
-        is_served = batch.mask is None and batch.paged.max_seqlen_q <= _FEW_TOKENS
-        self._prepare(batch if is_served else None)
+        are_few = batch.paged.max_seqlen_q <= _FEW_TOKENS and batch.num_tokens <= _MOST_TOKENS
+        self._prepare(batch if batch.mask is None and (are_few or batch.paged.max_seqlen_q == 1) else None)
 
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
         super().prepare_capture(batch, shape)
@@ -59,23 +60,27 @@ class FlashMlaBackend(TritonBackend):
         return heads.values(self._attend(heads.absorb(q), layer, self._paged).flatten(1))
 
     def attend_chosen(self, q: torch.Tensor, layer: LatentLayer, chosen: PagedMetadata) -> torch.Tensor:
+        if q.dtype is torch.float16:  # FlashMLA's kernel has no such numbers
+            return super().attend_chosen(q, layer, chosen)
         num_heads, slots = layer.tp_q_head_num, chosen.page_table
         latents, *_ = self.token_to_kv_pool.pages(layer.layer_id)
         out, *_ = self._library.flash_mla_sparse_fwd(
-            F.pad(q.view(len(q), num_heads, -1), (0, 0, 0, -num_heads % _SPARSE_UNIT)),
+            _padded(q.view(len(q), num_heads, -1), 1, _HEADS_UNIT),
             latents.view(-1, 1, layer.head_dim),
-            F.pad(slots, (0, -slots.shape[1] % _SPARSE_UNIT), value=-1).unsqueeze(1),
+            _padded(slots, 1, _KEYS_UNIT).unsqueeze(1),
             layer.scale,
             topk_length=chosen.cache_seqlens,
         )
         return out[:, :num_heads].flatten(1)
 
     def _prepare(self, batch: ForwardBatch | None) -> None:
-        """Prepares for a step that FlashMLA serves. For None, Triton's kernels serve it."""
+        """Prepares for a step of `batch`. If None, Triton's kernels serve the step."""
+        self._paged = None if batch is None else batch.paged
+        if batch is None:
+            return
         # The first layer's call fills the schedule, on the device.
         self._schedule, _ = self._library.get_mla_metadata()
-        self._paged = None if batch is None else batch.paged
-        if batch is not None and batch.paged.max_seqlen_q > 1:
+        if batch.paged.max_seqlen_q > 1:
             rows, positions = rows_of(batch)
             starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
             self._paged = PagedMetadata(
@@ -99,6 +104,12 @@ class FlashMlaBackend(TritonBackend):
             softmax_scale=layer.scale,
         )
         return out
+
+
+def _padded(x: torch.Tensor, dim: int, unit: int) -> torch.Tensor:
+    """`x` with zeros at the end of `dim`, so that `unit` divides its size."""
+    missing = -x.shape[dim] % unit
+    return x if not missing else F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing))
 
 
 def _load() -> ModuleType:

@@ -1,7 +1,7 @@
 """The FlashInfer backend. It plans on the host, once per step for all layers with the same geometry.
 
-One paged call per layer serves prompts, chunks after a cached prefix and mixtures, because the pool already holds the
-new tokens' keys and values. attention/flashinfer_ragged.py serves eager steps with many new tokens.
+One paged call per layer serves all steps, because the pool already holds the new tokens' keys and values. The exception
+is an eager step with one long prompt, which attention/flashinfer_ragged.py serves.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class _Mask(NamedTuple):
 
 @register("flashinfer")
 class FlashInferBackend(AttentionBackend):
-    """Attention by FlashInfer's paged wrappers, with one plan per `Geometry`.
+    """Attention by FlashInfer's wrappers, with one plan per `Geometry`, or two for a long prompt.
 
     FlashInfer compiles its kernels at their first use, which takes minutes, and stores them on disk. Here that happens
     while a rank loads. Unused page-table entries and unused pages are never read.
 
     Args:
         prompt_kernels: kernels for steps with prompts only, and for captured steps with few rows. If None, fa3 on
-            Hopper, but fa2 on other GPUs and for FP8 pools. All other steps with prompts or masks use fa2.
+            Hopper, but fa2 on other GPUs and for FP8 pools. Other steps with prompts, and steps with masks, use fa2.
 
     Raises:
         ConfigError: FlashInfer is not installed, or its kernels cannot be compiled or run here.
@@ -123,15 +123,20 @@ class FlashInferBackend(AttentionBackend):
         self._now: dict[Geometry, Any] = {}
         self._ragged = RaggedPrompts(
             self._library.module,
-            # Attention must see keys as rounded as those of the pool.
-            self._geometries if token_to_kv_pool.dtype is token_to_kv_pool.compute_dtype else (),
+            {
+                geometry: wrapper
+                for (kernels, geometry), wrapper in self._eager.items()
+                # In FP8, attention must see keys that are rounded like those of the pool.
+                if kernels == self._prompt_kernels and token_to_kv_pool.dtype is token_to_kv_pool.compute_dtype
+            },
             "fa3" if self._prompt_kernels == "fa3" else "fa2",
             self._float_workspace,
             _INT_WORKSPACE_BYTES,
             self._uploads,
             token_to_kv_pool.page_size,
         )
-        self._in_parts: frozenset[Geometry] = frozenset()
+        self._ragged.load_kernels(token_to_kv_pool.compute_dtype)
+        self._long_prompt_of: frozenset[Geometry] = frozenset()
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plans on the host, and queues the uploads and a few small kernels. Waits for nothing.
@@ -145,8 +150,8 @@ class FlashInferBackend(AttentionBackend):
         mask = None if batch.mode is ForwardMode.DECODE else batch.mask
         assert mask is None or all(it.latent_dim is None for it in self._geometries), "a mask over latents"
         kernels = self._kernels_of(batch.mode) if mask is None else "fa2"
-        self._in_parts = frozenset() if mask is not None else self._ragged.plan(batch, self._options_of)
-        on_pages = [it for it in self._geometries if it not in self._in_parts]
+        self._long_prompt_of = frozenset() if mask is not None else self._ragged.plan(batch, self._options_of)
+        on_pages = [it for it in self._geometries if it not in self._long_prompt_of]
         lists = {self._list_of(it, masked=mask is not None) for it in on_pages}
         inputs = self._inputs(lists, batch.prefix_lens, batch.extend_lens)
         device = batch.paged.page_table.device
@@ -172,7 +177,7 @@ class FlashInferBackend(AttentionBackend):
             self._plan_captured(shape, batch.prefix_lens, batch.extend_lens)
         captured = self._captured[shape]
         self._list_pages(batch, captured.indices)
-        self._now, self._in_parts = captured.wrappers, frozenset()
+        self._now, self._long_prompt_of = captured.wrappers, frozenset()
 
     def prepare_replay(self, shape: StepShape, prefix_lens: Int32Array, extend_lens: Int32Array) -> None:
         """Plans the step that is about to be replayed."""
@@ -181,18 +186,18 @@ class FlashInferBackend(AttentionBackend):
     def forward(
         self, qkv: torch.Tensor, layer: AttentionLayer, rotation: Rotation, norms: QKNorms | None
     ) -> torch.Tensor:
-        if not self.serves_in_parts(layer):
+        if not self.is_long_prompt(layer):
             return super().forward(qkv, layer, rotation, norms)
         out_cache_loc = self.batch_of(layer).out_cache_loc
         q = rotation.norm_rotate_store(qkv, layer, norms, self.token_to_kv_pool, out_cache_loc)
-        return self.attend_in_parts(q, qkv[:, -layer.tp_k_head_num * layer.head_dim :], layer)
+        return self.attend_to_prompt(q, qkv[:, -layer.tp_k_head_num * layer.head_dim :], layer)
 
-    def serves_in_parts(self, layer: AttentionLayer) -> bool:
-        """Whether `attend_in_parts` serves the layer in the prepared step. If not, `attend` does."""
-        return self._geometry_of[layer.layer_id] in self._in_parts
+    def is_long_prompt(self, layer: AttentionLayer) -> bool:
+        """Whether `attend_to_prompt` must be called for the layer in the prepared step. If not, `attend` must."""
+        return self._geometry_of[layer.layer_id] in self._long_prompt_of
 
-    def attend_in_parts(self, q: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """Attends like `attend`, in steps that `RaggedPrompts` has planned.
+    def attend_to_prompt(self, q: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """Attends like `attend`, in a step with one long prompt, by `RaggedPrompts`.
 
         Args:
             v: [num_tokens, tp_k_head_num * head_dim]: the values of the new tokens.

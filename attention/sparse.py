@@ -95,7 +95,7 @@ class SparseStep:
 
 def rows_of(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """The row and the position of each new token, [num_tokens] int64 each, on the device. A graph's padding may belong
-    to no row: it gets the first position of the last row. Queues kernels, and does not wait for the device."""
+    to no row: it counts as the last row's token at position 0. Queues kernels, and does not wait for the device."""
     starts, positions = batch.paged.cu_seqlens_q, batch.positions
     index = torch.arange(len(positions), dtype=torch.int32, device=starts.device)
     rows = torch.searchsorted(starts[1:], index, right=True).clamp_(max=len(starts) - 2)

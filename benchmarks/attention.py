@@ -199,8 +199,8 @@ class Inputs:
                 if isinstance(layer, LatentLayer):
                     q = self.q.view(-1, layer.tp_q_head_num, layer.qk_dim)
                     backend.attend_latent(q, layer, self.heads[layer.layer_id])
-                elif isinstance(backend, FlashInferBackend) and backend.serves_in_parts(layer):
-                    backend.attend_in_parts(self.q, self.v, layer)
+                elif isinstance(backend, FlashInferBackend) and backend.is_long_prompt(layer):
+                    backend.attend_to_prompt(self.q, self.v, layer)
                 else:
                     backend.attend(self.q, layer)
 

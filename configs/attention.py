@@ -235,7 +235,7 @@ _SPECS = (
         features=frozenset({Feature.LATENT, Feature.SPARSE, Feature.MASK}),
         only=Feature.LATENT,
         lacks={Feature.FP8_KV: "it would round queries to FP8 as well", Feature.EXACT: _BY_BATCH},
-        apart=_NOT_WITH_SPARSE,
+        apart=((Feature.SPARSE, Feature.MASK),),
         latent_sizes=LatentSizes(most_heads=128, latent_dims=frozenset({512}), rope_unit=64),
     ),
     BackendSpec(

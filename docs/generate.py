@@ -138,8 +138,8 @@ def _devices(spec: BackendSpec) -> str:
 
 
 def _head_dims(spec: BackendSpec) -> str:
-    if spec.only is not None:
-        return f"only {spec.only}"
+    if spec.only is Feature.LATENT:
+        return "only latents"
     if spec.head_dims is not None:
         return ", ".join(map(str, sorted(spec.head_dims)))
     return "any number" + _at_most(spec.max_head_dim)

@@ -90,8 +90,8 @@ def check_steps(
 
     Args:
         runner: must have pages 1, 2, ... for `num_tokens`, in the window pool too if there is one.
-        num_tokens: maximum number of tokens of a step. Of them, _MOST_TOKENS are used, or more if sparse layers choose
-            keys only among more.
+        num_tokens: maximum number of tokens of a step. At most _MOST_TOKENS are used, or with sparse layers `top_k` +
+            _MOST_ROWS, because up to `top_k` tokens they see all keys.
         max_rows: maximum number of rows of a step.
     """
     sizes = [size for size in _STEP_SIZES if size <= num_tokens]

@@ -222,7 +222,7 @@ class ServingJob:
 
     def _wait_until_running(self, deployment: Deployment) -> bool:
         """Returns True once the app runs, False if interrupted. Shows each phase once, on a terminal with progress."""
-        shown: set[str] = set()
+        shown, label = set[str](), ""
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with Bars(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bars:
             bar = bars.add_task("starting", total=None)
@@ -233,12 +233,14 @@ class ServingJob:
                     raise EngineError(f"{self._config.name} could not be started: {root_cause(message)}")
                 # A phase may have begun and ended since the last look.
                 progress = self._progress()
-                for name in progress.phases if progress is not None else ():
-                    if name not in shown:
-                        shown.add(name)
-                        phase = _PHASES.get(name, name)
+                phases = [_PHASES.get(name, name) for name in progress.phases] if progress is not None else []
+                for phase in phases:
+                    if phase not in shown:
+                        shown.add(phase)
                         self._say(phase)
-                        bars.reset(bar, total=None, description=phase)
+                if phases and phases[-1] != label:
+                    label = phases[-1]
+                    bars.reset(bar, total=None, description=label)
                 if status == "RUNNING":
                     self._ran = True
                     return True

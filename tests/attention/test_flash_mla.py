@@ -58,7 +58,8 @@ class Emulated:
     def flash_mla_sparse_fwd(
         q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, *, topk_length: torch.Tensor
     ) -> tuple[torch.Tensor, None, None]:
-        assert q.shape[1] % 64 == indices.shape[2] % 64 == 0
+        assert (q.shape[1] % 64, indices.shape[2] % 128) == (0, 0)
+        assert q.dtype is not torch.float16
         assert indices.dtype is topk_length.dtype is torch.int32
         out = q.new_empty(*q.shape[:2], 512)
         for token, num_keys in enumerate(topk_length.tolist()):

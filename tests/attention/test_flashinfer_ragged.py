@@ -21,11 +21,11 @@ from worker.step.step import Step
 
 # (prefix_len, extend_len) of each row, and whether layers without a window, and with one, are served in two parts.
 BATCHES = {
-    "prompts": ([(0, 700), (0, 33), (0, 400)], True, True),
-    "prompts after cached tokens": ([(450, 700), (16, 200), (0, 300)], True, False),
-    "prompts beside decodes": ([(200, 1), (0, 900), (63, 1), (64, 300)], True, False),
-    "few new tokens": ([(0, 400), (0, 400)], False, False),
-    "many cached tokens": ([(1300, 600), (1200, 500)], False, False),
+    "prompt": ([(0, 1100)], True, True),
+    "prompt after cached tokens": ([(450, 1100)], True, False),
+    "prompts": ([(0, 1100), (0, 33)], False, False),
+    "few new tokens": ([(0, 800)], False, False),
+    "many cached tokens": ([(2600, 1100)], False, False),
 }
 SMALLER = 25
 """Divisor of the rows' tokens on a CPU."""
@@ -45,7 +45,14 @@ class Part:
         self.indices, self.last = (torch.empty(0), torch.empty(0)) if causal else given[:2]
         Emulated.planned[self._int_workspace_buffer.data_ptr()] = self  # type: ignore[assignment]
 
-    def run(self, q: torch.Tensor, *kv: Any, out: torch.Tensor | None = None, return_lse: bool = False) -> Any:
+    def run(
+        self,
+        q: torch.Tensor,
+        *kv: Any,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+    ) -> Any:
         assert Emulated.planned[self._int_workspace_buffer.data_ptr()] is self, "another plan is in its memory"
         out, lse = torch.zeros(q.shape) if out is None else out, torch.full(q.shape[:2], -torch.inf)
         for row, (first, end) in enumerate(zip(self.qo, self.qo[1:], strict=False)):
@@ -58,7 +65,7 @@ class Part:
                 k, v = (it[pages].flatten(0, 1)[:length] for it in kv[0])
             if len(k):
                 out[tokens], lse[tokens] = self._attended(q[tokens], k, v)
-        return (out, lse / torch.log(torch.tensor(2.0))) if return_lse else None
+        return (out, lse if lse_base == "ln" else lse / torch.log(torch.tensor(2.0))) if return_lse else None
 
     def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = (it.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for it in (k, v))
@@ -72,10 +79,27 @@ class Part:
         return torch.einsum("nhl,lhd->nhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
-    """What `flashinfer.merge_state_in_place` does: logarithms are to the base 2."""
-    share = torch.softmax(torch.stack((lse, other_lse)) * torch.log(torch.tensor(2.0)), 0)[..., None]
-    out.copy_(share[0] * out + share[1] * other)
+class Paged(Emulated):
+    """FlashInfer's paged wrapper, which may be planned for the cached tokens alone."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, *, backend: str, **given: Any) -> None:
+        super().__init__(workspace, layout, backend=backend, **given)
+        self._of_cached: Part | None = None
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        self._of_cached = None
+        if options.get("causal") is False:
+            self._of_cached = Part(torch.empty(0, dtype=torch.uint8), "NHD", backend="fa3")
+            for name in ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer"):
+                setattr(self._of_cached, name, getattr(self, name))
+            self._of_cached.plan(*args, **options)
+        else:
+            super().plan(*args, **options)
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        if self._of_cached is None:
+            return super().run(*args, **options)
+        return self._of_cached.run(*args, **options)
 
 
 @pytest.fixture
@@ -88,9 +112,8 @@ def small(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> int:
     from attention import flashinfer_backend
 
     module: Any = flashinfer_backend.load_flashinfer(device).module
-    paged = lambda *given, **options: (Emulated if "use_cuda_graph" in options else Part)(*given, **options)  # noqa: E731
-    changed = {"BatchPrefillWithPagedKVCacheWrapper": paged, "BatchPrefillWithRaggedKVCacheWrapper": Part}
-    module = SimpleNamespace(**{**vars(module), **changed, "merge_state_in_place": _merge})
+    changed = {"BatchPrefillWithPagedKVCacheWrapper": Paged, "BatchPrefillWithRaggedKVCacheWrapper": Part}
+    module = SimpleNamespace(**{**vars(module), **changed})
     monkeypatch.setattr(flashinfer_backend, "load_flashinfer", lambda device: Library(module, 4, True))
     monkeypatch.setattr(flashinfer_ragged, "_LEAST_NEW", 1024 // SMALLER)
     return SMALLER
@@ -106,7 +129,7 @@ class Stored:
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another backend for decodes"])
 @pytest.mark.parametrize("batch", list(BATCHES))
-def test_many_new_tokens_are_attended_to_before_they_are_on_pages(
+def test_a_long_prompt_is_attended_to_in_two_parts(
     batch: str, beside: bool, page_size: int, device: torch.device, small: int
 ) -> None:
     rows, *in_parts = BATCHES[batch]
@@ -120,7 +143,7 @@ def test_many_new_tokens_are_attended_to_before_they_are_on_pages(
     frame = case.frame(range(len(rows)))
     case.inputs.upload(Step.of(frame), Step.of(frame).shape)
     backend.init_forward_metadata(case.inputs.batch(Step.of(frame)))
-    assert [prompts.serves_in_parts(layer) for layer in layers] == in_parts
+    assert [prompts.is_long_prompt(layer) for layer in layers] == in_parts
     outs = []
     for layer, q, kv in zip(layers, case.q, case.kv, strict=True):
         v = torch.cat([of_row[1][prefix:] for of_row, (prefix, _) in zip(kv, rows, strict=True)]).flatten(1)
