@@ -27,8 +27,6 @@ from configs.errors import ConfigError, EngineError
 
 _FLOAT_WORKSPACE_BYTES = 128 << 20  # the size that FlashInfer recommends
 _INT_WORKSPACE_BYTES = 8 << 20  # the size that its wrappers need
-# Largest number of query rows (tokens times heads of a group) per program in FlashInfer, with two programs per SM.
-_TILE, _PROGRAMS_OF_SM = 128, 2
 
 Kernels = Literal["decode", "fa2", "fa3"]
 """decode: one token per row. fa2: any rows; groups query heads and splits keys. fa3: Hopper kernels for prompts, which
@@ -328,7 +326,7 @@ class FlashInferBackend(AttentionBackend):
         self, geometry: Geometry, of_rows: PlanInputs, shape: StepShape | None, mask: _Mask | None
     ) -> dict[str, Any]:
         window_left = -1 if geometry.window is None else geometry.window - 1
-        is_whole = shape is not None and self._is_full(shape, geometry)
+        is_whole = shape is not None and self._library.is_filled(shape, geometry)
         if mask is not None and geometry.window is not None:
             # FlashInfer's window counts from a token's index in its row, but the mask uses positions. This window is
             # wide enough to hide nothing that the mask shows, and it keeps split keys from including later keys.
@@ -346,13 +344,6 @@ class FlashInferBackend(AttentionBackend):
             "q_data_type": self.token_to_kv_pool.compute_dtype,
             "kv_data_type": self.token_to_kv_pool.dtype,
         }
-
-    def _is_full(self, shape: StepShape, geometry: Geometry) -> bool:
-        """Whether a graph of `shape` has enough programs without splitting keys. Its grid is fixed at capture. With
-        split keys, every output goes through memory and a second kernel, even if the plan splits none. FlashInfer makes
-        no more pieces than the GPU can run at once."""
-        num_tiles = shape.num_rows + (0 if shape.is_decode else shape.num_tokens * geometry.group // _TILE)
-        return num_tiles * geometry.num_k_heads >= _PROGRAMS_OF_SM * self._library.num_sms
 
     def _wrapper(
         self, kernels: Kernels, geometry: Geometry, indices: torch.Tensor | None = None, num_rows: int = 0

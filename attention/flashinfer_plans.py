@@ -18,6 +18,8 @@ FLASHINFER = "0.7.2.post1"
 """The version of flashinfer-python for which this code was written."""
 # Number of plans that may still be uploading: two plans of two kinds of layers in each of two steps in flight.
 _NUM_UPLOADS = 8
+# Largest number of query rows (tokens times heads of a group) per program in FlashInfer, with two programs per SM.
+_TILE, _PROGRAMS_OF_SM = 128, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,13 @@ class Library:
     module: Any
     num_sms: int
     has_fa3: bool
+
+    def is_filled(self, shape: StepShape, geometry: Geometry) -> bool:
+        """Whether a graph of `shape` has enough programs without splitting keys. Its grid is fixed at capture. With
+        split keys, every output goes through memory and a second kernel, even if the plan splits none. FlashInfer makes
+        no more pieces than the GPU can run at once."""
+        num_tiles = shape.num_rows + (0 if shape.is_decode else shape.num_tokens * geometry.group // _TILE)
+        return num_tiles * geometry.num_k_heads >= _PROGRAMS_OF_SM * self.num_sms
 
 
 def load_flashinfer(device: torch.device) -> Library:

@@ -564,9 +564,9 @@ def test_a_full_grid_splits_no_keys(emulated: Any) -> None:
     case = Case(LAYERS, SMALL_BATCHES["decode"])
     backend, geometry = FlashInferBackend(case.layers, case.pool), Geometry.of(LAYERS[0])
     # Two programs on each of 4 multiprocessors, for two KV heads.
-    full = [backend._is_full(shape, geometry) for shape in (StepShape(3, 3, 3), StepShape(4, 4, 4))]
+    full = [backend._library.is_filled(shape, geometry) for shape in (StepShape(3, 3, 3), StepShape(4, 4, 4))]
     assert full == [False, True]
-    assert [backend._is_full(StepShape(tokens, 2, 1), geometry) for tokens in (32, 64)] == [False, True]
+    assert [backend._library.is_filled(StepShape(tokens, 2, 1), geometry) for tokens in (32, 64)] == [False, True]
 
 
 def test_a_build_that_computes_something_else_is_refused(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
