@@ -105,9 +105,11 @@ class Paged(Emulated):
 @pytest.fixture
 def small(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> int:
     """The divisor of the rows' tokens. On a CPU, the wrappers are emulated."""
+    divisor = 1 if device.type == "cuda" else SMALLER
+    monkeypatch.setattr(flashinfer_ragged, "_LEAST_NEW", 1024 // divisor)
     if device.type == "cuda":
         pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
-        return 1
+        return divisor
     emulate(monkeypatch)
     from attention import flashinfer_backend
 
@@ -115,8 +117,7 @@ def small(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> int:
     changed = {"BatchPrefillWithPagedKVCacheWrapper": Paged, "BatchPrefillWithRaggedKVCacheWrapper": Part}
     module = SimpleNamespace(**{**vars(module), **changed})
     monkeypatch.setattr(flashinfer_backend, "load_flashinfer", lambda device: Library(module, 4, True))
-    monkeypatch.setattr(flashinfer_ragged, "_LEAST_NEW", 1024 // SMALLER)
-    return SMALLER
+    return divisor
 
 
 class Stored:
