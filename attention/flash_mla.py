@@ -29,11 +29,11 @@ _HEADS_UNIT, _KEYS_UNIT = 64, 128
 
 @register("flash_mla")
 class FlashMlaBackend(TritonBackend):
-    """Attends by FlashMLA in the absorbed form: in decodes, in steps whose rows have few new tokens, in captured steps,
-    and over the chosen keys of sparse layers. Triton's kernels serve prompts and masks.
+    """Attention by FlashMLA, in the absorbed form. FlashMLA serves decodes, steps with few new tokens in each row,
+    captured steps, and attention over the chosen keys of sparse layers. Triton's kernels serve prompts and masks.
 
-    FlashMLA's kernel for decodes needs the same number of tokens in each row. In other steps each token becomes a row,
-    with the pages of its row and the tokens up to its own.
+    FlashMLA's kernel for decodes needs the same number of tokens in each row. If a step has a row with several, each
+    token becomes a row, with the pages of its own row and the tokens up to itself.
 
     Raises:
         ConfigError: FlashMLA cannot be imported.
@@ -42,13 +42,17 @@ class FlashMlaBackend(TritonBackend):
     def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
         super().__init__(layers, token_to_kv_pool)
         self._library = _load()
-        self._paged: PagedMetadata | None = None
+        self._paged: PagedMetadata | None = None  # None if Triton's kernels serve the step
         self._schedule: Any = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
-        are_few = batch.paged.max_seqlen_q <= _FEW_TOKENS and batch.num_tokens <= _MOST_TOKENS
-        self._prepare(batch if batch.mask is None and (are_few or batch.paged.max_seqlen_q == 1) else None)
+        longest = batch.paged.max_seqlen_q
+        are_few = longest == 1 or (longest <= _FEW_TOKENS and batch.num_tokens <= _MOST_TOKENS)
+        if are_few and batch.mask is None:
+            self._prepare(batch)
+        else:
+            self._paged = None
 
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
         super().prepare_capture(batch, shape)
@@ -73,22 +77,14 @@ class FlashMlaBackend(TritonBackend):
         )
         return out[:, :num_heads].flatten(1)
 
-    def _prepare(self, batch: ForwardBatch | None) -> None:
-        """Prepares for a step of `batch`. If None, Triton's kernels serve the step."""
-        self._paged = None if batch is None else batch.paged
-        if batch is None:
-            return
+    def _prepare(self, batch: ForwardBatch) -> None:
+        """Prepares for a step that FlashMLA serves."""
         # The first layer's call fills the schedule, on the device.
         self._schedule, _ = self._library.get_mla_metadata()
+        self._paged = batch.paged
         if batch.paged.max_seqlen_q > 1:
             rows, positions = rows_of(batch)
-            starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
-            self._paged = PagedMetadata(
-                cache_seqlens=(positions + 1).int(),
-                cu_seqlens_q=starts,
-                page_table=batch.paged.page_table[rows],
-                max_seqlen_q=1,
-            )
+            self._paged = PagedMetadata.of_single_tokens((positions + 1).int(), batch.paged.page_table[rows])
 
     def _attend(self, q: torch.Tensor, layer: LatentLayer, paged: PagedMetadata) -> torch.Tensor:
         """Absorbed queries q [num_rows, tp_q_head_num * head_dim] -> [num_rows, 1, tp_q_head_num, latent_dim]."""

@@ -96,7 +96,7 @@ class FlashInferBackend(AttentionBackend):
         self._flatten_pages = flatten_pages
         # With FP8 keys, fa3 accepts only FP8 queries.
         has_fa3 = self._library.has_fa3 and token_to_kv_pool.dtype is token_to_kv_pool.compute_dtype
-        self._prompt_kernels: Kernels = prompt_kernels or ("fa3" if has_fa3 else "fa2")
+        self._prompt_kernels: Literal["fa2", "fa3"] = prompt_kernels or ("fa3" if has_fa3 else "fa2")
         self._geometry_of = {layer.layer_id: Geometry.of(layer) for layer in layers}
         self._geometries = tuple(dict.fromkeys(self._geometry_of.values()))
         # Zeros, as FlashInfer requires. All wrappers share this buffer: each kernel reads it before the next one
@@ -127,7 +127,7 @@ class FlashInferBackend(AttentionBackend):
                 # In FP8, attention must see keys that are rounded like those of the pool.
                 if kernels == self._prompt_kernels and token_to_kv_pool.dtype is token_to_kv_pool.compute_dtype
             },
-            "fa3" if self._prompt_kernels == "fa3" else "fa2",
+            self._prompt_kernels,
             self._float_workspace,
             _INT_WORKSPACE_BYTES,
             self._uploads,

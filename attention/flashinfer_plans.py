@@ -16,8 +16,8 @@ from configs.errors import ConfigError
 
 FLASHINFER = "0.7.2.post1"
 """The version of flashinfer-python for which this code was written."""
-# Number of plans that may still be uploading: two plans of two kinds of layers in each of two steps in flight.
-_NUM_UPLOADS = 8
+# Number of plans that may still be uploading: two kinds of layers in each of two steps in flight.
+_NUM_UPLOADS = 4
 # Largest number of query rows (tokens times heads of a group) per program in FlashInfer, with two programs per SM.
 _TILE, _PROGRAMS_OF_SM = 128, 2
 

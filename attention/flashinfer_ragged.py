@@ -1,5 +1,5 @@
-"""FlashInfer's attention of a prompt in two parts: over the new tokens, whose keys and values lie side by side, and
-over the cached tokens, which are on pages. A kernel merges the two outputs."""
+"""FlashInfer's attention of a prompt in two parts. One part attends to the new tokens, with keys and values side by
+side, the other one to the cached tokens, which are on pages. A kernel merges the two outputs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 from attention.flashinfer_plans import Geometry, PlanInputs, Uploads
 from attention.forward_batch import ForwardBatch
 
-# Number of new tokens from which a prompt is served in two parts, and the largest number of cached tokens for each new
-# one. No prompt is so long: this is off until a GPU has run it.
-_LEAST_NEW, _MOST_CACHED = 1 << 30, 1
+_LEAST_NEW: int | None = None
+"""Number of new tokens from which a prompt is served in two parts. If None, no prompt is, until a GPU has run it."""
+_MOST_CACHED = 1
+"""Largest number of cached tokens for each new one. Not measured."""
 
 
 class RaggedPrompts:
@@ -46,7 +47,8 @@ class RaggedPrompts:
 
         self._flatten_pages, self._merge_states = flatten_pages, merge_states
         self._uploads, self._page_size = uploads, page_size
-        self._of_cached = {it: wrapper for it, wrapper in paged.items() if it.chunk is None and it.latent_dim is None}
+        served = {} if _LEAST_NEW is None else paged
+        self._of_cached = {it: wrapper for it, wrapper in served.items() if it.chunk is None and it.latent_dim is None}
         self._of_new: dict[Geometry, Any] = {}
         for geometry in self._of_cached:
             wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(float_workspace, "NHD", backend=kernels)
@@ -72,7 +74,8 @@ class RaggedPrompts:
             options: returns the arguments of plans that depend only on the geometry.
         """
         num_new, num_cached = int(batch.extend_lens.sum()), int(batch.prefix_lens.sum())
-        if batch.batch_size > 1 or num_new < _LEAST_NEW or num_cached > _MOST_CACHED * num_new:
+        is_long = _LEAST_NEW is not None and num_new >= _LEAST_NEW and num_cached <= _MOST_CACHED * num_new
+        if batch.batch_size > 1 or not is_long:
             return frozenset()
         # Over the cached tokens alone, FlashInfer would count a window from the last of them, not from the query.
         planned = [it for it in self._of_new if it.window is None or not num_cached]

@@ -47,6 +47,12 @@ class PagedMetadata:
     max_seqlen_q: int
     """Largest number of input tokens of a row."""
 
+    @classmethod
+    def of_single_tokens(cls, cache_seqlens: torch.Tensor, page_table: torch.Tensor) -> PagedMetadata:
+        """The metadata of rows with one input token each. Queues a kernel, and does not wait for the device."""
+        starts = torch.arange(len(cache_seqlens) + 1, dtype=torch.int32, device=cache_seqlens.device)
+        return cls(cache_seqlens=cache_seqlens, cu_seqlens_q=starts, page_table=page_table, max_seqlen_q=1)
+
     def check(self) -> None:
         """Asserts the shapes that kernels assume; with others they would read out of bounds. This is cheap and runs
         once a step."""

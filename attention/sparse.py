@@ -84,13 +84,7 @@ class SparseStep:
 
     def paged(self, slots: torch.Tensor) -> PagedMetadata:
         """The metadata of rows with one token each. The keys of the tokens are in `slots` [num_tokens, top_k] int32."""
-        num_tokens, top_k = slots.shape
-        return PagedMetadata(
-            cache_seqlens=(self.positions + 1).clamp(max=top_k).int(),
-            cu_seqlens_q=torch.arange(num_tokens + 1, dtype=torch.int32, device=slots.device),
-            page_table=slots,
-            max_seqlen_q=1,
-        )
+        return PagedMetadata.of_single_tokens((self.positions + 1).clamp(max=slots.shape[1]).int(), slots)
 
 
 def rows_of(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -121,7 +121,7 @@ def small(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 class Stored:
-    """A rotation whose work is done: the pool holds the keys and values of the new tokens."""
+    """A rotation after its work: the pool already holds the keys and values of the new tokens."""
 
     def norm_rotate_store(self, qkv: torch.Tensor, layer: AttentionLayer, *_: Any) -> torch.Tensor:
         return qkv[:, : layer.tp_q_head_num * layer.head_dim]

@@ -159,7 +159,7 @@ def test_a_terminated_server_lets_its_streams_end(smollm2_path: Path, free_port:
 
 
 class Watched:
-    """A watch by a clock that only the test moves on, whose Serve asks every 40 ms and answers `is_stopping`."""
+    """A watch by a clock that only the test advances. Serve is to ask every 40 ms, and says `is_stopping` if asked."""
 
     def __init__(self, is_stopping: bool) -> None:
         self.now_s = 0.0
